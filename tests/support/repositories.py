@@ -51,6 +51,19 @@ def model_with_config(repository: Path, name: str, config: str) -> Path:
     return folder
 
 
+def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> str:
+    """Return a step of an ensemble."""
+    maps = [f'input_map {{ key: "{key}" value: "{value}" }}' for key, value in inputs.items()]
+    maps += [f'output_map {{ key: "{key}" value: "{value}" }}' for key, value in outputs.items()]
+    return f'step {{ model_name: "{model}" model_version: -1 {" ".join(maps)} }}'
+
+
+def ensemble(repository: Path, *steps: str, more: str = "", name: str = "both") -> None:
+    """Writes an ensemble from x to y."""
+    config = f'platform: "ensemble"\n{X_TO_Y}\nensemble_scheduling {{ {" ".join(steps)} }}\n{more}'
+    model_with_config(repository, name, config)
+
+
 @asynccontextmanager
 async def opened(
     repository: Path, *load: str, also: Sequence[Path] = (), memory: SharedMemory | None = None, **settings: Any

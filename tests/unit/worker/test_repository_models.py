@@ -25,7 +25,7 @@ from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
 from dynamo.worker.serve import Service
-from tests.support.repositories import DOUBLE, EXAMPLES, X_TO_Y, infer, model_with_config, opened, python_model, x
+from tests.support.repositories import DOUBLE, EXAMPLES, X_TO_Y, ensemble, infer, model_with_config, opened, python_model, step, x
 
 SLOW = """
 import os, time
@@ -221,17 +221,6 @@ async def test_the_examples_are_loaded_in_the_order_in_which_they_need_each_othe
         responses = await infer(models, "read_aloud", {"image": seven})
         assert responses["text_output"] == [[b"You said: seven"]]
         assert int(np.argmax(responses["probability"][0])) == 7
-
-
-def step(model: str, inputs: dict[str, str], outputs: dict[str, str]) -> str:
-    maps = [f'input_map {{ key: "{key}" value: "{value}" }}' for key, value in inputs.items()]
-    maps += [f'output_map {{ key: "{key}" value: "{value}" }}' for key, value in outputs.items()]
-    return f'step {{ model_name: "{model}" model_version: -1 {" ".join(maps)} }}'
-
-
-def ensemble(repository: Path, *steps: str, more: str = "") -> None:
-    config = f'platform: "ensemble"\n{X_TO_Y}\nensemble_scheduling {{ {" ".join(steps)} }}\n{more}'
-    model_with_config(repository, "both", config)
 
 
 async def test_steps_run_as_their_tensors_come_whatever_their_order(tmp_path: Path) -> None:

@@ -2,16 +2,22 @@
 
 A step runs as soon as all tensors that it takes are there, and beside those that it does not need. The first failure ends the
 request and cancels what still runs.
+
+A step whose model is decoupled gives its tensors any number of values. The steps behind it run once for each of them, several at
+once, and the ensemble is decoupled, too: it has a response for each value of its outputs, in their order. As in Triton, all
+tensors that a step takes must come from the same decoupled step, or none of them, and so must the outputs.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from dynamo.common.background import awaited
-from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, from_wire
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelEnsembling
@@ -20,6 +26,20 @@ from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, Mode
 from dynamo.worker.repository.model_config import datatype_name
 
 Step = ModelEnsembling.Step
+Tensors: TypeAlias = Mapping[str, Array | None]
+"""None: an optional tensor that is not there."""
+
+_IN_FLIGHT = 16
+"""Requests of one step at once, for one request of the ensemble."""
+_UNREAD = 16
+"""Values of a tensor that a reader has not taken; at least one and the end."""
+
+
+class _End:
+    """Stands behind the last value of a tensor."""
+
+
+_END = _End()
 
 
 def models_in(config: ModelConfig) -> list[str]:
@@ -50,9 +70,18 @@ class EnsembleBackend:
         return version.config
 
     async def open(self, version: Version) -> Ensemble:
-        """Open an ensemble. Raises InvalidRequest if the steps do not fit together."""
-        check_ensemble(version.config, {needed: self._config(needed) for needed in _needed_models(version.config)})
-        return Ensemble(version.config, self._models)
+        """Open an ensemble, and note in its configuration whether it is decoupled, which its steps decide.
+
+        Raises InvalidRequest if the steps do not fit together.
+        """
+        config = version.config
+        models = {needed: self._config(needed) for needed in _needed_models(config)}
+        check_ensemble(config, models)
+        origins = decoupled_origins(config, models)
+        config.model_transaction_policy.decoupled = any(origins.values())
+        if config.model_transaction_policy.decoupled and config.response_cache.enable:
+            raise InvalidRequest("response_cache.enable must be false for an ensemble with a decoupled step")
+        return Ensemble(config, models, origins, self._models)
 
     def _config(self, needed: tuple[str, str]) -> ModelConfig:
         try:
@@ -64,65 +93,191 @@ class EnsembleBackend:
 class Ensemble:
     """One ensemble. Its steps run the models, so it loads nothing itself."""
 
-    def __init__(self, config: ModelConfig, models: ModelRegistry) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        models: Mapping[tuple[str, str], ModelConfig],
+        origins: Mapping[str, int],
+        registry: ModelRegistry,
+    ) -> None:
         self._name = config.name
-        self._steps = list(config.ensemble_scheduling.step)
         self._outputs = [output.name for output in config.output]
-        self._models = models
+        self._models = registry
+        self._steps = list(config.ensemble_scheduling.step)
+        self._runs = [
+            self._run_decoupled
+            if models[step.model_name, _version(step)].model_transaction_policy.decoupled
+            else self._run_repeatedly
+            if any(origins[source] for source in step.input_map.values())
+            else self._run_once
+            for step in self._steps
+        ]
 
     def __repr__(self) -> str:
         return f"<Ensemble {self._name} of {[step.model_name for step in self._steps]}>"
 
     async def respond(self, request: ModelRequest) -> ModelResult:
         flow = _Flow(request.inputs, self._steps)
-        steps = [awaited(self._run_step(step, flow, request)) for step in self._steps]
-        try:
-            await asyncio.gather(*steps)
-        finally:
-            for step in steps:
-                step.cancel()
-            await asyncio.gather(*steps, return_exceptions=True)
-        outputs = {name: await flow.get(name) for name in self._outputs}
-        return ModelResult({name: array for name, array in outputs.items() if array is not None})
+        outputs = flow.read({name: name for name in self._outputs})
+        async with self._running(flow, request) as steps:
+            await steps
+        return ModelResult(_present(await outputs.next() or {}))
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        """Yield a response for each value of the outputs, if a step is decoupled."""
+        flow = _Flow(request.inputs, self._steps)
+        outputs = flow.read({name: name for name in self._outputs})
+        async with self._running(flow, request) as steps:
+            while True:
+                values = awaited(outputs.next())
+                try:
+                    await asyncio.wait((values, steps), return_when=asyncio.FIRST_COMPLETED)
+                    if not values.done():
+                        await steps  # raises the failure of a step; if there is none, the values are on their way
+                    tensors = await values
+                finally:
+                    values.cancel()
+                if tensors is None:
+                    return
+                yield ModelResult(_present(tensors), is_final=False)
 
     async def close(self) -> None:
         return None
 
-    async def _run_step(self, step: Step, flow: _Flow, request: ModelRequest) -> None:
-        config = self._models.config(step.model_name, _version(step))
-        optional = {tensor.name for tensor in config.input if tensor.optional}
+    @asynccontextmanager
+    async def _running(self, flow: _Flow, request: ModelRequest) -> AsyncIterator[asyncio.Future[list[None]]]:
+        """Run all steps until they end, or the body does. Errors name the ensemble, as in Triton."""
+        steps = [awaited(run(step, flow, request)) for run, step in zip(self._runs, flow.steps, strict=True)]
+        all_steps = asyncio.gather(*steps)
+        try:
+            yield all_steps
+        except DynamoError as error:
+            raise from_wire(error.code, f"in ensemble '{self._name}', {error}", error.retryable) from error
+        finally:
+            for step in steps:
+                step.cancel()
+            await asyncio.gather(all_steps, *steps, return_exceptions=True)
+
+    async def _run_once(self, step: _FlowStep, flow: _Flow, request: ModelRequest) -> None:
+        if (values := await step.inputs.next()) is not None:
+            await flow.put(step, await self._respond(step, values, request))
+        await flow.end(step)
+
+    async def _run_repeatedly(self, step: _FlowStep, flow: _Flow, request: ModelRequest) -> None:
+        """Run a model for each value of its inputs, several at once, and pass on the responses in the order of the values."""
+        begun: asyncio.Queue[asyncio.Task[Tensors] | None] = asyncio.Queue(_IN_FLIGHT)
+        runs: set[asyncio.Task[Tensors]] = set()
+
+        async def begin() -> None:
+            while (values := await step.inputs.next()) is not None:
+                run = awaited(self._respond(step, values, request))
+                runs.add(run)
+                await begun.put(run)
+            await begun.put(None)
+
+        async def pass_on() -> None:
+            while (run := await begun.get()) is not None:
+                await flow.put(step, await run)
+                runs.discard(run)
+            await flow.end(step)
+
+        both = [awaited(begin()), awaited(pass_on())]
+        try:
+            await asyncio.gather(*both)
+        finally:
+            for task in (*both, *runs):
+                task.cancel()
+            await asyncio.gather(*both, *runs, return_exceptions=True)
+
+    async def _run_decoupled(self, step: _FlowStep, flow: _Flow, request: ModelRequest) -> None:
+        while (values := await step.inputs.next()) is not None:
+            async with closing(self._responses(step, values, request)) as responses:
+                async for response in responses:
+                    if response.outputs or not response.is_final:
+                        await flow.put(step, response.outputs)
+        await flow.end(step)
+
+    async def _respond(self, step: _FlowStep, values: Tensors, request: ModelRequest) -> Tensors:
+        outputs: Tensors = {}
+        async with closing(self._responses(step, values, request)) as responses:
+            async for response in responses:
+                outputs = response.outputs
+        return outputs
+
+    def _responses(self, step: _FlowStep, values: Tensors, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        model, version = step.config.model_name, _version(step.config)
+        optional = {tensor.name for tensor in self._models.config(model, version).input if tensor.optional}
         inputs: dict[str, Array] = {}
-        for name, source in step.input_map.items():
-            array = await flow.get(source)
+        for name, source in step.config.input_map.items():
+            array = values[name]
             if array is not None:
                 inputs[name] = array
             elif name not in optional:
-                raise EngineError(f"ensemble '{self._name}' has no tensor '{source}', which model '{step.model_name}' needs")
+                raise EngineError(f"ensemble '{self._name}' has no tensor '{source}', which model '{model}' needs")
         context = replace(request.context, version="", timings=RequestTimings())
-        model_request = ModelRequest(inputs, context, tuple(step.output_map), request.parameters, request.id)
-        async with closing(self._models.run(step.model_name, _version(step), model_request)) as responses:
-            async for response in responses:
-                for name, target in step.output_map.items():
-                    flow.put(target, response.outputs.get(name))
+        outputs = tuple(step.config.output_map)
+        return self._models.run(model, version, ModelRequest(inputs, context, outputs, request.parameters, request.id))
+
+
+def _present(tensors: Tensors) -> dict[str, Array]:
+    return {name: array for name, array in tensors.items() if array is not None}
+
+
+class _Reader:
+    """Reads tensors that belong together, one value of each at a time."""
+
+    def __init__(self, queues: Mapping[str, asyncio.Queue[Array | _End | None]]) -> None:
+        self._queues = queues
+
+    async def next(self) -> dict[str, Array | None] | None:
+        """Return the next values by name; None: there are no more."""
+        values: dict[str, Array | None] = {}
+        for name, queue in self._queues.items():
+            value = await queue.get()
+            if isinstance(value, _End):
+                return None
+            values[name] = value
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class _FlowStep:
+    config: Step
+    inputs: _Reader
 
 
 class _Flow:
-    """The tensors of one request, each of which can be awaited. None means that an optional tensor is not produced."""
+    """The tensors of one request. Who writes one waits while a reader of it is far behind."""
 
     def __init__(self, inputs: Mapping[str, Array], steps: Sequence[Step]) -> None:
-        loop = asyncio.get_running_loop()
         self._inputs = inputs
-        self._made: dict[str, asyncio.Future[Array | None]] = {
-            target: loop.create_future() for step in steps for target in step.output_map.values()
+        self._queues: dict[str, list[asyncio.Queue[Array | _End | None]]] = {
+            target: [] for step in steps for target in step.output_map.values()
         }
+        self.steps = [_FlowStep(step, self.read(step.input_map)) for step in steps]
 
-    async def get(self, name: str) -> Array | None:
-        future = self._made.get(name)
-        return self._inputs.get(name) if future is None else await future
+    def read(self, sources: Mapping[str, str]) -> _Reader:
+        """Return a reader of tensors, whose names in the ensemble are the values of `sources`."""
+        queues: dict[str, asyncio.Queue[Array | _End | None]] = {}
+        for name, source in sources.items():
+            queue: asyncio.Queue[Array | _End | None] = asyncio.Queue(_UNREAD)
+            queues[name] = queue
+            if source in self._queues:
+                self._queues[source].append(queue)
+            else:
+                queue.put_nowait(self._inputs.get(source))
+                queue.put_nowait(_END)
+        return _Reader(queues)
 
-    def put(self, name: str, array: Array | None) -> None:
-        if not self._made[name].done():
-            self._made[name].set_result(array)
+    async def put(self, step: _FlowStep, outputs: Tensors) -> None:
+        for name, target in step.config.output_map.items():
+            for queue in self._queues[target]:
+                await queue.put(outputs.get(name))
+
+    async def end(self, step: _FlowStep) -> None:
+        for target in step.config.output_map.values():
+            for queue in self._queues[target]:
+                await queue.put(_END)
 
 
 def _version(step: Step) -> str:
@@ -141,8 +296,6 @@ def check_ensemble(config: ModelConfig, models: Mapping[tuple[str, str], ModelCo
     steps = list(config.ensemble_scheduling.step)
     if not steps:
         raise InvalidRequest("the ensemble has no steps")
-    if config.model_transaction_policy.decoupled:
-        raise InvalidRequest("a decoupled ensemble is not supported")
     types = {tensor.name: datatype_name(tensor) for tensor in config.input}
     for step in steps:
         _check_step(config, step, models[step.model_name, _version(step)], types)
@@ -156,8 +309,6 @@ def check_ensemble(config: ModelConfig, models: Mapping[tuple[str, str], ModelCo
 
 def _check_step(config: ModelConfig, step: Step, model: ModelConfig, types: dict[str, str]) -> None:
     where = f"the step of model '{step.model_name}'"
-    if model.model_transaction_policy.decoupled:
-        raise InvalidRequest(f"{where} is decoupled, which is not supported in ensembles")
     if config.max_batch_size > model.max_batch_size:
         raise InvalidRequest(
             f"the max_batch_size is {config.max_batch_size}, but model '{step.model_name}' takes {model.max_batch_size}"
@@ -204,3 +355,27 @@ def _check_order(config: ModelConfig, steps: Sequence[Step]) -> None:
         for step in ready:
             available.update(step.output_map.values())
             remaining.remove(step)
+
+
+def decoupled_origins(config: ModelConfig, models: Mapping[tuple[str, str], ModelConfig]) -> dict[str, int]:
+    """Return for each tensor which decoupled step it comes from, by a number; 0: from none. The steps have an order.
+
+    Raises InvalidRequest, in Triton's words, for a step or outputs with tensors from several.
+    """
+    origins = {tensor.name: 0 for tensor in config.input}
+    remaining = list(config.ensemble_scheduling.step)
+    while remaining:
+        step = next(step for step in remaining if origins.keys() >= set(step.input_map.values()))
+        remaining.remove(step)
+        origin = _only_origin(config, f"step of model '{step.model_name}'", [origins[name] for name in step.input_map.values()])
+        if models[step.model_name, _version(step)].model_transaction_policy.decoupled:
+            origin = 1 + max(origins.values())
+        origins |= dict.fromkeys(step.output_map.values(), origin)
+    _only_origin(config, "its response", [origins[output.name] for output in config.output])
+    return origins
+
+
+def _only_origin(config: ModelConfig, where: str, origins: Sequence[int]) -> int:
+    if len(set(origins)) > 1:
+        raise InvalidRequest(f"in ensemble {config.name}, {where} receives inputs originated from different decoupled models")
+    return next(iter(origins), 0)
