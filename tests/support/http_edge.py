@@ -30,6 +30,7 @@ from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.server_operations import LinkState, health_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
+from dynamo.frontend.api.openai.background_responses import BackgroundResponses
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import CapacityOptions, HttpOptions, OverloadStatus, ServingOptions, TextOptions
 from dynamo.frontend.metrics import FrontendMetrics
@@ -190,6 +191,7 @@ async def open_http_edge(
     parsers: OutputParsers | None = None,
     declared: tuple[ModelCard, ...] = (),
     rules: Mapping[str, Rule] | None = None,
+    background: Callable[[FrontendMetrics], BackgroundResponses] | None = None,
 ) -> AsyncIterator[HttpEdge]:
     """An edge whose instances 1, 2, … serve one card each; without cards, one of `chat_card()`. Nobody serves `declared`."""
     served = cards or (chat_card(),)
@@ -208,11 +210,12 @@ async def open_http_edge(
         readiness = Readiness()
         readiness.attach(plane)
         own = OutputParsers({}, {}) if parsers is None else parsers
+        stored = None if background is None else background(metrics)
         operations = [
             *health_operations(readiness, _Links()),
             *process_operations(),
             *model_operations(readiness, 1.0),
-            *protocol_operations(readiness, text or TextOptions(), own),
+            *protocol_operations(readiness, text or TextOptions(), own, background=stored),
         ]
         operations += openapi_operations(operations)
         counted = Capacity(capacity)

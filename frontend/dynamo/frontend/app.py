@@ -34,6 +34,8 @@ from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.server import open_kserve
+from dynamo.frontend.api.openai.background_responses import BackgroundResponses
+from dynamo.frontend.api.openai.stored import StoredResponses
 from dynamo.frontend.api.rpc.server import GrpcServer, check_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import FrontendConfig
@@ -99,6 +101,8 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     )
     capacity = Capacity(config.capacity)
     control = make_control(config.router, links)
+    stored = StoredResponses(links.stored_responses, config.namespace, metrics.frontend, by_default=config.responses.store)
+    background = BackgroundResponses(stored)
     loads = LoadWatch(links, config.namespace, asyncio.get_running_loop().time)
     with _plain_errors():
         async with AsyncExitStack() as stack:
@@ -107,7 +111,19 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             if config.grpc.wanted:
                 check_grpc(config.grpc, share_port=share_port)
             http = await stack.enter_async_context(
-                open_http(config, http_guard, readiness, links, loads, control, metrics, capacity, kserve, share_port=share_port)
+                open_http(
+                    config,
+                    http_guard,
+                    readiness,
+                    links,
+                    loads,
+                    control,
+                    metrics,
+                    capacity,
+                    kserve,
+                    background,
+                    share_port=share_port,
+                )
             )
             await stack.enter_async_context(metrics.following(links))
             plane = await stack.enter_async_context(open_plane(config, links, loads, control, metrics))
@@ -116,22 +132,30 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
                 open_grpc(config, grpc_guard, plane, readiness, drain, metrics, capacity, kserve, memory, share_port=share_port)
             )
             readiness.attach(plane)
-            stack.push_async_callback(_drain, config, readiness, drain, http, grpc)
+            stack.push_async_callback(_drain, config, readiness, drain, http, grpc, background)
             yield Frontend(http.port, None if grpc is None else grpc.port, plane, readiness)
 
 
 async def _drain(
-    config: FrontendConfig, readiness: Readiness, drain: StreamDrain, http: HttpServer, grpc: GrpcServer | None
+    config: FrontendConfig,
+    readiness: Readiness,
+    drain: StreamDrain,
+    http: HttpServer,
+    grpc: GrpcServer | None,
+    background: BackgroundResponses,
 ) -> None:
     readiness.start_draining()
     http.start_draining()
     await asyncio.sleep(config.settle_s)  # load balancers that watch the readiness send nothing more by then
     log.info("draining")
+    loop = asyncio.get_running_loop()
+    drained_by = loop.time() + config.drain_timeout_s
     drain.start()
     async with asyncio.TaskGroup() as stops:
         stops.create_task(http.stop(config.drain_timeout_s))
         if grpc is not None:
             stops.create_task(grpc.stop(config.drain_timeout_s))
+    await background.drain(max(0.0, drained_by - loop.time()))
 
 
 @contextlib.contextmanager

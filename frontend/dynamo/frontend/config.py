@@ -383,6 +383,29 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResponsesOptions:
+    """What is stored of the Responses API, in JetStream."""
+
+    store: bool = option(True, help="Store responses of requests that do not say `store`, as OpenAI does.")
+    ttl_s: float = option(
+        30 * 86_400.0,
+        flags=("--responses-ttl",),
+        minimum=60,
+        maximum=3.2e7,
+        help="Stored responses are kept for this many seconds.",
+    )
+    max_bytes: int = option(
+        1024 * MIB,
+        flags=("--responses-max-size",),
+        parse=parse_bytes,
+        minimum=MIB,
+        maximum=2**50,
+        metavar="SIZE",
+        help="What stored responses take up at most; those that are large, as much again. The first frontend sets it.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KserveOptions:
     """KServe v2, over gRPC and over REST."""
 
@@ -946,6 +969,7 @@ class FrontendConfig:
     tls: TlsOptions = group("TLS", prefix="tls", default=TlsOptions)
     access: AccessOptions = group("Access", prefix="access", default=AccessOptions)
     text: TextOptions = group("Text", prefix="text", default=TextOptions)
+    responses: ResponsesOptions = group("Responses", prefix="responses", default=ResponsesOptions)
     router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)
     serving: ServingOptions = group("General", default=ServingOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)

@@ -99,6 +99,7 @@ class FrontendMetrics:
             ("name", "model", "reason"),
         )
         self.shadows = self._counter("shadow_requests", "Copies of requests to shadow models.", ("model", "outcome"))
+        self.stored = self._counter("stored_responses", "Operations on stored responses.", ("operation", "outcome"))
         self.disconnected_clients = self._gauge("disconnected_clients", "Clients that left before the response was complete.", ())
         self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
         self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
@@ -177,6 +178,10 @@ class FrontendMetrics:
     def shadowed(self, model: str, outcome: str) -> None:
         """Count a copy to a shadow model: `success`, `error` or `dropped`."""
         self.shadows.labels(model, outcome).inc()
+
+    def stored_response(self, operation: str, outcome: str) -> None:
+        """Count an operation on stored responses: `save`, `read`, `delete` or `cancel`."""
+        self.stored.labels(operation, outcome).inc()
 
     def _counter(self, name: str, help: str, labels: Sequence[str]) -> Counter:
         return Counter(f"dynamo_frontend_{name}", help, labels, registry=self._registry)

@@ -125,7 +125,14 @@ def callers_of(file: Path) -> list[Caller]:
 
 
 def canonical(operation: Operation) -> str:
-    parameters = {"{model:path}": "m", "{version}": "1", "{repository}": "r", "{region:path}": "g", "{name:path}": "n"}
+    parameters = {
+        "{model:path}": "m",
+        "{version}": "1",
+        "{repository}": "r",
+        "{region:path}": "g",
+        "{name:path}": "n",
+        "{id}": "i",
+    }
     path = operation.path
     for name, value in parameters.items():
         path = path.replace(name, value)

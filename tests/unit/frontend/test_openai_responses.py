@@ -183,9 +183,7 @@ def test_allowed_tools_are_those_of_the_chat_request() -> None:
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),

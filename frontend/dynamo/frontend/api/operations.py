@@ -7,6 +7,7 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.kserve.rest.operations import kserve_operations
 from dynamo.frontend.api.kserve.server import KserveServer
+from dynamo.frontend.api.openai.background_responses import BackgroundResponses
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.operations import openai_operations, read_request_template
 from dynamo.frontend.config import TextOptions
@@ -16,7 +17,11 @@ from dynamo.frontend.preprocess.parsers import OutputParsers
 
 
 def protocol_operations(
-    readiness: Readiness, text: TextOptions, parsers: OutputParsers = PARSER_REGISTRY, kserve: KserveServer | None = None
+    readiness: Readiness,
+    text: TextOptions,
+    parsers: OutputParsers = PARSER_REGISTRY,
+    kserve: KserveServer | None = None,
+    background: BackgroundResponses | None = None,
 ) -> list[Operation]:
     """Raises ConfigError for a request template that cannot be read."""
     limits = text.limits
@@ -30,6 +35,7 @@ def protocol_operations(
                 template=template,
                 parsers=parsers,
                 offload=offload,
+                background=background,
                 trusts_templates=text.trust_request_chat_template,
             )
         ),

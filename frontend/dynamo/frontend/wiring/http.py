@@ -23,6 +23,7 @@ from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.kserve.server import KserveServer
+from dynamo.frontend.api.openai.background_responses import BackgroundResponses
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.router.select import effective_mode
@@ -41,6 +42,7 @@ async def open_http(
     metrics: Metrics,
     capacity: Capacity,
     kserve: KserveServer,
+    background: BackgroundResponses,
     *,
     share_port: bool,
 ) -> AsyncIterator[HttpServer]:
@@ -54,7 +56,7 @@ async def open_http(
         *process_operations(),
         *metrics_operations(metrics.scrape),
         *model_operations(readiness, time.time()),
-        *protocol_operations(readiness, config.text, kserve=kserve),
+        *protocol_operations(readiness, config.text, kserve=kserve, background=background),
         *_console_operations(config, readiness, loads),
         *(routing_operations(readiness, control) if config.http.admin_api else ()),
         *(name_operations(readiness, links.change_names) if config.http.admin_api else ()),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.client import RequestClient
 from dynamo.common.messaging.connection import Connection, OnMessage
+from dynamo.common.messaging.records import RecordStore
 from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.event_bus import EventBus, EventSubscription
@@ -29,6 +30,8 @@ class Links:
     directory: Directory | None = None
     siblings: Siblings | None = None
     names: NameTable | None = None
+    responses: RecordStore | None = None
+    """The stored responses."""
 
     @property
     def nats(self) -> LinkState:
@@ -58,6 +61,12 @@ class Links:
         if self.siblings is None:
             raise Unavailable("there is no connection to NATS yet")
         self.siblings.set_thresholds(model, thresholds)
+
+    def stored_responses(self) -> RecordStore:
+        """Return the store of responses. Raises Unavailable until there is a connection."""
+        if self.responses is None:
+            raise Unavailable("there is no connection to NATS yet")
+        return self.responses
 
     async def change_names(self, change: Change) -> None:
         """Change the names of models for all frontends of the namespace. Raises InvalidRequest, Unavailable."""

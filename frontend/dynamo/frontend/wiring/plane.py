@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dynamo.common.etcd import connect_etcd
 from dynamo.common.messaging.client import open_client
 from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.messaging.records import open_records
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.options import NatsOptions
 from dynamo.common.shared_memory.sharing import open_shared_memory
@@ -46,6 +47,10 @@ async def open_plane(
         nats = await stack.enter_async_context(connect_nats(config.nats, f"dynamo-frontend {os.getpid()}"))
         links.connection = nats
         metrics.link.follow("requests", nats)
+        kept = config.responses
+        links.responses = await stack.enter_async_context(
+            open_records(nats, "dynamo-responses", ttl_s=kept.ttl_s, max_bytes=kept.max_bytes)
+        )
         events = links.events = await stack.enter_async_context(_open_events(config.nats, metrics))
         stack.push_async_callback(loads.close)
         memory = await stack.enter_async_context(open_shared_memory(config.shared_memory))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from dynamo.common.errors import Code, DynamoError, InvalidRequest
+from dynamo.common.errors import Code, DynamoError, InvalidRequest, ModelNotFound, NotFound
 from dynamo.frontend.api.http.exchange import ErrorForm
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.preprocess.text import ContextExceeded
@@ -51,7 +51,7 @@ class ErrorResponse(Struct, frozen=True):
 
 
 def error_info(error: BaseException, status: int) -> ErrorInfo:
-    if isinstance(error, PathNotFound):
+    if isinstance(error, NotFound | PathNotFound) and not isinstance(error, ModelNotFound):
         return ErrorInfo(message=public_message(error), type=_TYPES[404], param=None, code=None)
     code = error.code if isinstance(error, DynamoError) else Code.INTERNAL
     return ErrorInfo(

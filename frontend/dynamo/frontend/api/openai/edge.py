@@ -13,9 +13,11 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Summary
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import EventStream
+from dynamo.frontend.api.openai.background_responses import BackgroundResponses
 from dynamo.frontend.api.openai.chunks import Head
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, TextGenerationRequest
 from dynamo.frontend.api.openai.response_objects import Usage
+from dynamo.frontend.api.openai.stored import StoredResponses
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.text.generations import TextSource
 from dynamo.frontend.api.text.model_names import name_or_only_model
@@ -40,6 +42,8 @@ class Edge:
     parsers: OutputParsers = field(default_factory=lambda: OutputParsers({}, {}))
     offload: Offload = field(default_factory=Offload)
     """For large requests."""
+    background: BackgroundResponses | None = None
+    """None: responses are not stored."""
     trusts_templates: bool = False
     """Whether requests may bring a chat template."""
     clock: Callable[[], float] = time.time
@@ -49,6 +53,10 @@ class Edge:
     def plane(self) -> DataPlane:
         """Raises Unavailable while the process starts."""
         return self.readiness.plane
+
+    @property
+    def stored(self) -> StoredResponses | None:
+        return None if self.background is None else self.background.stored
 
     def completed(self, request: R, account: Account) -> R:
         """Return `request` with its model named and with defaults of the request template. Raises InvalidRequest."""

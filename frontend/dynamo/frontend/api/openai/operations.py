@@ -32,6 +32,7 @@ from dynamo.frontend.api.openai.response_objects import (
 )
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
 from dynamo.frontend.api.openai.responses import Responses
+from dynamo.frontend.api.openai.stored_operations import StoredOperations
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize, TokenizerInfo
 from dynamo.frontend.security.surfaces import Surface
@@ -42,6 +43,7 @@ def openai_operations(edge: Edge) -> list[Operation]:
     infer = partial(describe, surface=Surface.INFERENCE, group="OpenAI")
     tokens = partial(describe, surface=Surface.METADATA, group="Tokens")
     tokenize, detokenize = Tokenize(edge), Detokenize(edge)
+    stored = StoredOperations(edge)
     return [
         infer(
             path="/v1/chat/completions",
@@ -69,6 +71,26 @@ def openai_operations(edge: Edge) -> list[Operation]:
             request=ResponsesRequest,
             response=ResponseObject,
             streams=True,
+        ),
+        infer(
+            method="GET",
+            path="/v1/responses/{id}",
+            handle=stored.read,
+            summary="A stored response",
+            response=ResponseObject,
+        ),
+        infer(method="DELETE", path="/v1/responses/{id}", handle=stored.delete, summary="Delete a stored response"),
+        infer(
+            path="/v1/responses/{id}/cancel",
+            handle=stored.cancel,
+            summary="Cancel a response in the background",
+            response=ResponseObject,
+        ),
+        infer(
+            method="GET",
+            path="/v1/responses/{id}/input_items",
+            handle=stored.items,
+            summary="The conversation that a stored response continues",
         ),
         infer(
             path="/v1/embeddings",

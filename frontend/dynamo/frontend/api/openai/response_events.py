@@ -24,7 +24,7 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
     completed_at: int | None = None
     background: bool = False
     error: dict[str, Any] | None = None
@@ -35,7 +35,7 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     model: str
     output: Sequence[dict[str, Any]] = ()
     parallel_tool_calls: bool = True
-    previous_response_id: None = None
+    previous_response_id: str | None = None
     reasoning: dict[str, Any]
     service_tier: str = "default"
     store: bool = False

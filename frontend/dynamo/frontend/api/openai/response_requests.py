@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct, field
 
 from dynamo.common.errors import InvalidRequest
@@ -42,6 +44,9 @@ from dynamo.frontend.api.openai.requests import (
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
 """Clients that store nothing send the second one; there is no such content."""
+
+
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
 class InputPart(Struct, kw_only=True, frozen=True):
@@ -127,7 +132,7 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     metadata: dict[str, str] | None = None
-    store: Annotated[bool, Meta(description="Accepted; nothing is stored.")] | None = None
+    store: Annotated[bool, Meta(description="Keep the response, for `previous_response_id` and to be read later.")] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -137,9 +142,9 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None
     top_logprobs: Count | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Annotated[str, Meta(max_length=80, description="A stored response that is continued.")] | None = None
     conversation: str | Json | None = None
-    background: bool | None = None
+    background: Annotated[bool, Meta(description="Respond at once, and generate meanwhile.")] | None = None
     prompt: Json | None = None
     max_tool_calls: int | None = None
     context_management: Annotated[list[Json], Meta(description="Accepted; conversations are sent whole.")] | None = None
@@ -174,12 +179,7 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     def check(self) -> None:
         """Raises InvalidRequest for fields that are not supported."""
         unsupported = {
-            "previous_response_id": (
-                self.previous_response_id,
-                "responses are not stored; send the whole conversation as 'input'",
-            ),
-            "conversation": (self.conversation, "conversations are not stored; send the whole conversation as 'input'"),
-            "background": (self.background, "responses are not stored, so they cannot be created in the background"),
+            "conversation": (self.conversation, "continue a response by 'previous_response_id'"),
             "prompt": (self.prompt, "prompts are not stored; send 'instructions' and 'input'"),
             "max_tool_calls": (self.max_tool_calls, "tools are called by the client, which can count the calls"),
             "moderation": (self.moderation, "moderation is not supported"),
@@ -193,6 +193,22 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
         for wanted in self.include or ():
             if wanted not in _INCLUDED:
                 raise InvalidRequest(f"'include' of {wanted[:80]!r} is not supported", param="include")
+        if self.background and self.store is False:
+            raise InvalidRequest("'background' needs 'store': the response can only be read later", param="store")
+        if self.background and self.stream:
+            raise InvalidRequest("'background' cannot be combined with 'stream'", param="stream")
+
+    def items(self) -> list[dict[str, Any]]:
+        """Return the input as items with ids, in the form in which they are stored."""
+        input = self.input
+        if isinstance(input, str):
+            input = [InputItem(role="user", content=[InputPart(type="input_text", text=input)])]
+        items = [_without_nulls(msgspec.to_builtins(item)) for item in input]
+        return [{"id": f"{_ID_PREFIXES.get(item['type'], 'item')}_{secrets.token_hex(16)}", **item} for item in items]
+
+    def with_items(self, items: Sequence[Mapping[str, Any]]) -> ResponsesRequest:
+        """Return the request with stored items, its own among them, as its input."""
+        return msgspec.structs.replace(self, input=msgspec.convert(list(items), list[InputItem]))
 
     def to_chat(self) -> ChatRequest:
         """Return the same request as a chat request. Raises InvalidRequest."""
@@ -228,6 +244,12 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
             priority=self.priority,
             session_id=self.session_id,
         )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 class _Conversation:

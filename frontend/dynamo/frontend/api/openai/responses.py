@@ -1,18 +1,21 @@
-"""POST /v1/responses: the Responses API, without stored state."""
+"""POST /v1/responses: the Responses API. What is stored is read and changed by `stored_operations`."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from dynamo.common.errors import Code, DynamoError, EngineError
+from dynamo.common.errors import Code, DynamoError, EngineError, Unsupported
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
+from dynamo.frontend.api.openai.background_responses import FAILURES
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.logprobs import chat_logprobs
@@ -20,6 +23,7 @@ from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseWriter
 from dynamo.frontend.api.openai.response_objects import TokenLogprob
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
+from dynamo.frontend.api.openai.stored import Item, new_response_id
 from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, session_of
 from dynamo.frontend.api.statuses import log_failure, public_message
 from dynamo.frontend.api.text.named import serve_by_name
@@ -27,13 +31,38 @@ from dynamo.frontend.api.text.rules import parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
+from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.call import Progress
 from dynamo.frontend.serving.data_plane import Generation
 
-_FAILURES = {Code.INVALID_REQUEST: "invalid_prompt", Code.OVERLOADED: "rate_limit_exceeded"}
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """A request of the Responses API, ready to be tried on a model."""
+
+    request: ResponsesRequest
+    chat: ChatRequest
+    id: str
+    started: float
+    is_large: bool
+    endpoint: str
+    account: Account
+    items: Sequence[Item] | None
+    """What the response is stored with; None: it is not stored."""
+
+    @property
+    def owner(self) -> str:
+        return self.account.name
+
+    def response(self, model: str) -> ResponseObject:
+        """Return the response as it is at the beginning."""
+        return _response(self, model)
 
 
 class Responses:
-    """The endpoint of the Responses API, streamed or whole."""
+    """The endpoint of the Responses API: streamed, whole, or in the background."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -44,42 +73,91 @@ class Responses:
         started = edge.clock()
         caller = exchange.caller()
         request = await self._reader.read(exchange)
-        chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, request.to_chat), exchange.account)
+        request.check()
         caller = exchange.identified(caller, request.request_id)
+        continued, items = await self._with_conversation(exchange, request)
+        chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, continued.to_chat), exchange.account)
+        work = _Work(
+            request=request,
+            chat=chat,
+            id=new_response_id(),
+            started=started,
+            is_large=exchange.has_large_body,
+            endpoint=exchange.endpoint,
+            account=exchange.account,
+            items=items,
+        )
+        if request.background:
+            response = await self._start(work, caller)
+            return await exchange.respond(encode(response))
 
         async def attempt(model: str, caller: Caller) -> None:
-            await self._serve(exchange, request, msgspec.structs.replace(chat, model=model), caller, started)
+            async with exchange.attended(), self._generating(work, model, caller) as (generation, feeder):
+                if request.stream:
+                    await self._stream(exchange, work, generation, feeder)
+                else:
+                    await exchange.respond(encode(await self._complete(work, generation, feeder)))
 
         session, user = session_of(chat), chat.user
         await serve_by_name(edge.plane, caller, chat.model_name, attempt, exchange.has_begun, session=session, user=user)
 
-    async def _serve(
-        self, exchange: Exchange, request: ResponsesRequest, chat: ChatRequest, caller: Caller, started: float
-    ) -> None:
-        edge = self._edge
-        card = edge.plane.card(exchange.account, chat.model_name)
-        prepared = await edge.offload.run_if(exchange.has_large_body, chat_to_text, chat, card, edge.parsers, edge.limits)
-        generation = edge.plane.generate(prepared.texts[0], call_of(chat, caller, exchange.endpoint))
-        response = _response(request, chat.model_name, int(started))
-        async with exchange.attended(), generation:
+    async def _with_conversation(
+        self, exchange: Exchange, request: ResponsesRequest
+    ) -> tuple[ResponsesRequest, list[Item] | None]:
+        """Return the request with the conversation that it continues, and the items to be stored; None: nothing is."""
+        edge, owner = self._edge, exchange.account.name
+        is_stored = edge.stored is not None and edge.stored.wants(True if request.background else request.store)
+        if edge.stored is None and (request.store or request.background or request.previous_response_id):
+            raise Unsupported("this server does not store responses")
+        if edge.stored is None or not (is_stored or request.previous_response_id):
+            return request, None
+        items: list[Item] = [*await edge.offload.run_if(exchange.has_large_body, request.items)]
+        if request.previous_response_id:
+            earlier = await edge.stored.conversation(owner, request.previous_response_id)
+            items = [*earlier, *items]
+            request = await edge.offload.run(request.with_items, items)
+        return request, items if is_stored else None
+
+    async def _start(self, work: _Work, caller: Caller) -> ResponseObject:
+        """Begin a response in the background, and return it as it is then."""
+        edge, chat = self._edge, work.chat
+        assert edge.background is not None and work.items is not None
+        detached = msgspec.structs.replace(caller, progress=Progress(), deadline=None, explanation=None)
+
+        async def attempt(model: str, caller: Caller) -> ResponseObject:
+            async with self._generating(work, model, caller) as (generation, feeder):
+                return await _read_all(generation, feeder, edge.clock)
+
+        async def generate() -> ResponseObject:
+            session, user = session_of(chat), chat.user
+            return await serve_by_name(edge.plane, detached, chat.model_name, attempt, lambda: False, session=session, user=user)
+
+        plane, account = edge.plane, work.account
+        plane.described(account, chat.model_name)  # what is not there fails now
+        queued = msgspec.structs.replace(work.response(chat.model_name), status="queued")
+        return await edge.background.start(work.owner, queued, work.items, generate)
+
+    @asynccontextmanager
+    async def _generating(self, work: _Work, model: str, caller: Caller) -> AsyncIterator[tuple[Generation, _Feeder]]:
+        """Generate a response by a model while the body runs."""
+        edge, request = self._edge, work.request
+        chat = msgspec.structs.replace(work.chat, model=model)
+        card = edge.plane.card(work.account, model)
+        prepared = await edge.offload.run_if(work.is_large, chat_to_text, chat, card, edge.parsers, edge.limits)
+        async with edge.plane.generate(prepared.texts[0], call_of(chat, caller, work.endpoint)) as generation:
             texts = None
             if request.wants_logprobs:
-                texts = TokenTexts((await edge.plane.text_model(exchange.account, chat.model_name)).tokenizer)
+                texts = TokenTexts((await edge.plane.text_model(work.account, model)).tokenizer)
             parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
-            feeder = _Feeder(response, request, parser, texts)
-            if request.stream:
-                await self._stream(exchange, generation, feeder)
-            else:
-                await self._respond(exchange, generation, feeder)
+            yield generation, _Feeder(work.response(model), request, parser, texts)
 
-    async def _respond(self, exchange: Exchange, generation: Generation, feeder: _Feeder) -> None:
-        writer = feeder.writer
-        reason = None
-        while deltas := await generation.read():
-            reason = feeder.add(deltas) or reason
-        await exchange.respond(encode(writer.finish(_finished(reason), generation.summary, self._edge.clock())))
+    async def _complete(self, work: _Work, generation: Generation, feeder: _Feeder) -> ResponseObject:
+        """Return the whole response, stored if it is to be."""
+        response = await _read_all(generation, feeder, self._edge.clock)
+        await self._save(work, response)
+        return response
 
-    async def _stream(self, exchange: Exchange, generation: Generation, feeder: _Feeder) -> None:
+    async def _stream(self, exchange: Exchange, work: _Work, generation: Generation, feeder: _Feeder) -> None:
         writer = feeder.writer
         reason = None
         async with exchange.events() as stream:
@@ -87,14 +165,36 @@ class Responses:
                 while deltas := await generation.read():
                     reason = feeder.add(deltas) or reason
                     await stream.write(writer.take())
-                writer.finish(_finished(reason), generation.summary, self._edge.clock())
+                response = writer.finish(_finished(reason), generation.summary, self._edge.clock())
+                events = writer.take()
+                await self._save(work, response)
             except Exception as error:
                 if not stream.begun or exchange.client_left:  # it can still fail with a status, or the client is gone
                     raise
                 log_failure(error, exchange.request_id, exchange.path)
                 code = error.code if isinstance(error, DynamoError) else Code.INTERNAL
-                writer.fail(_FAILURES.get(code, "server_error"), public_message(error))
-            await stream.end(writer.take())
+                writer.fail(FAILURES.get(code, "server_error"), public_message(error))
+                events = writer.take()
+            await stream.end(events)
+
+    async def _save(self, work: _Work, response: ResponseObject) -> None:
+        """Store a response that is to be. Only where the request says so explicitly, a failure is the request's."""
+        stored = self._edge.stored
+        if work.items is None or stored is None:
+            return
+        try:
+            await stored.save(work.owner, response, work.items)
+        except DynamoError as error:
+            if work.request.store:
+                raise
+            log.warning("response %s is not stored: %s", response.id, error)
+
+
+async def _read_all(generation: Generation, feeder: _Feeder, clock: Callable[[], float]) -> ResponseObject:
+    reason = None
+    while deltas := await generation.read():
+        reason = feeder.add(deltas) or reason
+    return feeder.writer.finish(_finished(reason), generation.summary, clock())
 
 
 class _Feeder:
@@ -136,13 +236,17 @@ def _finished(reason: FinishReason | None) -> FinishReason:
     return reason
 
 
-def _response(request: ResponsesRequest, model: str, created: int) -> ResponseObject:
+def _response(work: _Work, model: str) -> ResponseObject:
+    request = work.request
     format: dict[str, Any] = {"type": "text"}
     if request.text is not None and request.text.format is not None:
         format = _set_fields(request.text.format)
     return ResponseObject(
-        id=f"resp_{secrets.token_hex(16)}",
-        created_at=created,
+        id=work.id,
+        background=bool(request.background),
+        previous_response_id=request.previous_response_id,
+        store=work.items is not None,
+        created_at=int(work.started),
         model=model,
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,

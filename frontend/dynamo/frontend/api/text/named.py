@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -10,24 +11,26 @@ from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.names.plan import Identity
 from dynamo.frontend.serving.data_plane import DataPlane
 
+T = TypeVar("T")
+
 
 async def serve_by_name(
     plane: DataPlane,
     caller: Caller,
     name: str,
-    attempt: Callable[[str, Caller], Awaitable[None]],
+    attempt: Callable[[str, Caller], Awaitable[T]],
     has_begun: Callable[[], bool],
     *,
     session: str | None = None,
     user: str | None = None,
-) -> None:
-    """Let `attempt` respond by a model that `name` stands for, or by another one if that cannot. Raises DynamoError.
+) -> T:
+    """Return the result of `attempt` with a model that `name` stands for, or with another one if that cannot. Raises DynamoError.
 
     `session` and `user` are those in the request's body, if any; a request without a user is its API key's.
     """
 
-    async def by_model(model: str, shadows: tuple[str, ...]) -> None:
-        await attempt(model, msgspec.structs.replace(caller, shadows=shadows) if shadows else caller)
+    async def by_model(model: str, shadows: tuple[str, ...]) -> T:
+        return await attempt(model, msgspec.structs.replace(caller, shadows=shadows) if shadows else caller)
 
     identity = Identity(session=caller.session or session or "", user=user or caller.account.name)
-    await plane.names.serve(caller.account, name, identity, by_model, has_begun=has_begun)
+    return await plane.names.serve(caller.account, name, identity, by_model, has_begun=has_begun)

@@ -1,4 +1,4 @@
-"""Names of operators: real etcd and nats-server, two frontends, simulated engines and an echo model, real clients."""
+"""What a gateway has, at two frontends: names of operators, stored responses. Real etcd and nats-server, simulated engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ import grpc
 import grpc.aio
 import httpx2
 import pytest
+from openai import AsyncOpenAI, NotFoundError
 
+from dynamo.common.errors import Unavailable
+from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.messaging.records import INLINE_BYTES, open_records
 from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
@@ -28,11 +32,11 @@ from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import sim_config
 from tests.support.fleet import SERVICE, text_request
-from tests.support.servers import EtcdServer, NatsServer
+from tests.support.servers import EtcdServer, NatsServer, start_nats
 from tests.support.waiting import until
 
-SIM = "blocks=4000,block_size=16,speedup=100"
-MODELS = ("large", "small")
+MODELS = {"large": "blocks=4000,block_size=16,speedup=1", "small": "blocks=4000,block_size=16,speedup=100"}
+"""The simulated engine of each."""
 
 
 @dataclass
@@ -61,9 +65,9 @@ async def fleet_of(etcd: EtcdServer, nats: NatsServer, namespace: str, keys: Pat
     }
     async with AsyncExitStack() as stack:
         workers = {}
-        for model in MODELS:
+        for model, engine_options in MODELS.items():
             workers[model] = await stack.enter_async_context(AsyncExitStack())
-            engine = SimEngine(sim_config(SIM, model, None, None))
+            engine = SimEngine(sim_config(engine_options, model, None, None))
             config = WorkerConfig(endpoint=Endpoint(namespace=namespace), drain_timeout_s=1, **links)
             await workers[model].enter_async_context(open_worker(engine, config))
         config = FrontendConfig(
@@ -154,3 +158,107 @@ async def test_a_name_set_at_one_frontend_is_served_by_all_on_every_protocol(
             await run(fleet, operator_file, "remove", "chat")
         assert "responded 404: there is no name 'chat'" in capsys.readouterr().err
         assert first.plane.names.rules == {}
+
+
+async def test_a_stored_response_is_there_at_every_frontend_for_its_key_alone(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    user, other = make_key(), make_key()
+    keys = tmp_path / "keys"
+    keys.write_text(entry_for(user, "user", scopes=[Scope.INFER]) + entry_for(other, "other", scopes=[Scope.INFER]))
+    async with fleet_of(etcd_server, nats_server, namespace, keys) as fleet, AsyncExitStack() as stack:
+        first, second, foreign = [
+            await stack.enter_async_context(
+                AsyncOpenAI(base_url=f"http://127.0.0.1:{frontend.http_port}/v1", api_key=key, max_retries=0)
+            )
+            for frontend, key in zip([*fleet.frontends, fleet.frontends[0]], (user, user, other), strict=True)
+        ]
+        begun = await first.responses.create(model="small", input="Hi", max_output_tokens=2, store=True)
+        following = await second.responses.create(
+            model="small", input="And now?", previous_response_id=begun.id, max_output_tokens=2
+        )
+        assert (await first.responses.retrieve(following.id)).output_text == following.output_text
+        items = await first.responses.input_items.list(following.id, order="asc")
+        assert [item.type for item in items.data] == ["message", "message", "message"]
+        for call in (
+            foreign.responses.retrieve(begun.id),
+            foreign.responses.delete(begun.id),
+            foreign.responses.cancel(begun.id),
+        ):
+            with pytest.raises(NotFoundError):
+                await call
+        with pytest.raises(NotFoundError):
+            await foreign.responses.create(model="small", input="And now?", previous_response_id=begun.id)
+
+        done = await first.responses.create(model="small", input="Hi", max_output_tokens=2, background=True)
+        assert done.status == "queued"
+        async with asyncio.timeout(20):
+            while (read := await second.responses.retrieve(done.id)).status == "queued":
+                await asyncio.sleep(0.02)
+        assert read.status == "incomplete" and read.output_text
+
+        running = await first.responses.create(model="large", input="Hi", max_output_tokens=3000, background=True)
+        assert (await second.responses.cancel(running.id)).status == "cancelled"
+        assert (await first.responses.retrieve(running.id)).status == "cancelled"
+        await second.responses.delete(running.id)
+        with pytest.raises(NotFoundError):
+            await first.responses.retrieve(running.id)
+
+
+async def test_records_large_and_small_are_replaced_only_as_they_were_read(nats_server: NatsServer, namespace: str) -> None:
+    async with (
+        connect_nats(NatsOptions(servers=(nats_server.url,)), "test") as nats,
+        open_records(nats, namespace, ttl_s=600, max_bytes=8 << 20) as records,
+    ):
+        await until(lambda: records.is_ready)
+        assert await records.get("a.b%2E") is None
+        large = bytes(range(256)) * (INLINE_BYTES // 64)
+        for value in (b"", b"small", large, b"small again"):
+            await records.put("a.b%2E", value)
+            read = await records.get("a.b%2E")
+            assert read is not None and read.value == value
+        assert read is not None
+        assert await records.put("a.b%2E", large, last=read.revision) is not None
+        assert await records.put("a.b%2E", b"late", last=read.revision) is None
+        assert await records.put("a.b%2E", b"new", last=0) is None
+        await records.delete("a.b%2E")
+        await records.delete("a.b%2E")
+        assert await records.get("a.b%2E") is None
+        assert await records.put("a.b%2E", b"again", last=0) is not None
+
+
+async def test_records_are_there_again_after_nats_lost_its_data(tmp_path: Path) -> None:
+    async with (
+        start_nats(tmp_path / "nats") as server,
+        connect_nats(NatsOptions(servers=(server.url,)), "test") as nats,
+        open_records(nats, "records", ttl_s=600, max_bytes=1 << 20) as records,
+    ):
+        await until(lambda: records.is_ready)
+        await records.put("a", b"lost")
+        await nats.client.jetstream().delete_stream("KV_records")
+        with pytest.raises(Unavailable):
+            await records.put("a", b"refused")
+        await until(lambda: records.is_ready)
+        assert await records.put("a", b"new", last=0) is not None
+
+
+async def test_records_that_do_not_fit_are_refused(nats_server: NatsServer, namespace: str) -> None:
+    async with (
+        connect_nats(NatsOptions(servers=(nats_server.url,)), "test") as nats,
+        open_records(nats, namespace, ttl_s=600, max_bytes=INLINE_BYTES) as records,
+    ):
+        await records.put("a", bytes(INLINE_BYTES // 2))
+        with pytest.raises(Unavailable, match="maximum bytes exceeded"):
+            await records.put("b", bytes(INLINE_BYTES // 2))
+        await until(lambda: records.is_ready)
+
+
+async def test_records_without_jetstream_are_unavailable_at_once(tmp_path: Path) -> None:
+    async with (
+        start_nats(tmp_path, jetstream=False) as server,
+        connect_nats(NatsOptions(servers=(server.url,)), "test") as nats,
+        open_records(nats, "records", ttl_s=600, max_bytes=1 << 20) as records,
+    ):
+        with pytest.raises(Unavailable, match="the bucket records in JetStream cannot be read"):
+            await records.get("a")
+        assert not records.is_ready

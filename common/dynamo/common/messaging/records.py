@@ -1,0 +1,180 @@
+"""Records that any process may read and change: a JetStream key-value bucket, and an object store for those that are large.
+
+A record is read and written whole. A writer may demand that the record is as it was read. Records expire, and the buckets are
+bounded: what does not fit is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+
+from nats.errors import Error as NatsError
+from nats.js import JetStreamContext
+from nats.js.errors import BucketNotFoundError, KeyNotFoundError, KeyWrongLastSequenceError, ObjectNotFoundError
+from nats.js.errors import Error as JetStreamError
+from nats.js.kv import KeyValue
+from nats.js.object_store import ObjectStore
+
+from dynamo.common.background import running
+from dynamo.common.errors import Unavailable
+from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.replicas import create_replicated
+
+log = logging.getLogger(__name__)
+
+INLINE_BYTES = 256 * 1024
+"""Larger records lie in the object store; nats-server takes messages of 1 MiB."""
+_INLINE, _ELSEWHERE = b"=", b"@"
+"""How values begin: with the record itself, or with the name of an object."""
+_LIMIT_S = 5.0
+"""For one operation."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    value: bytes
+    revision: int
+    """For `put`, to replace no other one."""
+
+
+class RecordStore:
+    """One kind of records. Keys consist of letters, digits and `. _ - %`. All methods raise Unavailable without JetStream."""
+
+    def __init__(self, connection: Connection, bucket: str, *, ttl_s: float, max_bytes: int) -> None:
+        self.is_ready = False
+        """Whether the buckets were there when they were used last."""
+        self._connection = connection
+        self._bucket = bucket
+        self._ttl_s = ttl_s
+        self._max_bytes = max_bytes
+        self._lost = asyncio.Event()
+        self._opened: tuple[object, KeyValue] | None = None
+        """The bucket, and the connection by which it was opened."""
+
+    async def keep_ready(self) -> None:
+        """Make the buckets, and look for them again after a failure, until cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                with self._plain_errors("made"):
+                    async with asyncio.timeout(_LIMIT_S):
+                        await self._values()
+                        await self._objects()
+                self.is_ready, pause_s = True, _FIRST_PAUSE_S
+                self._lost.clear()
+                await self._lost.wait()
+            except Unavailable as error:
+                if pause_s == _FIRST_PAUSE_S:
+                    log.warning("%s; retrying", error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+
+    async def get(self, key: str) -> Record | None:
+        """Return a record; None if there is none."""
+        with self._plain_errors("read"):
+            async with asyncio.timeout(_LIMIT_S):
+                values = await self._values()
+                try:
+                    entry = await values.get(key, validate_keys=False)
+                    value = entry.value or b""
+                    if value[:1] == _ELSEWHERE:
+                        data = io.BytesIO()
+                        await (await self._objects()).get(value[1:].decode(), writeinto=data)
+                        return Record(data.getvalue(), entry.revision or 0)
+                except (KeyNotFoundError, ObjectNotFoundError):
+                    return None
+                return Record(value[1:], entry.revision or 0)
+
+    async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+        """Write a record; return its revision.
+
+        With `last`, only if that is the revision of the present one, 0 if there is none yet; else return None.
+        """
+        with self._plain_errors("written"):
+            async with asyncio.timeout(_LIMIT_S):
+                values = await self._values()
+                content = _INLINE + value
+                if len(value) > INLINE_BYTES:
+                    name = f"{key}.{secrets.token_hex(8)}"
+                    await (await self._objects()).put(name, value)
+                    content = _ELSEWHERE + name.encode()
+                try:
+                    if last is None:
+                        return int(await values.put(key, content, validate_keys=False))
+                    if last == 0:
+                        return int(await values.create(key, content, validate_keys=False))
+                    return int(await values.update(key, content, last=last, validate_keys=False))
+                except KeyWrongLastSequenceError:
+                    return None
+
+    async def delete(self, key: str) -> None:
+        """Delete a record, if it is there."""
+        with self._plain_errors("written"):
+            async with asyncio.timeout(_LIMIT_S):
+                values = await self._values()
+                with suppress(KeyNotFoundError, ObjectNotFoundError):
+                    value = (await values.get(key, validate_keys=False)).value or b""
+                    await values.delete(key, validate_keys=False)
+                    if value[:1] == _ELSEWHERE:
+                        await (await self._objects()).delete(value[1:].decode())
+
+    async def _values(self) -> KeyValue:
+        client = self._connection.client
+        if self._opened is None or self._opened[0] is not client:
+            self._opened = client, await self._open_values(client.jetstream())
+        return self._opened[1]
+
+    async def _open_values(self, context: JetStreamContext) -> KeyValue:
+        try:
+            return await context.key_value(self._bucket)
+        except BucketNotFoundError:
+            return await create_replicated(
+                lambda replicas: context.create_key_value(
+                    bucket=self._bucket, ttl=self._ttl_s, max_bytes=self._max_bytes, replicas=replicas
+                )
+            )
+
+    async def _objects(self) -> ObjectStore:
+        context, bucket = self._connection.client.jetstream(), f"{self._bucket}-large"
+        try:
+            return await context.object_store(bucket)
+        except BucketNotFoundError:
+            return await create_replicated(
+                lambda replicas: context.create_object_store(
+                    bucket, ttl=self._ttl_s, max_bytes=self._max_bytes, replicas=replicas
+                )
+            )
+
+    @contextmanager
+    def _plain_errors(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except (NatsError, JetStreamError, TimeoutError) as error:
+            _raise_if_cancelled()
+            self.is_ready, self._opened = False, None
+            self._lost.set()
+            why = str(error) or "no response in time"
+            raise Unavailable(f"the bucket {self._bucket} in JetStream cannot be {done}: {why}") from error
+        _raise_if_cancelled()
+
+
+def _raise_if_cancelled() -> None:
+    """Cancel again: before Python 3.12, a cancellation that comes together with the response of nats-server gets lost."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+@asynccontextmanager
+async def open_records(connection: Connection, bucket: str, *, ttl_s: float, max_bytes: int) -> AsyncIterator[RecordStore]:
+    """Open a kind of records, whose buckets are made as soon as JetStream lets us. Does not wait for that."""
+    store = RecordStore(connection, bucket, ttl_s=ttl_s, max_bytes=max_bytes)
+    async with running(store.keep_ready(), f"bucket {bucket}"):
+        yield store

@@ -1,0 +1,105 @@
+"""Responses that are generated in the background: beside the request that starts them, until they are stored."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from dynamo.common.background import Tasks, awaited
+from dynamo.common.errors import Code, DynamoError, Overloaded, Unavailable
+from dynamo.frontend.api.openai.response_events import ResponseObject
+from dynamo.frontend.api.openai.stored import BEAT_S, Item, StoredResponses
+from dynamo.frontend.api.statuses import log_failure, public_message
+
+log = logging.getLogger(__name__)
+
+MAX_RUNNING = 256
+_ATTEMPTS = 6
+"""To write a response, while JetStream is away; the pause between two doubles."""
+
+FAILURES = {Code.INVALID_REQUEST: "invalid_prompt", Code.OVERLOADED: "rate_limit_exceeded"}
+"""OpenAI's codes of failed responses; others are `server_error`."""
+
+Generate = Callable[[], Awaitable[ResponseObject]]
+
+
+class BackgroundResponses:
+    """Those of one process. `drain` ends them."""
+
+    def __init__(self, stored: StoredResponses, *, beat_s: float = BEAT_S) -> None:
+        self.stored = stored
+        self._beat_s = beat_s
+        self._tasks = Tasks()
+
+    async def start(self, owner: str, response: ResponseObject, items: Sequence[Item], generate: Generate) -> ResponseObject:
+        """Store `response` as one that runs, and let `generate` replace it. Raises Overloaded, Unavailable."""
+        if len(self._tasks) >= MAX_RUNNING:
+            raise Overloaded(f"{MAX_RUNNING} responses are being generated in the background already")
+        revision = await self.stored.save(owner, response, items, last=0)
+        assert revision is not None, "the id is new"
+        self._tasks.start(self._run(owner, response, revision, generate), f"response {response.id}")
+        return response
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let those that run end within the timeout, and cancel the others."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._tasks.finish()
+        except TimeoutError:
+            log.warning("%d responses in the background were not complete in time", len(self._tasks))
+        await self._tasks.close()
+
+    async def _run(self, owner: str, response: ResponseObject, revision: int, generate: Generate) -> None:
+        work = awaited(self._outcome(response, generate))
+        try:
+            while not (await asyncio.wait([work], timeout=self._beat_s))[0]:
+                written = await self._write(owner, response, revision)
+                if written is None:
+                    log.info("response %s was cancelled or deleted", response.id)
+                    return
+                revision = written
+            await self._write(owner, work.result(), revision)
+        finally:
+            work.cancel()
+
+    async def _write(self, owner: str, response: ResponseObject, revision: int) -> int | None:
+        """Write a response that nobody has ended meanwhile; return its revision, or None if somebody has.
+
+        While JetStream is away, this waits.
+        """
+        pause_s = self._beat_s
+        for _ in range(_ATTEMPTS):
+            try:
+                written = await self.stored.save(owner, response, None, last=revision)
+                if written is not None:
+                    return written
+                # Perhaps this process wrote it, and did not get to know.
+                current = await self.stored.running_revision(owner, response.id)
+                if current is None:
+                    return None
+                revision = current
+            except Unavailable as error:
+                log.warning("response %s cannot be stored yet: %s", response.id, error)
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
+            except DynamoError as error:
+                response = failed(msgspec.structs.replace(response, output=()), error)
+        log.error("response %s is lost: it could not be stored", response.id)
+        return None
+
+    async def _outcome(self, response: ResponseObject, generate: Generate) -> ResponseObject:
+        try:
+            return await generate()
+        except Exception as error:
+            log_failure(error, response.id, "a response in the background")
+            return failed(response, error)
+
+
+def failed(response: ResponseObject, error: BaseException) -> ResponseObject:
+    """Return the response as one that failed."""
+    code = error.code if isinstance(error, DynamoError) else Code.INTERNAL
+    described = {"code": FAILURES.get(code, "server_error"), "message": public_message(error)}
+    return msgspec.structs.replace(response, status="failed", error=described)

@@ -1,0 +1,264 @@
+"""Responses with state: stored, continued, read, deleted, and generated in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, NotFoundError
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import InvalidRequest, Overloaded
+from dynamo.frontend.api.openai.background_responses import BackgroundResponses
+from dynamo.frontend.api.openai.response_events import ResponseObject
+from dynamo.frontend.api.openai.stored import LOST_S, ResponseNotFound, StoredResponses, new_response_id
+from dynamo.frontend.metrics import FrontendMetrics
+from tests.support.fake_records import FakeRecords
+from tests.support.fakes import FakeStream
+from tests.support.http_edge import HttpEdge, Speaker, open_http_edge
+from tests.support.waiting import until
+
+PATH = "/v1/responses"
+HELLO: dict[str, Any] = {"model": "talker", "input": "Hi"}
+
+
+@dataclass
+class Storing:
+    """An edge that stores responses in memory."""
+
+    edge: HttpEdge
+    records: FakeRecords
+    now: list[float] = field(default_factory=lambda: [1000.0])
+
+    async def create(self, **fields: Any) -> dict[str, Any]:
+        response = await self.edge.post(PATH, HELLO | fields)
+        assert response.status_code == 200, response.text
+        created: dict[str, Any] = response.json()
+        return created
+
+    async def read(self, id: str) -> dict[str, Any]:
+        response = await self.edge.http.get(f"{PATH}/{id}")
+        assert response.status_code == 200, response.text
+        read: dict[str, Any] = response.json()
+        return read
+
+
+@asynccontextmanager
+async def storing(
+    respond: Callable[[FakeStream], None], *, by_default: bool = True, beat_s: float = 60.0
+) -> AsyncIterator[Storing]:
+    records, now = FakeRecords(), [1000.0]
+    made: list[BackgroundResponses] = []
+
+    def background(metrics: FrontendMetrics) -> BackgroundResponses:
+        store: Any = records
+        stored = StoredResponses(lambda: store, "ns", metrics, by_default=by_default, clock=lambda: now[0])
+        made.append(BackgroundResponses(stored, beat_s=beat_s))
+        return made[0]
+
+    async with open_http_edge(respond=respond, background=background) as edge:
+        try:
+            yield Storing(edge, records, now)
+        finally:
+            await made[0].drain(0.0)
+
+
+async def test_a_conversation_goes_on_by_the_id_of_its_last_response() -> None:
+    speaker = Speaker()
+    async with storing(speaker) as s:
+        first = await s.create(input="Hi", instructions="Be kind.")
+        second = await s.create(input="And now?", previous_response_id=first["id"])
+        assert speaker.prompt == "<user>Hi\n<assistant>Hello you\n<user>And now?\n<assistant>"  # instructions do not go on
+        third = await s.create(input="Well?", previous_response_id=second["id"], stream=False)
+        assert speaker.prompt.count("Hello you") == 2
+        assert (first["store"], second["previous_response_id"], third["previous_response_id"]) == (
+            True,
+            first["id"],
+            second["id"],
+        )
+        assert await s.read(first["id"]) == first
+
+
+async def test_a_streamed_response_is_stored_before_it_ends() -> None:
+    async with storing(Speaker()) as s:
+        streamed = await s.edge.post(PATH, HELLO | {"stream": True})
+        assert "response.completed" in streamed.text
+        (id,) = {key.removeprefix("ns.").removesuffix(".items") for key in s.records.records}
+        assert (await s.read(id))["output"][0]["content"][0]["text"] == "Hello you"
+
+
+async def test_openais_client_reads_lists_and_deletes_what_it_stored() -> None:
+    async with storing(Speaker()) as s, AsyncOpenAI(base_url=f"{s.edge.url}/v1", api_key="none", max_retries=0) as client:
+        response = await client.responses.create(model="talker", input="Hi", store=True)
+        again = await client.responses.retrieve(response.id)
+        assert again.output_text == response.output_text == "Hello you"
+        following = await client.responses.create(model="talker", input="More", previous_response_id=response.id)
+        items = await client.responses.input_items.list(following.id, order="asc", limit=2)
+        assert [item.type for item in items.data] == ["message", "message"] and items.has_more
+        rest = [
+            item
+            async for item in await client.responses.input_items.list(following.id, order="asc", after=items.data[1].id or "")
+        ]
+        assert [item.content[0].text for item in rest if item.type == "message"] == ["More"]  # type: ignore[union-attr]
+        await client.responses.delete(response.id)
+        with pytest.raises(NotFoundError, match="is not found"):
+            await client.responses.retrieve(response.id)
+        assert (await client.responses.retrieve(following.id)).id == following.id
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"background": True, "store": False}, "store", "needs 'store'"),
+        ({"background": True, "stream": True}, "stream", "cannot be combined"),
+        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+    ],
+)
+async def test_what_cannot_be_combined_is_refused(fields: dict[str, Any], param: str, words: str) -> None:
+    async with storing(Speaker()) as s:
+        error = await s.edge.error(PATH, HELLO | fields)
+    assert error["param"] == param and words in error["message"]
+
+
+async def test_an_unknown_response_is_not_found_in_any_form() -> None:
+    async with storing(Speaker()) as s:
+        for id in (new_response_id(), "resp_1", "..", "resp_" + "0" * 31 + ">"):
+            assert (await s.edge.http.get(f"{PATH}/{id}")).status_code == 404
+            assert (await s.edge.post(PATH, HELLO | {"previous_response_id": id})).status_code == 404
+        error = (await s.edge.http.get(f"{PATH}/resp_1")).json()["error"]
+    assert (error["param"], error["code"]) == (None, None)
+
+
+async def test_only_the_key_that_made_a_response_has_it() -> None:
+    store: Any = FakeRecords()
+    stored = StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry()))
+    response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="completed")
+    await stored.save("a", response, [])
+    assert (await stored.read("a", response.id))["id"] == response.id
+    for operation in (stored.read, stored.items, stored.conversation, stored.delete, stored.cancel):
+        with pytest.raises(ResponseNotFound):
+            await operation("b", response.id)
+
+
+async def test_without_jetstream_only_those_fail_that_need_it() -> None:
+    async with storing(Speaker()) as s:
+        stored = await s.create()
+        s.records.is_away = True
+        assert (await s.create())["store"] is False
+        for request in (HELLO | {"store": True}, HELLO | {"background": True}, HELLO | {"previous_response_id": stored["id"]}):
+            response = await s.edge.post(PATH, request)
+            assert (response.status_code, "JetStream" in response.text) == (503, True), response.text
+        assert (await s.edge.http.get(f"{PATH}/{stored['id']}")).status_code == 503
+
+
+async def test_nothing_is_stored_that_is_not_to_be() -> None:
+    async with storing(Speaker(), by_default=False) as s:
+        await s.create()
+        await s.create(store=False)
+        assert s.records.records == {}
+        await s.create(store=True)
+        assert len(s.records.records) == 2
+
+
+# In the background
+
+
+async def test_a_response_in_the_background_is_read_when_it_is_done() -> None:
+    held: list[FakeStream] = []
+    async with storing(held.append) as s:
+        begun = await s.create(background=True)
+        assert (begun["status"], begun["background"], begun["output"]) == ("queued", True, [])
+        await until(lambda: bool(held))
+        assert (await s.read(begun["id"]))["status"] == "queued"
+        unfinished = await s.edge.error(PATH, HELLO | {"previous_response_id": begun["id"]})
+        assert "only one that ended" in unfinished["message"]
+        Speaker()(held[0])
+
+        async def done() -> dict[str, Any]:
+            while (response := await s.read(begun["id"]))["status"] == "queued":
+                await asyncio.sleep(0)
+            return response
+
+        response = await done()
+    assert (response["status"], response["output"][0]["content"][0]["text"]) == ("completed", "Hello you")
+
+
+async def test_cancelling_reaches_the_frontend_that_generates() -> None:
+    held: list[FakeStream] = []
+
+    def respond(stream: FakeStream) -> None:
+        if held:
+            Speaker()(stream)
+        held.append(stream)
+
+    async with storing(respond, beat_s=0.01) as s:
+        begun = await s.create(background=True)
+        await until(lambda: bool(held))
+        cancelled = (await s.edge.post(f"{PATH}/{begun['id']}/cancel", {})).json()
+        assert cancelled["status"] == "cancelled"
+        await until(lambda: held[0].cancelled)
+        assert (await s.edge.post(f"{PATH}/{begun['id']}/cancel", {})).json() == cancelled
+        assert (await s.read(begun["id"]))["status"] == "cancelled"
+        plain = await s.create()
+        refused = await s.edge.error(f"{PATH}/{plain['id']}/cancel", {})
+    assert "only responses in the background" in refused["message"]
+
+
+async def test_a_failure_is_stored_and_so_is_the_death_of_the_frontend() -> None:
+    held: list[FakeStream] = []
+
+    def respond(stream: FakeStream) -> None:
+        if held:
+            stream.fail(Overloaded("enough to do"))
+        held.append(stream)
+
+    async with storing(respond) as s:
+        left = await s.create(background=True)
+        await until(lambda: bool(held))
+        failed = await s.create(background=True)
+
+        async def status(id: str) -> str:
+            return str((await s.read(id))["status"])
+
+        async with asyncio.timeout(5):
+            while await status(failed["id"]) == "queued":
+                await asyncio.sleep(0)
+        assert (await s.read(failed["id"]))["error"] == {"code": "rate_limit_exceeded", "message": "enough to do"}
+        s.now[0] += LOST_S + 1
+        gone = await s.read(left["id"])
+        assert (gone["status"], gone["error"]["message"]) == ("failed", "the frontend that generated the response has ended")
+
+
+async def test_a_write_whose_confirmation_was_lost_does_not_end_the_response() -> None:
+    """Its revision is then another one than the writer knows."""
+    records = FakeRecords()
+    store: Any = records
+    stored = StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry()))
+    background = BackgroundResponses(stored, beat_s=0.01)
+    response = ResponseObject(
+        id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, background=True, status="in_progress"
+    )
+    release = asyncio.Event()
+
+    async def generate() -> ResponseObject:
+        await release.wait()
+        return ResponseObject(id=response.id, created_at=1, model="m", reasoning={}, text={}, status="completed")
+
+    await background.start("a", response, [], generate)
+    await stored.save("a", response, None)  # as a write of which only the confirmation was lost
+    release.set()
+    await background.drain(5)
+    assert (await stored.read("a", response.id))["status"] == "completed"
+
+
+async def test_a_response_that_runs_cannot_be_continued() -> None:
+    store: Any = FakeRecords()
+    stored = StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry()))
+    response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="in_progress")
+    await stored.save("", response, [])
+    with pytest.raises(InvalidRequest, match="in_progress"):
+        await stored.conversation("", response.id)
