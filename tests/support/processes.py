@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,9 +85,10 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "DYNAMO_"))}
 
 
-async def _start(module: str, *flags: str) -> asyncio.subprocess.Process:
+async def _start(module: str, *flags: str, variables: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
+    environment = {**_environment(), **(variables or {})}
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *flags, stderr=asyncio.subprocess.PIPE, env=_environment()
+        sys.executable, "-m", module, *flags, stderr=asyncio.subprocess.PIPE, env=environment
     )
 
 
@@ -114,6 +115,15 @@ async def _following(process: Process) -> AsyncIterator[None]:
 async def worker(etcd: EtcdServer, nats: NatsServer, namespace: str, *flags: str) -> AsyncIterator[Process]:
     """A worker process; `flags` name its models."""
     started = await _start("dynamo.worker", *_where(etcd.endpoint, nats.url, namespace), *flags)
+    process = Process(started)
+    async with _following(process):
+        yield process
+
+
+@asynccontextmanager
+async def script(path: str, *arguments: str, runner: str, **variables: str) -> AsyncIterator[Process]:
+    """A script that the module `runner` runs with these environment variables."""
+    started = await _start(runner, path, *arguments, variables=variables)
     process = Process(started)
     async with _following(process):
         yield process

@@ -63,6 +63,10 @@ class Choices:
     def has_finished(self) -> bool:
         return not self._unfinished
 
+    @property
+    def unfinished(self) -> list[int]:
+        return sorted(self._unfinished)
+
     def check(self, index: int) -> None:
         """Note an event of a choice. Raises EngineError for a choice that has ended, or was not requested."""
         if index not in self._unfinished:

@@ -149,6 +149,11 @@ class TextReader:
     def has_finished(self) -> bool:
         return self._choices.has_finished
 
+    @property
+    def unfinished(self) -> list[int]:
+        """The choices that have not ended."""
+        return self._choices.unfinished
+
     def read(self, event: bytes) -> list[Delta]:
         chunk = decode_event(_chunk_decoder, event)
         if chunk.error is not None:
