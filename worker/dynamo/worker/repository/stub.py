@@ -64,6 +64,9 @@ class Stub:
         self.model_folder = ""
         self.instance_name = ""
         self._connection = connection
+        self._readable = select.poll()
+        """Waits for a message. A receiving call would also wake up whenever the worker has read what was sent."""
+        self._readable.register(connection, select.POLLIN)
         self._sending = threading.Lock()
         self._held: list[wire.Buffer] = []
         """Encoded messages of `send_soon`."""
@@ -262,7 +265,7 @@ class Stub:
         """Return the next message for the main thread if it has come."""
         if not self._orders and self._reading.acquire(blocking=False):
             try:
-                if select.select([self._connection], [], [], 0)[0]:
+                if self._readable.poll(0):
                     self._receive()
             finally:
                 self._reading.release()
@@ -328,6 +331,7 @@ class Stub:
     def _receive(self) -> None:
         """Read from the socket once. Ends the process, whatever the model is doing, if the worker has ended."""
         try:
+            self._readable.poll()
             count = self._connection.recv_into(self._messages.space())
         except OSError:
             count = 0
