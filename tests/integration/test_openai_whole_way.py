@@ -130,6 +130,12 @@ async def test_a_real_embedding_model_measures_similarity_in_every_encoding(
         assert packed.usage.prompt_tokens == 8
         by_ids = await ours.embeddings.create(model="minilm", input=[[101, 1996, 102], [101, 7592, 2088, 102]])
         assert (len(by_ids.data), by_ids.usage.prompt_tokens) == (2, 7)
+        documents = ["Stocks lost five percent.", "He is having lunch.", "A dog runs."]
+        ranked: Any = await ours.post("/rerank", body={"query": texts[0], "documents": documents, "top_n": 2}, cast_to=object)
+        assert [result["index"] for result in ranked["results"]] == [1, 2]
+        assert ranked["results"][0]["document"] == {"text": documents[1]}
+        scored: Any = await ours.post("/score", body={"text_1": texts[0], "text_2": texts[1:]}, cast_to=object)
+        assert [item["score"] for item in scored["data"]] == pytest.approx([eating @ meal, eating @ market], abs=1e-5)
         with pytest.raises(BadRequestError, match="dimensions"):
             await ours.embeddings.create(model="minilm", input="a", dimensions=1000)
 

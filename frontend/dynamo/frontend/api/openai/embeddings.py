@@ -42,7 +42,7 @@ TOKENS_OUTPUT = "prompt_tokens"
 _PADDING = -1
 _CHARS_PER_TOKEN = 4
 """Of common text, for an estimate; the model counts."""
-_FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
+FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
 
 
 class EmbeddingsEndpoint:
@@ -72,7 +72,7 @@ class EmbeddingsEndpoint:
         card = plane.card(exchange.account, model)
         tensors = to_tensors(inputs, model, card)
         call = caller.call(endpoint=exchange.endpoint, request_type=RequestType.UNARY)
-        call = msgspec.structs.replace(call, expected_tokens=_expected_tokens(inputs))
+        call = msgspec.structs.replace(call, expected_tokens=expected_tokens(inputs))
         async with exchange.attended():
             response = await plane.infer(tensors, call)
         vectors, tokens = from_tensors(bytes(response), len(inputs))
@@ -80,7 +80,7 @@ class EmbeddingsEndpoint:
         if request.dimensions is not None:
             vectors = shorten(vectors, request.dimensions)
         data = [
-            Embedding(index=index, embedding=_base64(row) if request.encoding_format == "base64" else row.tolist())
+            Embedding(index=index, embedding=base64_of(row) if request.encoding_format == "base64" else row.tolist())
             for index, row in enumerate(vectors)
         ]
         await exchange.respond(msgspec.json.encode(Embeddings(data=data, model=model, usage=EmbeddingUsage(tokens, tokens))))
@@ -95,7 +95,7 @@ def _inputs(request: EmbeddingRequest, most: int) -> list[str | list[int]]:
     return inputs
 
 
-def _expected_tokens(inputs: Sequence[str | list[int]]) -> int:
+def expected_tokens(inputs: Sequence[str | list[int]]) -> int:
     return sum(1 + len(item) // _CHARS_PER_TOKEN if isinstance(item, str) else len(item) for item in inputs)
 
 
@@ -142,7 +142,7 @@ def _token_input(card: ModelCard) -> TensorSpec | None:
 
 
 def _output(card: ModelCard) -> TensorSpec | None:
-    return next((spec for spec in card.outputs if spec.datatype in _FLOATS), None)
+    return next((spec for spec in card.outputs if spec.datatype in FLOATS), None)
 
 
 def from_tensors(encoded: bytes, count: int) -> tuple[NDArray[np.float32], int]:
@@ -161,7 +161,7 @@ def from_tensors(encoded: bytes, count: int) -> tuple[NDArray[np.float32], int]:
             is_raw = index < len(response.raw_output_contents)
             elements = element_count(output.shape)
             raw = response.raw_output_contents[index] if is_raw else typed_to_raw(output.contents, output.datatype, elements)
-            if output.datatype in _FLOATS and vectors is None:
+            if output.datatype in FLOATS and vectors is None:
                 array = to_numpy(raw, output.datatype, output.shape)
                 floats = bf16_to_float32(array) if output.datatype == "BF16" and array.dtype == np.uint16 else array
                 vectors = floats.astype(np.float32).reshape(count, -1)
@@ -186,5 +186,5 @@ def shorten(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32
     return unit
 
 
-def _base64(row: NDArray[np.float32]) -> str:
+def base64_of(row: NDArray[np.float32]) -> str:
     return base64.b64encode(row.astype("<f4").tobytes()).decode()

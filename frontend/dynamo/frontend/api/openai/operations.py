@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.chat import ChatCompletions
 from dynamo.frontend.api.openai.completions import Completions
 from dynamo.frontend.api.openai.edge import Edge
-from dynamo.frontend.api.openai.embeddings import EmbeddingsEndpoint
+from dynamo.frontend.api.openai.embeddings import EmbeddingsEndpoint, embeds_texts
 from dynamo.frontend.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -33,6 +34,25 @@ from dynamo.frontend.api.openai.response_objects import (
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
 from dynamo.frontend.api.openai.responses import Responses
 from dynamo.frontend.api.openai.stored_operations import StoredOperations
+from dynamo.frontend.api.openai.text_task_objects import (
+    ClassifyRequest,
+    ClassifyResponse,
+    PoolingRequest,
+    PoolingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from dynamo.frontend.api.openai.text_tasks import (
+    TextTask,
+    classifies_texts,
+    classify,
+    compares_texts,
+    pool,
+    rerank,
+    score,
+)
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize, TokenizerInfo
 from dynamo.frontend.security.surfaces import Surface
@@ -100,6 +120,7 @@ def openai_operations(edge: Edge) -> list[Operation]:
             request=EmbeddingRequest,
             response=Embeddings,
         ),
+        *_text_tasks(edge, infer),
         tokens(path="/tokenize", handle=tokenize, summary="Text to tokens", request=TokenizeRequest, response=Tokenized),
         tokens(path="/v1/tokenize", handle=tokenize),
         tokens(
@@ -111,6 +132,52 @@ def openai_operations(edge: Edge) -> list[Operation]:
         ),
         tokens(path="/detokenize", handle=detokenize, summary="Tokens to text", request=DetokenizeRequest, response=Detokenized),
         tokens(path="/v1/detokenize", handle=detokenize),
+    ]
+
+
+def _text_tasks(edge: Edge, infer: Callable[..., Operation]) -> list[Operation]:
+    """Return rerank, score, classify and pooling. The paths without a summary are those that other servers have besides."""
+    ranks = TextTask(edge, RerankRequest, compares_texts, rerank)
+    scores = TextTask(edge, ScoreRequest, compares_texts, score)
+    classifies = TextTask(edge, ClassifyRequest, classifies_texts, classify)
+    pools = TextTask(edge, PoolingRequest, embeds_texts, pool)
+    return [
+        infer(
+            path="/v1/rerank",
+            endpoint="rerank",
+            handle=ranks,
+            summary="Documents by their relevance to a query",
+            request=RerankRequest,
+            response=RerankResponse,
+        ),
+        infer(path="/v2/rerank", endpoint="rerank", handle=ranks),
+        infer(path="/rerank", endpoint="rerank", handle=ranks),
+        infer(
+            path="/v1/score",
+            endpoint="score",
+            handle=scores,
+            summary="How alike texts are",
+            request=ScoreRequest,
+            response=ScoreResponse,
+        ),
+        infer(path="/score", endpoint="score", handle=scores),
+        infer(
+            path="/v1/classify",
+            endpoint="classify",
+            handle=classifies,
+            summary="Texts to classes",
+            request=ClassifyRequest,
+            response=ClassifyResponse,
+        ),
+        infer(path="/classify", endpoint="classify", handle=classifies),
+        infer(
+            path="/pooling",
+            endpoint="pooling",
+            handle=pools,
+            summary="Texts to what a model computes of them",
+            request=PoolingRequest,
+            response=PoolingResponse,
+        ),
     ]
 
 
