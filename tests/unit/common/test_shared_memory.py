@@ -462,6 +462,16 @@ def test_there_is_no_room_for_small_and_very_large_bodies(
     assert neighbours[0].room(size) is None
 
 
+def test_a_body_that_would_hold_up_the_event_loop_while_it_is_copied_travels_in_messages(folder: Path) -> None:
+    ours, theirs = SharedMemory(folder, 128 * MIB), SharedMemory(folder, MIB)
+    reader = ours.neighbour(theirs.token)
+    assert reader is not None
+    assert ours.lend(bytes(64 * MIB + 1), 64 * MIB + 1, reader) is None
+    assert (ours.fallbacks, ours.used_bytes) == ({"large": 1}, 0)
+    ours.close()
+    theirs.close()
+
+
 def test_there_is_no_room_without_neighbours_or_beyond_half_of_the_arena(
     folder: Path, neighbours: tuple[SharedMemory, Neighbour, SharedMemory]
 ) -> None:

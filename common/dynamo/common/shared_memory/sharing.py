@@ -28,6 +28,8 @@ _LEAST_ROOM_BYTES = 256 * 1024
 """Below this a copy costs less than to know a region by its views."""
 _MAX_ROOM_BYTES = 16 * 2**20
 """The system prepares all memory of a region at once, for which the event loop waits."""
+_MAX_COPIED_BYTES = 64 * 2**20
+"""The event loop waits for the copy, too: 0.6 ms for each MiB. Numbers in JSON may become four times as large as their text."""
 _MAX_REFUSED = 1024
 """Tokens that could not be opened are remembered, so that a busy peer is not tried with each message."""
 
@@ -120,13 +122,18 @@ class SharedMemory:
         log.info("bodies for the owner of an arena travel in messages: %s", error)
 
     def lend(self, body: Buffer | Sequence[Buffer], size: int, reader: Neighbour) -> Reference | None:
-        """Copy a body of `size` bytes into a region for `reader`. None if that is gone or, counted, if there is no room."""
+        """Copy a body of `size` bytes into a region for `reader`.
+
+        None if that is gone or, counted, if the body is too large to be copied at once or there is no room.
+        """
         if not reader.is_open:
             return None
         pieces = (body,) if isinstance(body, bytes | bytearray | memoryview) else body
-        reference = self.arena.lend_in_place(pieces, size, reader) or self.arena.lend(pieces, size, reader)
+        reference = self.arena.lend_in_place(pieces, size, reader)
+        if reference is None and size <= _MAX_COPIED_BYTES:
+            reference = self.arena.lend(pieces, size, reader)
         if reference is None:
-            self.fallbacks["full"] += 1
+            self.fallbacks["large" if size > _MAX_COPIED_BYTES else "full"] += 1
         else:
             self.bytes["lent"] += size
         return reference
