@@ -51,7 +51,6 @@ _TURN_S: Final = 0.004
 """What has come of one connection is read for this long before others have their turn: small frames are many."""
 _HEAD: Final = Struct(">HBBBI")
 """Its size's upper 16 bits and lower 8, kind, flags and stream."""
-_TAIL: Final = Struct(">BBI")
 _WORD: Final = Struct(">I")
 _SETTING: Final = Struct(">HI")
 
@@ -287,8 +286,8 @@ class FrameReader:
         elif not self._greeted:
             position = self._greet(end)
         while end - position >= _HEAD_BYTES:
-            size = int.from_bytes(buffer[position : position + 3], "big")
-            kind, flags, stream = _TAIL.unpack_from(buffer, position + 3)
+            upper, lower, kind, flags, stream = _HEAD.unpack_from(buffer, position)
+            size = upper << 8 | lower
             stream &= MAX_STREAM_ID
             begin = position + _HEAD_BYTES
             if kind == DATA:
