@@ -14,6 +14,7 @@ from dynamo.worker.repository.config_checks import check_settings
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
 
 START = 'control_input [ { name: "c" control [ { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } ] } ]'
+BATCHED = f"{X_TO_Y} max_batch_size: 4"
 PREFERRED = "dynamic_batching.preferred_batch_size"
 LEVEL = "dynamic_batching.default_priority_level must be from 1 to 3, got"
 KEYS = "dynamic_batching.priority_queue_policy must have keys from 1 to 3, got"
@@ -38,6 +39,25 @@ KEYS = "dynamic_batching.priority_queue_policy must have keys from 1 to 3, got"
             "response_cache.enable must be false",
         ),
         (f"sequence_batching {{ direct {{ minimum_slot_utilization: 2 }} {START} }}", "must be from 0 to 1, got 2"),
+        (f"{BATCHED} batch_input [ {{ data_type: TYPE_FP32 }} ]", "batch_input.source_input must name one input, got 0"),
+        (
+            f'{BATCHED} batch_input [ {{ data_type: TYPE_FP32 source_input: "q" }} ]',
+            "batch_input.source_input must be an input, got 'q'",
+        ),
+        (f'{BATCHED} batch_input [ {{ data_type: TYPE_INT64 source_input: "x" }} ]', "batch_input.data_type must be TYPE_INT32"),
+        (
+            f'{BATCHED} batch_input [ {{ data_type: TYPE_FP32 source_input: "x" target_name: "x" }} ]',
+            "batch_input.target_name must not be an input of requests, got 'x'",
+        ),
+        (
+            f'{BATCHED} batch_output [ {{ source_input: "x" target_name: "q" }} ]',
+            "batch_output.target_name must be an output, got 'q'",
+        ),
+        (
+            f'{BATCHED} batch_output [ {{ source_input: "x" target_name: [ "y", "y" ] }} ]',
+            "batch_output.target_name must name each output once",
+        ),
+        (f'{X_TO_Y} batch_output [ {{ source_input: "x" target_name: "y" }} ]', "need a max_batch_size of at least 1"),
         ("version_policy { latest { num_versions: 0 } }", "version_policy.latest.num_versions must be at least 1, got 0"),
         ("version_policy { specific { } }", "version_policy.specific.versions must name a version"),
         ("instance_group [ { kind: KIND_CPU gpus: [ 0 ] } ]", "instance_group.gpus must be empty where the kind is KIND_CPU"),

@@ -58,6 +58,8 @@ class BatchPolicy:
     """Empty: the largest."""
     max_queue_delay_s: float = 0.0
     queue: QueuePolicies = field(default_factory=QueuePolicies)
+    ragged_inputs: frozenset[str] = frozenset()
+    """Inputs that requests of one batch may have in different shapes."""
     concurrency: int = 1
     """Executions at once."""
     ahead: int = 0
@@ -212,7 +214,9 @@ class Batcher:
         """
         if rows > self._policy.max_batch_size:
             raise InvalidRequest(f"the request has a batch size of {rows}; the model takes at most {self._policy.max_batch_size}")
-        key = (version, *((name, array.dtype.char, array.shape[1:]) for name, array in inputs.items()))
+        ragged = self._policy.ragged_inputs
+        shapes = (None if name in ragged else array.shape[1:] for name, array in inputs.items())
+        key = (version, *((name, array.dtype.char, shape) for (name, array), shape in zip(inputs.items(), shapes, strict=True)))
         job = _Job(inputs, rows, context, key, self._policy.max_queue_delay_s, request)
         self._queue.add(job, options)
         self._wake()

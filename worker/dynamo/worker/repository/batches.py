@@ -11,6 +11,7 @@ from dynamo.worker.engine.batching import Batcher, BatchPolicy
 from dynamo.worker.engine.declaration import from_dynamic_batching
 from dynamo.worker.engine.request_queue import QueueOptions
 from dynamo.worker.repository.execution import Arrays, ModelRequest
+from dynamo.worker.repository.ragged import ragged_inputs
 
 
 def batch_policy(config: ModelConfig, concurrency: int, ahead: int = 0) -> BatchPolicy | None:
@@ -23,7 +24,7 @@ def batch_policy(config: ModelConfig, concurrency: int, ahead: int = 0) -> Batch
         return None
     try:
         policy = from_dynamic_batching(config.dynamic_batching).to_policy(max(1, config.max_batch_size), concurrency)
-        return replace(policy, ahead=ahead)
+        return replace(policy, ahead=ahead, ragged_inputs=ragged_inputs(config))
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelDynamicBatching, ModelInstanceGroup, ModelQueuePolicy
+from dynamo.worker.repository.ragged import ragged_problems
 
 
 def check_settings(config: ModelConfig) -> None:
@@ -16,6 +17,7 @@ def check_settings(config: ModelConfig) -> None:
 
 def _problems(config: ModelConfig) -> Iterator[str]:
     yield from _version_problems(config)
+    yield from ragged_problems(config)
     for group in config.instance_group:
         if group.gpus and group.kind in (ModelInstanceGroup.KIND_CPU, ModelInstanceGroup.KIND_MODEL):
             yield f"instance_group.gpus must be empty where the kind is {ModelInstanceGroup.Kind.Name(group.kind)}"

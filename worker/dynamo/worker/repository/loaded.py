@@ -220,6 +220,7 @@ def make_card(
     plain.CopyFrom(config)
     for tensor in plain.input:
         tensor.ClearField("reshape")
+        tensor.ClearField("allow_ragged_batch")
     for output in plain.output:
         output.ClearField("reshape")
     if plain.HasField("ensemble_scheduling"):

@@ -116,12 +116,10 @@ def check_supported(config: ModelConfig) -> None:
     """Raises InvalidRequest for settings that would change results and are not supported."""
     if config.HasField("sequence_batching"):
         check_sequences(config)
-    if config.batch_input or config.batch_output:
-        raise InvalidRequest("batch_input and batch_output are not supported")
     tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
     for tensor in tensors:
-        if tensor.is_shape_tensor or (isinstance(tensor, ModelInput) and tensor.allow_ragged_batch):
-            raise InvalidRequest(f"tensor '{tensor.name}' is a shape tensor or allows ragged batches: not supported")
+        if tensor.is_shape_tensor:
+            raise InvalidRequest(f"tensor '{tensor.name}' is a shape tensor: not supported")
     if config.max_batch_size < 0:
         raise InvalidRequest(f"max_batch_size is {config.max_batch_size}")
     if any(islice(instances_of(config), MAX_INSTANCES, None)):

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.common.tensors import DATATYPES, Array
-from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
+from dynamo.protos.model_config_pb2 import BatchInput, ModelConfig, ModelInput, ModelOutput
 from dynamo.worker.engine.batching import Batch, Batcher, Tensors
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.batches import batch_policy, submit
 from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, Version
 from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
+from dynamo.worker.repository.ragged import RaggedBatches, batch_inputs
 from dynamo.worker.repository.rate_limiter import RateLimiter, limits_of
 from dynamo.worker.repository.sequence_tensors import added_tensors
+
+T = TypeVar("T")
 
 DEFAULT_FILE = "model.onnx"
 
@@ -91,6 +94,8 @@ class OnnxModel:
         self._name = version.name
         self._config = version.config
         self._session = session
+        ragged = RaggedBatches(version.config)
+        self._ragged = ragged if ragged.is_used else None
         self._outputs = sorted({output.name for output in version.config.output} | added_tensors(version.config)[1])
         self._text = {node.name for node in session.get_inputs() if node.type == "tensor(string)"}
         instances = list(instances_of(version.config))
@@ -118,19 +123,28 @@ class OnnxModel:
         return ModelResult(outputs)
 
     async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
-        """Run requests of one row each as one batch, or one by one if their shapes differ."""
-        shapes = {tuple((name, array.shape) for name, array in request.inputs.items()) for request in requests}
-        if len(requests) == 1 or len(shapes) > 1:
-            return [ModelResult(await self._in_pool(partial(self._run, request.inputs))) for request in requests]
-        names = requests[0].inputs
-        joined = {name: np.concatenate([request.inputs[name] for request in requests]) for name in names}
-        outputs = await self._in_pool(partial(self._run, joined))
-        return [ModelResult({name: array[row : row + 1] for name, array in outputs.items()}) for row in range(len(requests))]
+        """Run requests of one row each as one batch, or one by one if they cannot be joined."""
+        inputs = [request.inputs for request in requests]
+        if len({self._form(each) for each in inputs}) > 1:
+            return [ModelResult(await self._in_pool(partial(self._run_alone, each))) for each in inputs]
+        return [ModelResult(outputs) for outputs in await self._in_pool(partial(self._run_rows, inputs))]
+
+    def _form(self, inputs: Arrays) -> Hashable:
+        """Return what must agree in the requests of a batch."""
+        return frozenset((name, () if self._ragged is not None else array.shape) for name, array in inputs.items())
+
+    def _run_rows(self, requests: Sequence[Arrays]) -> list[Arrays]:
+        if self._ragged is not None:
+            return self._run_joined(self._ragged, requests)
+        if len(requests) == 1:
+            return [self._run(requests[0])]
+        outputs = self._run({name: np.concatenate([inputs[name] for inputs in requests]) for name in requests[0]})
+        return [{name: array[row : row + 1] for name, array in outputs.items()} for row in range(len(requests))]
 
     async def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         yield await self.respond(request)
 
-    async def _in_pool(self, run: Callable[[], Tensors]) -> Tensors:
+    async def _in_pool(self, run: Callable[[], T]) -> T:
         async with self._limits.running():
             return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
@@ -140,7 +154,7 @@ class OnnxModel:
         def run() -> Tensors:
             nonlocal begun
             begun = time.perf_counter_ns()
-            return self._run(request.inputs)
+            return self._run_alone(request.inputs)
 
         try:
             return await self._in_pool(run)
@@ -151,17 +165,25 @@ class OnnxModel:
     async def _execute_batch(self, batch: Batch) -> Tensors | list[Any]:
         submitted = begun = time.perf_counter_ns()
 
-        def run() -> Tensors:
+        def run() -> Tensors | list[Any]:
             nonlocal begun
             begun = time.perf_counter_ns()
-            return self._run(batch.inputs())
+            if self._ragged is not None:
+                return [*self._run_joined(self._ragged, [request.inputs for request in batch.requests])]
+            outputs = self._run(batch.inputs())
+            return outputs if self._config.max_batch_size else [outputs]
 
         try:
-            outputs = await self._in_pool(run)
-            return outputs if self._config.max_batch_size else [outputs]
+            return await self._in_pool(run)
         finally:
             batch.queue_ns = begun - submitted
             batch.infer_ns = time.perf_counter_ns() - begun - batch.input_ns
+
+    def _run_alone(self, inputs: Arrays) -> Arrays:
+        return self._run(inputs) if self._ragged is None else self._run_joined(self._ragged, [inputs])[0]
+
+    def _run_joined(self, ragged: RaggedBatches, requests: Sequence[Arrays]) -> list[Arrays]:
+        return ragged.split(self._run(ragged.join(requests)), requests)
 
     def _run(self, inputs: Arrays) -> Tensors:
         feeds = {
@@ -277,7 +299,7 @@ def complete_config(config: ModelConfig, session: _OnnxSession, default_max_batc
     inputs_by_name = {tensor.name: tensor for tensor in completed.input}
     outputs_by_name = {tensor.name: tensor for tensor in completed.output}
     added_inputs, added_outputs = added_tensors(completed)
-    inputs = [node for node in inputs if node.name not in added_inputs]
+    inputs = [node for node in inputs if node.name not in added_inputs | batch_inputs(completed).keys()]
     outputs = [node for node in outputs if node.name not in added_outputs]
     for node in inputs:
         _complete(inputs_by_name.get(node.name) or completed.input.add(name=node.name), node, batch_dims)
@@ -299,7 +321,8 @@ def _complete(tensor: ModelInput | ModelOutput, node: _Node, batch_dims: int) ->
     if not tensor.data_type:
         tensor.data_type = DATATYPES[_datatype(node)].config_type  # type: ignore[assignment]
     if not tensor.dims:
-        tensor.dims.extend(_dims(node)[batch_dims:])
+        is_ragged = isinstance(tensor, ModelInput) and tensor.allow_ragged_batch
+        tensor.dims.extend((-1,) if is_ragged else _dims(node)[batch_dims:])
 
 
 def _dims(node: _Node) -> tuple[int, ...]:
@@ -317,27 +340,37 @@ def _check(config: ModelConfig, session: _OnnxSession) -> None:
     """Raises InvalidRequest if the configuration does not match the model."""
     inputs = {node.name: node for node in session.get_inputs()}
     outputs = {node.name: node for node in session.get_outputs()}
+    scattered = {target for batch_output in config.batch_output for target in batch_output.target_name}
     for what, declared, actual in (("input", config.input, inputs), ("output", config.output, outputs)):
         for tensor in declared:
             if tensor.name not in actual:
                 raise InvalidRequest(f"the model has no {what} '{tensor.name}'; it has {', '.join(sorted(actual))}")
-            _check_tensor(what, tensor, actual[tensor.name], bool(config.max_batch_size))
+            is_ragged = tensor.name in scattered or (isinstance(tensor, ModelInput) and tensor.allow_ragged_batch)
+            dims = (-1,) if is_ragged else (*((-1,) if config.max_batch_size else ()), *model_dims(tensor))
+            _check_tensor(what, tensor, actual[tensor.name], dims, is_batched=bool(config.max_batch_size))
+    for name, batch_input in batch_inputs(config).items():
+        if name not in inputs:
+            raise InvalidRequest(f"batch_input names the input '{name}', which the model does not have")
+        rank = 2 if batch_input.kind == BatchInput.BATCH_ITEM_SHAPE else 1
+        _check_tensor("batch_input", ModelInput(name=name, data_type=batch_input.data_type), inputs[name], (-1,) * rank)
     added_inputs, added_outputs = added_tensors(config)
     for what, names, actual in (("input", added_inputs, inputs), ("output", added_outputs, outputs)):
         if unknown := sorted(names - actual.keys()):
             raise InvalidRequest(f"sequence_batching names the {what} '{unknown[0]}', which the model does not have")
-    declared_inputs = {tensor.name for tensor in config.input} | added_inputs
+    declared_inputs = {tensor.name for tensor in config.input} | added_inputs | batch_inputs(config).keys()
     if missing := sorted(inputs.keys() - declared_inputs):
         raise InvalidRequest(f"the configuration lacks the input '{missing[0]}' of the model")
 
 
-def _check_tensor(what: str, tensor: ModelInput | ModelOutput, node: _Node, batched: bool) -> None:
+def _check_tensor(
+    what: str, tensor: ModelInput | ModelOutput, node: _Node, dims: tuple[int, ...], *, is_batched: bool = False
+) -> None:
+    """Raises InvalidRequest unless the model has the tensor in this shape."""
     datatype = datatype_name(tensor)
     if datatype != _datatype(node):
         raise InvalidRequest(f"{what} '{tensor.name}' is declared as {datatype}; the model has {_datatype(node)}")
-    dims = (*((-1,) if batched else ()), *model_dims(tensor))
     actual = _dims(node)
     fits = len(dims) == len(actual) and all(-1 in (one, other) or one == other for one, other in zip(dims, actual, strict=True))
-    if actual and (not fits or (batched and actual[0] not in (-1,))):
-        batch = " with the batch dimension in front" if batched else ""
+    if actual and (not fits or (is_batched and actual[0] not in (-1,))):
+        batch = " with the batch dimension in front" if is_batched else ""
         raise InvalidRequest(f"{what} '{tensor.name}' is declared in shape {list(dims)}{batch}; the model has {list(actual)}")
