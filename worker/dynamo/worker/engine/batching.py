@@ -338,18 +338,20 @@ class Batcher:
         """Run the first batch, if there is a slot for it. Return whether it left."""
         if not self._formed or not self._has_slot(self._formed[0]):
             return False
-        first = self._formed.popleft()
+        first = self._formed[0]
         now = asyncio.get_running_loop().time()
-        while self._formed and self._can_join(self._formed[0], first, now):
-            first.add(self._formed.popleft().jobs)
+        while len(self._formed) > 1 and self._can_join(self._formed[1], first, now):
+            first.add(self._formed[1].jobs)
+            del self._formed[1]
+        late = [job for job in first.jobs if job.context.deadline is not None and now >= job.context.deadline]
+        self._formed.popleft()
         if not self._formed:
             self._growing = None
         for job in first.jobs:
             job.formed = None
-        jobs = [job for job in first.jobs if not job.response.done()]  # done: cancelled in this very turn of the event loop
-        late = [job for job in jobs if job.context.deadline is not None and now >= job.context.deadline]
         _fail(late, DeadlineExceeded())
-        if jobs := [job for job in jobs if job not in late]:
+        jobs = [job for job in first.jobs if not job.response.done()]  # done: late, or cancelled in this turn of the event loop
+        if jobs:
             self._running += 1
             self._executions.start(self._run_in_slot(jobs), "a batch")
         return True
