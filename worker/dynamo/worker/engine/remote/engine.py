@@ -238,6 +238,7 @@ class RemoteEngine:
     async def close(self) -> None:
         self._is_closed = True
         await self._stack.aclose()
+        self._client.close()
 
     def _changed(self) -> None:
         for callback in self._callbacks:
@@ -271,6 +272,7 @@ class RemoteEngine:
             async with aclosing(response.events()) as events:
                 async for event in events:
                     if event == _DONE:
+                        await response.finish()
                         return
                     yield event
 

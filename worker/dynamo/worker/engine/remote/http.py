@@ -1,11 +1,16 @@
-"""A client of one HTTP/1.1 server. Each request has a connection of its own: closing it is how a request is cancelled."""
+"""A client of one HTTP/1.1 server. A request has a connection to itself: closing it is how the request is cancelled.
+
+Connections whose response was read to its end are kept for a while, and used again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 import httptools
@@ -17,6 +22,21 @@ MAX_BODY_BYTES = 16 << 20
 _MAX_HEAD_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
 _CONNECT_S = 5.0
+_FINISH_S = 0.5
+_MAX_IDLE = 64
+"""Connections that are kept; others are closed after their response."""
+_IDLE_S = 4.0
+"""Most servers close idle connections after 5 s or later."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    idle_since: float = 0.0
+
+    def abort(self) -> None:
+        self.writer.transport.abort()
 
 
 class HttpClient:
@@ -31,6 +51,8 @@ class HttpClient:
         self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
         self._key = key
         self._timeout_s = timeout_s
+        self._idle: list[_Connection] = []
+        """In order of their last use."""
 
     def __str__(self) -> str:
         return f"{self._url.scheme}://{self._url.netloc}{self._url.path}"
@@ -39,22 +61,64 @@ class HttpClient:
     async def send(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
     ) -> AsyncIterator[HttpResponse]:
-        """Send a request and give its response when the head is there. Leaving the body closes the connection.
+        """Send a request and give its response when the head is there. Leaving the body early closes the connection.
 
         Raises Unavailable if the server cannot be reached or closes the connection early, EngineError if it does not speak HTTP.
         """
-        with self._mapped():
-            async with asyncio.timeout(_CONNECT_S):
-                reader, writer = await asyncio.open_connection(
-                    self._url.hostname, self._url.port or (443 if self._tls else 80), ssl=self._tls
-                )
+        data = self._head(method, path, len(body), headers or {}) + body
+        connection, response = await self._exchange(data)
         try:
-            writer.write(self._head(method, path, len(body), headers or {}) + body)
-            response = HttpResponse(self, reader)
-            await response.read_head()
             yield response
         finally:
-            writer.transport.abort()
+            if response.leaves_connection and len(self._idle) < _MAX_IDLE:
+                connection.idle_since = time.monotonic()
+                self._idle.append(connection)
+            else:
+                connection.abort()
+
+    async def _exchange(self, data: bytes) -> tuple[_Connection, HttpResponse]:
+        """Send a request; return its response when the head is there, and the connection."""
+        while True:
+            kept = self._take_idle()
+            connection = kept or await self._connect()
+            response = HttpResponse(self, connection.reader)
+            try:
+                connection.writer.write(data)
+                await response.read_head()
+            except Unavailable:
+                connection.abort()
+                if kept is None or response.has_begun:
+                    raise
+                # The server had closed it before the request arrived.
+            except BaseException:
+                connection.abort()
+                raise
+            else:
+                return connection, response
+
+    def _take_idle(self) -> _Connection | None:
+        """Return a connection that the server has not closed. Those that were idle for too long are closed."""
+        oldest = time.monotonic() - _IDLE_S
+        while self._idle and self._idle[0].idle_since < oldest:
+            self._idle.pop(0).abort()
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.reader.at_eof() and not connection.writer.is_closing():
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self) -> _Connection:
+        port = self._url.port or (443 if self._tls else 80)
+        with self._mapped():
+            async with asyncio.timeout(_CONNECT_S):
+                return _Connection(*await asyncio.open_connection(self._url.hostname, port, ssl=self._tls))
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
 
     async def fetch(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Return status and body of a whole response. Raises as `send`."""
@@ -74,7 +138,7 @@ class HttpClient:
         fields = {
             "host": self._url.netloc,
             "accept": "*/*",
-            "connection": "close",
+            "connection": "keep-alive",
             "content-type": "application/json",
             "content-length": str(length),
             **headers,
@@ -108,7 +172,15 @@ class HttpResponse:
         self._reader = reader
         self._parser = httptools.HttpResponseParser(self)
         self._has_head = self._is_complete = False
+        self._keeps_alive = False
+        self.has_begun = False
+        """Whether a part of it has arrived."""
         self._body: list[bytes] = []
+
+    @property
+    def leaves_connection(self) -> bool:
+        """Whether it was read to its end, and the connection may be used again."""
+        return self._is_complete and not self._body and self._keeps_alive
 
     # What the parser calls
 
@@ -124,6 +196,7 @@ class HttpResponse:
 
     def on_message_complete(self) -> None:
         self._is_complete = self._has_head
+        self._keeps_alive = self._parser.should_keep_alive()
 
     async def read_head(self) -> None:
         received = 0
@@ -152,6 +225,13 @@ class HttpResponse:
                     raise EngineError(f"the server at {self._client} sent a body of more than {MAX_BODY_BYTES} bytes")
         return bytes(body)
 
+    async def finish(self) -> None:
+        """Read what is left, so that the connection can be used again. Does nothing if that takes long: the body is complete."""
+        with suppress(TimeoutError, Unavailable, EngineError):
+            async with asyncio.timeout(_FINISH_S), aclosing(self.chunks()) as chunks:
+                async for _ in chunks:
+                    pass
+
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the data of each server-sent event. Raises EngineError for an event of more than MAX_BODY_BYTES."""
         pending = bytearray()
@@ -168,6 +248,7 @@ class HttpResponse:
 
     async def _receive(self) -> int:
         data = await self._client.read(self._reader)
+        self.has_begun = True
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
