@@ -117,6 +117,21 @@ _SEQUENCE = """
         text = np.array([[json.dumps(about, sort_keys=True).encode()]] * len(value), dtype=np.object_)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", text)])
 """
+_CALLER = """
+        order = json.loads(pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()[0])
+        inputs = [pb_utils.Tensor(name, np.array(data, dtype)) for name, dtype, data in order.pop("inputs")]
+        is_decoupled = order.pop("decoupled", False)
+        call = pb_utils.InferenceRequest(inputs=inputs, **order)
+        responses = call.exec(decoupled=True) if is_decoupled else [call.exec()]
+        about = []
+        for response in responses:
+            if response.has_error():
+                about.append(response.error().message())
+            else:
+                about.append({tensor.name(): str(tensor.as_numpy().tolist()) for tensor in response.output_tensors()})
+        text = np.array([json.dumps(about).encode()], dtype=np.object_)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", text)])
+"""
 _CONTROLS = """
   control_input [ {{ name: "START" control [ {{ kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] }} ] }} ]
   control_input [ {{ name: "END" control [ {{ kind: CONTROL_SEQUENCE_END bool_false_true: [ false, true ] }} ] }} ]
@@ -165,6 +180,7 @@ def write_repository(folder: Path) -> list[str]:
         batch=8,
     )
     _model(folder, "dynamic", _EACH + _ECHO, _one("TYPE_FP32") + "dynamic_batching { }", batch=2)
+    _model(folder, "caller", _EACH + _CALLER, _one("TYPE_STRING", "1"))
     for name, corrid, strategy in (
         ("seq_direct", "TYPE_UINT64", "direct { }"),
         ("seq_oldest", "TYPE_UINT32", "oldest { max_candidate_sequences: 16 }"),

@@ -21,7 +21,7 @@ class Case:
 
 def all_cases() -> Iterator[Case]:
     """Yield every case. Those that change what later ones see are the last."""
-    from tests.differential.cases import control, grpc_infer, memory, models, rest_infer, sequences, settings, stream
+    from tests.differential.cases import calls, control, grpc_infer, memory, models, rest_infer, sequences, settings, stream
 
-    for module in (models, grpc_infer, rest_infer, stream, sequences, settings, memory, control):
+    for module in (models, grpc_infer, rest_infer, stream, sequences, calls, settings, memory, control):
         yield from module.cases()

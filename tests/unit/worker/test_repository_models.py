@@ -94,7 +94,7 @@ instance_group { count: 2 kind: KIND_CPU }
         rows = [{"x": np.full((2, 3), number, np.float32)} for number in range(4)]
         responses = await asyncio.gather(*(infer(models, "times", row) for row in rows))
         assert responses == [{"y": [[2.0 * number] * 3] * 2} for number in range(4)]
-        with pytest.raises(InvalidRequest, match="batches of at most 8"):
+        with pytest.raises(InvalidRequest, match="inference request batch-size must be <= 8 for 'times'"):
             await infer(models, "times", {"x": np.zeros((9, 3), np.float32)})
 
 

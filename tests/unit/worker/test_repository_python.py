@@ -421,6 +421,45 @@ async def test_async_models_work_and_decoupled_ones_run_concurrently(tmp_path: P
     assert responses == [{"y": [2.0]}, {"y": [2.0]}]
 
 
+async def test_wrong_requests_of_other_models_are_refused_in_tritons_words(tmp_path: Path) -> None:
+    row = np.zeros(1, np.float32)
+    id, missing = "[request id: request-7] ", "but missing required input(s)"
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({}, f"{id}expected 1 inputs but got 0 inputs for model 'm'. Got input(s) [], {missing} ['x']. Please provide"),
+        ({"x": row, "z": row}, f"{id}expected 1 inputs but got 2 inputs for model 'm'. Got input(s) ['x','z'], {missing} []."),
+        ({"z": row}, "unexpected inference input 'z' for model 'm'"),
+        ({"x": row.astype(np.int8)}, f"{id}inference input 'x' data-type is 'INT8', but model 'm' expects 'FP32'"),
+        ({"x": row[None]}, f"{id}unexpected shape for input 'x' for model 'm'. Expected [-1], got [1,1]. "),
+    ]
+    python_model(tmp_path, "m")
+    async with opened(tmp_path, "m") as models:
+        for inputs, words in wrong:
+            with pytest.raises(InvalidRequest, match=f"^{re.escape(words)}"):
+                await infer(models, "m", inputs)
+        with pytest.raises(InvalidRequest, match=r"^unexpected inference output 'z' for model 'm'"):
+            await infer(models, "m", {"x": row}, outputs=["y", "z"])
+
+
+async def test_the_timeout_of_a_call_reaches_the_called_model_and_is_no_deadline(tmp_path: Path) -> None:
+    code = (
+        HEAD
+        + """
+    def execute(self, requests):
+        inputs = requests[0].inputs()
+        call = pb_utils.InferenceRequest(model_name="called", inputs=inputs, requested_output_names=["y"], timeout=1)
+        return [pb_utils.InferenceResponse(call.exec().output_tensors())]
+"""
+    )
+    called = (
+        HEAD
+        + "\n    def execute(self, requests):\n        return [pb_utils.InferenceResponse([tensor(requests[0].timeout())])]\n"
+    )
+    python_model(tmp_path, "caller", code)
+    python_model(tmp_path, "called", called)
+    async with opened(tmp_path, "caller", "called") as models:
+        assert await infer(models, "caller", x(1)) == {"y": [1.0]}
+
+
 async def test_a_model_calls_other_models_and_queries_the_repository(tmp_path: Path) -> None:
     code = (
         HEAD

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -72,25 +72,48 @@ class LoadedModel:
         return self._open
 
     def check(self, request: ModelRequest, version: str) -> None:
-        """Check a request as frontends check those from outside. Raises InvalidRequest, ModelNotFound."""
+        """Check a request as frontends check those from outside, with Triton's words. Raises InvalidRequest, ModelNotFound."""
         if version and version not in self.versions:
             raise ModelNotFound(self.name, version)
+        for name in request.outputs:
+            if name not in self._outputs:
+                raise InvalidRequest(f"unexpected inference output '{name}' for model '{self.name}'")
+        required = [name for name, spec in self._inputs.items() if not spec.optional]
+        missing = [name for name in required if name not in request.inputs]
+        if not len(required) <= len(request.inputs) <= len(self._inputs):
+            raise self._wrong_number(request, len(required), missing)
         for name, array in request.inputs.items():
             spec = self._inputs.get(name)
             if spec is None:
-                raise InvalidRequest(f"model '{self.name}' has no input '{name}'")
-            given = "BF16" if spec.datatype == "BF16" else datatype_of_array(array).name
-            if given != spec.datatype:
-                raise InvalidRequest(f"input '{name}' of model '{self.name}' is {spec.datatype}, not {given}")
-            if not _fits(array.shape, spec.shape):
-                raise InvalidRequest(
-                    f"input '{name}' of model '{self.name}' has the shape {list(spec.shape)}, not {list(array.shape)}"
-                )
-            if self.card.max_batch_size and array.shape[0] > self.card.max_batch_size:
-                raise InvalidRequest(f"model '{self.name}' takes batches of at most {self.card.max_batch_size}")
-        for name, spec in self._inputs.items():
-            if name not in request.inputs and not spec.optional:
-                raise InvalidRequest(f"model '{self.name}' needs the input '{name}'")
+                raise InvalidRequest(f"unexpected inference input '{name}' for model '{self.name}'")
+            self._check_input(request, spec, array)
+        if missing:
+            raise self._wrong_number(request, len(required), missing)
+
+    def _check_input(self, request: ModelRequest, spec: TensorSpec, array: Array) -> None:
+        given = "BF16" if spec.datatype == "BF16" else datatype_of_array(array).name
+        limit = self.card.max_batch_size
+        if given != spec.datatype:
+            raise _refusal(
+                request,
+                f"inference input '{spec.name}' data-type is '{given}', but model '{self.name}' expects '{spec.datatype}'",
+            )
+        if limit and array.ndim and array.shape[0] > limit:
+            raise _refusal(request, f"inference request batch-size must be <= {limit} for '{self.name}'")
+        if not _fits(array.shape, spec.shape):
+            shapes = f"Expected {_listed(spec.shape)}, got {_listed(array.shape)}. "
+            raise _refusal(request, f"unexpected shape for input '{spec.name}' for model '{self.name}'. {shapes}")
+
+    def _wrong_number(self, request: ModelRequest, required: int, missing: Sequence[str]) -> InvalidRequest:
+        most = len(self._inputs)
+        expected = f"{most} inputs but" if most == required else f"number of inputs between {required} and {most} but"
+        given = _listed([f"'{name}'" for name in request.inputs])
+        lacking = _listed([f"'{name}'" for name in missing])
+        return _refusal(
+            request,
+            f"expected {expected} got {len(request.inputs)} inputs for model '{self.name}'. Got input(s) {given}, but missing "
+            f"required input(s) {lacking}. Please provide all required input(s).",
+        )
 
     async def respond(self, request: ModelRequest) -> ModelResult:
         """Run a request on the version that its context names, or on the newest. The model is not decoupled."""
@@ -194,6 +217,14 @@ class LoadedModel:
         if self._cache is not None:
             self._cache.close()
         await self._files.aclose()
+
+
+def _refusal(request: ModelRequest, sentence: str) -> InvalidRequest:
+    return InvalidRequest(f"[request id: {request.id[:200] or '<id_unknown>'}] {sentence}")
+
+
+def _listed(items: Iterable[object]) -> str:
+    return f"[{','.join(map(str, items))}]"
 
 
 def _fits(shape: tuple[int, ...], declared: tuple[int, ...]) -> bool:

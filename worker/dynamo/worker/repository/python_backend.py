@@ -337,10 +337,8 @@ async def _serve_call(models: ModelRegistry, stub: StubProcess, message: wire.Ca
     has_ended = False
     try:
         with _errors_to(stub, call.number), stub.call_window(call.number) as window:
-            if call.timeout_us > 0:
-                context.deadline = asyncio.get_running_loop().time() + call.timeout_us / 1e6
             request = _to_request(call, raws, context)
-            async with asyncio.timeout_at(context.deadline), closing(_responses_to(models, message, request)) as responses:
+            async with closing(_responses_to(models, message, request)) as responses:
                 async for response in responses:
                     await window.take()  # meanwhile the called model gets no credit either
                     has_ended = response.is_final
@@ -358,6 +356,8 @@ def _to_request(call: wire.RequestHead, raws: Sequence[memoryview], context: Con
         parameters["sequence_id"] = call.correlation_id
         parameters["sequence_start"] = bool(call.flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
         parameters["sequence_end"] = bool(call.flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
+    if call.timeout_us:
+        parameters["timeout"] = call.timeout_us  # for the queue of the called model; it is no deadline, as in Triton
     return ModelRequest(inputs, context, call.outputs, parameters, call.request_id)
 
 
@@ -408,8 +408,6 @@ def _errors_to(stub: StubProcess, number: int) -> Iterator[None]:
     """Send every error of the body to the model, which waits for a response to its call `number`."""
     try:
         yield
-    except TimeoutError:
-        stub.send(wire.Response(number=number, error="the timeout of the request has passed"))
     except DynamoError as error:
         stub.send(wire.Response(number=number, error=str(error), code=to_code(error)))
     except asyncio.CancelledError:
