@@ -18,8 +18,10 @@ class Bus:
         self.is_connected = True
         self.max_payload = 2**20
         self.messages: list[list[int]] = []
+        self.batches: list[int] = []
 
     def publish_nowait(self, subject: str, pieces: Sequence[Buffer], reply: str) -> None:
+        self.batches.append(int(reply))
         frames = decode(b"".join(pieces))
         self.messages.append([frame.stream for frame in frames if isinstance(frame, Cancel)])
 
@@ -67,6 +69,27 @@ async def test_a_frame_that_leaves_at_once_takes_along_what_waits() -> None:
     assert bus.messages == [[1, 2]]
     await turn()
     assert bus.messages == [[1, 2]]
+
+
+async def test_frames_that_encoding_another_one_adds_are_a_batch_of_their_own() -> None:
+    bus = Bus()
+    outbox = outbox_on(bus)
+
+    class Failing:
+        def encoded(self, batch: int) -> None:
+            self.batch = batch
+            outbox.add(frame(7), at_once=True)
+
+    class Opening:
+        def encoded(self, batch: int) -> bytes:
+            self.batch = batch
+            return frame(8)
+
+    failing, opening = Failing(), Opening()
+    outbox.add(failing)
+    outbox.add(opening, at_once=True)
+    assert bus.messages == [[7], [8]]
+    assert failing.batch == opening.batch == bus.batches[1] != bus.batches[0]
 
 
 async def test_frames_wait_for_the_connection() -> None:

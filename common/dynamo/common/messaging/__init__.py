@@ -3,7 +3,7 @@
 | module | holds |
 |---|---|
 | `frames` | what travels: typed frames, many to a NATS message |
-| `outbox` | batches what one event-loop turn has for one peer into one message |
+| `outbox` | batches what one event-loop turn has for one peer into messages |
 | `login` | credentials and TLS of a connection, checked before anything is started |
 | `connection` | one NATS connection with fast publish and dispatch paths, beside nats-py's own |
 | `client` | `RequestClient`: opens streams to instances, retries nothing |

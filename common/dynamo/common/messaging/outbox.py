@@ -84,18 +84,18 @@ class Outbox:
         if not self._waiting or not self._connection.is_connected:
             return
         waiting, self._waiting = self._waiting, []
-        self._batch += 1
+        self._batch = batch = self._batch + 1  # encoding a request may fail it, which may add and flush frames of others
         self.flushed_at = self._loop.time()
         pieces: list[Buffer] = []
         frames = size = 0
         for frame in waiting:
             encoded: list[Buffer] | bytes | None
-            encoded = frame if isinstance(frame, bytes | list) else frame.encoded(self._batch)
+            encoded = frame if isinstance(frame, bytes | list) else frame.encoded(batch)
             if encoded is None:
                 continue
             length = len(encoded) if isinstance(encoded, bytes) else sum(map(len, encoded))
             if size and size + length > self._connection.max_payload - _MARGIN_BYTES:
-                self._send(frames, pieces)
+                self._send(batch, frames, pieces)
                 pieces, frames, size = [], 0, 0
             if isinstance(encoded, bytes):
                 pieces.append(encoded)
@@ -104,7 +104,7 @@ class Outbox:
             frames += 1
             size += length
         if frames:
-            self._send(frames, pieces)
+            self._send(batch, frames, pieces)
 
-    def _send(self, frames: int, pieces: list[Buffer]) -> None:
-        self._connection.publish_nowait(self.subject, [message_head(frames), *pieces], self._reply(self._batch))
+    def _send(self, batch: int, frames: int, pieces: list[Buffer]) -> None:
+        self._connection.publish_nowait(self.subject, [message_head(frames), *pieces], self._reply(batch))

@@ -1,7 +1,7 @@
 """The instance's side of the request plane: takes requests, runs a handler for each, and sends the responses.
 
-A request is handled once its whole body has arrived. What a handler sends leaves at the end of the event-loop turn, together
-with everything else for the same caller, and no faster than the caller grants. A caller that is gone (its subject
+A request is handled once its whole body has arrived. What a handler sends shares messages with what others send to the
+same caller in this event-loop turn, and leaves no faster than the caller grants. A caller that is gone (its subject
 has no subscriber) has its requests cancelled.
 """
 
