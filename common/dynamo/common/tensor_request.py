@@ -93,10 +93,16 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 def raw_begin(request: TensorRequest) -> int | None:
-    """Return where the only raw tensor of a parsed request begins in its message, if nothing follows it; else None."""
+    """Return where the only raw tensor of a parsed request begins in its message, if nothing follows it; else None.
+
+    None, too, if the message has an unknown field that is a group: protobuf skips these, and they are not split here.
+    """
     if len(request.raw_inputs) != 1:
         return None
-    rest, raws = _split(memoryview(request.raw), _RAW_INPUT)
+    try:
+        rest, raws = _split(memoryview(request.raw), _RAW_INPUT)
+    except ValueError:
+        return None
     return None if rest[-1].nbytes else len(request.raw) - raws[0].nbytes
 
 

@@ -23,6 +23,10 @@ def message(elements: bytes, *, model: str = "echo", id: str = "", shape: Sequen
     return request.SerializeToString()
 
 
+GROUP = b"\xa3\x06\xa4\x06"
+"""An unknown field of the kind that protobuf has deprecated: where it begins, and where it ends."""
+
+
 def received(heads: KnownHeads, data: Buffer) -> tuple[TensorRequest, bool]:
     """Return a request as a server reads it, and whether its head was known."""
     known = heads.find(data)
@@ -55,7 +59,7 @@ MESSAGES = st.builds(
 TWISTED = st.builds(
     lambda first, second: first + second,  # a message after which the fields of another one follow
     MESSAGES,
-    st.sampled_from([b"", message(b"abc"), ModelInferRequest(id="zzz").SerializeToString()]),
+    st.sampled_from([b"", message(b"abc"), GROUP, ModelInferRequest(id="zzz").SerializeToString()]),
 )
 
 
@@ -67,6 +71,13 @@ def test_what_is_found_is_what_would_have_been_parsed(messages: list[bytes]) -> 
         parsed = TensorRequest.parse(data)
         assert request.head == parsed.head
         assert list(request.raw_inputs) == list(parsed.raw_inputs)
+
+
+def test_a_request_with_an_unknown_group_is_parsed_each_time() -> None:
+    heads = KnownHeads()
+    requests = [received(heads, GROUP + message(b"abc")) for _ in range(4)]
+    assert [is_known for _, is_known in requests] == [False] * 4
+    assert [bytes(raw) for request, _ in requests for raw in request.raw_inputs] == [b"abc"] * 4
 
 
 def test_requests_that_differ_in_ids_or_parameters_are_not_remembered() -> None:
