@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 from dynamo.common.tensor_request import SMALL_BYTES, TensorRequest, raw_begin
 from dynamo.common.tensors import Buffer
+from dynamo.frontend.api.calls import MAX_ID_CHARS
 from dynamo.protos.inference_pb2 import ModelInferRequest
 
 _MAX_HEADS: Final = 256
@@ -28,7 +29,7 @@ class KnownHeads:
         self._heads: dict[_Key, tuple[bytes, ModelInferRequest]] = {}
         """The bytes before the tensor, and what they mean."""
         self._missed: tuple[_Key, str] | None = None
-        """Of the last request that was added or might have been: its key, and its id."""
+        """Key and id of the last request that was not found and has neither parameters nor a long id."""
 
     def find(self, data: Buffer) -> TensorRequest | None:
         """Return a request whose head, the same object for all, came before. None: parse it."""
@@ -49,8 +50,10 @@ class KnownHeads:
         costs more than finding saves, so requests that always differ must not get here each time.
         """
         head = request.head
+        if head.parameters or len(head.id) > MAX_ID_CHARS:
+            return
         missed, self._missed = self._missed, ((len(request.raw), bytes(request.raw[:_KEY_BYTES])), head.id)
-        if self._missed != missed or head.parameters:
+        if self._missed != missed:
             return
         begin = raw_begin(request)
         if begin is None or begin > _MAX_HEAD_BYTES:
