@@ -118,6 +118,19 @@ async def test_while_the_model_is_busy_only_batches_that_cannot_grow_are_handed_
             task.cancel()
 
 
+async def test_a_batch_that_the_next_request_does_not_fit_into_is_handed_over() -> None:
+    model = Model()
+    async with batching(model, max_batch_size=4, ahead=1) as batcher:
+        model.gate.clear()
+        tasks = []
+        for rows, sizes in ((4, [4]), (3, [4]), (2, [4, 3])):
+            tasks.append(asyncio.create_task(batcher.submit(x(*range(rows)), rows, Context("r"))))
+            await settle()
+            assert model.sizes == sizes
+        model.gate.set()
+        await asyncio.gather(*tasks)
+
+
 async def test_requests_of_other_shapes_are_not_joined() -> None:
     model = Model()
     async with batching(model) as batcher:

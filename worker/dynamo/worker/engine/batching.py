@@ -269,13 +269,14 @@ class Batcher:
         return jobs
 
     def _form(self) -> bool:
-        """Move requests from the queue to a batch. Return whether any have moved."""
+        """Move requests from the queue to a batch, or close a batch for which the next is too large. Return whether it did."""
         if not len(self._queue) or not self._has_room():
             return False
         jobs, can_grow = self._choose(asyncio.get_running_loop().time())
-        if not jobs:
-            return False
         growing = self._growing
+        if not jobs:
+            self._growing = growing if can_grow else None
+            return not can_grow
         if growing is None:
             growing = _Formed()
             self._formed.append(growing)
@@ -319,7 +320,7 @@ class Batcher:
             if rows in self._preferred:
                 preferred = len(jobs)
         if not jobs:
-            return [], True
+            return [], not is_full
         delay_s = self._policy.max_queue_delay_s
         due = min(job.due for job in jobs)
         is_late = delay_s > 0 and now >= due

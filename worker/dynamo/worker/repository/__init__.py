@@ -7,6 +7,9 @@
 | `source` | where a model's files come from: the repository, a request's own files, a path or object-store URL |
 | `execution` | what a backend is, and what a request looks like to it |
 | `onnx_backend`, `python_backend`, `ensemble` | the backends |
+| `batches`, `ragged` | dynamic batching as a configuration declares it; requests of different shapes in one batch |
+| `sequences`, `sequence_tensors` | sequence batching; the inputs that it adds |
+| `rate_limiter` | resources that models share |
 | `pipeline`, `responses` | the requests of a Python-backend model on their way through its processes |
 | `stub_process`, `link`, `wire` | one such process as the worker sees it; the socket to it; the messages on it |
 | `stub`, `pb_utils` | what runs in the process |
