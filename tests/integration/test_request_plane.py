@@ -229,7 +229,7 @@ async def test_a_request_that_is_late_already_is_refused_and_not_run(nats_server
 
 
 async def raise_invalid(request: Incoming) -> None:
-    raise InvalidRequest("no such colour")
+    raise InvalidRequest("no such colour", param="colour")
 
 
 async def raise_busy(request: Incoming) -> None:
@@ -248,8 +248,9 @@ async def raise_midway(request: Incoming) -> None:
 async def test_errors_keep_their_class_and_words(nats_server: NatsServer) -> None:
     handlers = {"invalid": raise_invalid, "busy": raise_busy, "unforeseen": raise_unforeseen}
     async with plane(nats_server.url, handlers) as p:
-        with pytest.raises(InvalidRequest, match="no such colour"):
+        with pytest.raises(InvalidRequest, match="no such colour") as refused:
             await p.open("invalid").result()
+        assert refused.value.param == "colour"
         with pytest.raises(Overloaded) as busy:
             await p.open("busy").result()
         assert busy.value.retryable

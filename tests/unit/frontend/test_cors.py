@@ -29,7 +29,8 @@ async def test_no_page_of_another_site_is_let_in_by_default() -> None:
     response = await exchange(HttpOptions(), {"origin": ORIGIN})
     preflight = await exchange(HttpOptions(), ASK, "OPTIONS")
     assert (response.status_code, cors_of(response)) == (200, {})
-    assert (preflight.status_code, cors_of(preflight)) == (405, {})
+    assert (preflight.status_code, cors_of(preflight)) == (403, {})
+    assert "--allowed-origins" in preflight.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -60,7 +61,7 @@ async def test_a_preflight_is_answered_with_what_is_allowed() -> None:
     }
     assert narrow.headers["access-control-allow-methods"] == "GET, POST"
     assert narrow.headers["access-control-allow-headers"] == "authorization"
-    assert (stranger.status_code, cors_of(stranger)) == (405, {})
+    assert (stranger.status_code, cors_of(stranger)) == (403, {})
 
 
 async def test_an_origin_is_named_where_credentials_are_allowed() -> None:

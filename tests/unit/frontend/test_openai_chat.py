@@ -521,3 +521,17 @@ async def test_comments_keep_a_silent_stream_alive() -> None:
         end(stream)
         rest = "".join([piece async for piece in pieces])
     assert rest.endswith("data: [DONE]\n\n")
+
+
+async def test_a_message_without_content_is_an_empty_one() -> None:
+    speaker = Speaker()
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages = [
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": None},
+    ]
+    async with open_http_edge(respond=speaker) as edge:
+        response = await edge.post(CHAT, {"model": "talker", "messages": messages})
+    assert response.status_code == 200
+    assert speaker.prompt == "<user>\n<assistant>[f {}]\n<tool>\n<assistant>"

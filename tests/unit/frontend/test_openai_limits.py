@@ -71,7 +71,6 @@ def test_every_field_of_openai_is_declared(ours: type[msgspec.Struct], theirs: t
     [
         ({"messages": []}, "messages", "'messages' must have a length of at least 1"),
         ({"messages": [{"role": "a king", "content": "Hi"}]}, "messages[0].role", None),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "a message of role 'user' needs 'content'"),
         ({"temperature": 2.5}, "temperature", "'temperature' must be at most 2"),
         ({"temperature": "hot"}, "temperature", "'temperature' must be a number or null, got a string"),
         ({"top_p": 0}, "top_p", "'top_p' must be above 0"),

@@ -196,3 +196,12 @@ async def test_unsupported_fields_are_rejected(wrong: dict[str, Any], param: str
     async with open_http_edge(respond=Speaker()) as edge:
         error = await edge.error(PATH, HELLO | wrong)
     assert error["param"] == param
+
+
+async def test_the_tokens_of_an_input_are_counted_without_a_response() -> None:
+    speaker = Speaker()
+    async with open_http_edge(respond=speaker) as edge:
+        body = HELLO | {"instructions": "Be kind."}
+        counted = (await edge.post(f"{PATH}/input_tokens", body)).json()
+        response = (await edge.post(PATH, body)).json()
+    assert counted == {"object": "response.input_tokens", "input_tokens": response["usage"]["input_tokens"]}

@@ -357,6 +357,8 @@ class RequestStream:
         error = from_wire(frame.code, frame.message, frame.retryable)
         if isinstance(error, Overloaded):
             error.retry_after_s = frame.retry_after_s
+        if isinstance(error, InvalidRequest):
+            error.param = frame.param or None
         self.fail(error)
 
     def _reassembled(self, body: memoryview) -> Buffer:

@@ -103,6 +103,8 @@ class Error(msgspec.Struct, array_like=True, tag=6, frozen=True, gc=False):
     message: str
     retryable: bool
     retry_after_s: float = 1.0
+    param: str = ""
+    """The field that an invalid request has wrong, where one is known."""
 
 
 class Beat(msgspec.Struct, array_like=True, tag=7, frozen=True, gc=False):

@@ -42,6 +42,7 @@ _PER_FRAME = 1000
 """Streams named in one frame."""
 _LEAST_CHUNK_BYTES = 12 * 1024
 """A window smaller than this is not worth a chunk, since the caller grants more, unless it holds all that is left."""
+_MAX_PARAM_CHARS = 200
 _MAX_LOANS = 4
 """So many responses of a stream may lie in shared memory; those after them need credit."""
 
@@ -256,7 +257,8 @@ class Incoming:
         text, max_chars = str(error), self._server.limits.max_error_chars
         if len(text) > max_chars:  # it may quote the request
             text = text[: max_chars - 1] + "…"
-        frame = frames.Error(self.id, error.code.value, text, error.retryable, retry_after_s)
+        param = (error.param or "")[:_MAX_PARAM_CHARS] if isinstance(error, InvalidRequest) else ""
+        frame = frames.Error(self.id, error.code.value, text, error.retryable, retry_after_s, param)
         self._peer.outbox.add(frames.encode(frame))
         self._ended = True
         self._outgoing.clear()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dynamo.common.asgi import Receive, Scope, Send
-from dynamo.common.errors import InvalidRequest, Overloaded
+from dynamo.common.errors import Forbidden, InvalidRequest, Overloaded
 from dynamo.frontend.api.http.cors import Cors
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, PathNotFound
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange, HttpSettings
@@ -59,6 +59,9 @@ class HttpApp:
         exchange = Exchange(scope, receive, send, self._settings)
         if preflight := self._cors.preflight(exchange.method, exchange.headers):
             return await exchange.respond(b"", 200, preflight)
+        if self._cors.is_preflight(exchange.method, exchange.headers):
+            error = Forbidden("pages of this origin may not use the API: see --allowed-origins")
+            return await exchange.refuse(error, 403, self._errors_near(exchange.path))
         exchange.cors = self._cors.headers(exchange.headers)
         try:
             match = self._table.find(exchange.raw_path)

@@ -54,6 +54,11 @@ class Cors:
             (b"access-control-max-age", b"%d" % _MAX_AGE_S),
         )
 
+    @staticmethod
+    def is_preflight(method: str, request: Mapping[str, str]) -> bool:
+        """Whether a browser wants to know what it may request from another origin."""
+        return method == "OPTIONS" and "origin" in request and "access-control-request-method" in request
+
     def _allowed(self, request: Mapping[str, str]) -> str:
         """Return the value of `Access-Control-Allow-Origin`; empty: there is none."""
         origin = request.get("origin", "") if self._origins else ""

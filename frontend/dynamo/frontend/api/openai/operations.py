@@ -28,6 +28,7 @@ from dynamo.frontend.api.openai.response_objects import (
     Completion,
     Detokenized,
     Embeddings,
+    InputTokens,
     Tokenized,
     TokenizerDescription,
 )
@@ -63,7 +64,7 @@ def openai_operations(edge: Edge) -> list[Operation]:
     infer = partial(describe, surface=Surface.INFERENCE, group="OpenAI")
     tokens = partial(describe, surface=Surface.METADATA, group="Tokens")
     tokenize, detokenize = Tokenize(edge), Detokenize(edge)
-    stored = StoredOperations(edge)
+    responses, stored = Responses(edge), StoredOperations(edge)
     return [
         infer(
             path="/v1/chat/completions",
@@ -86,11 +87,18 @@ def openai_operations(edge: Edge) -> list[Operation]:
         infer(
             path="/v1/responses",
             endpoint="responses",
-            handle=Responses(edge),
+            handle=responses,
             summary="Continue a conversation, by the Responses API",
             request=ResponsesRequest,
             response=ResponseObject,
             streams=True,
+        ),
+        tokens(
+            path="/v1/responses/input_tokens",
+            handle=responses.count,
+            summary="The length of a response's input, in tokens",
+            request=ResponsesRequest,
+            response=InputTokens,
         ),
         infer(
             method="GET",

@@ -155,6 +155,13 @@ class Embeddings(Struct, frozen=True, kw_only=True):
     usage: EmbeddingUsage
 
 
+class InputTokens(Struct, frozen=True, kw_only=True):
+    """How long the input of a response would be."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class Tokenized(Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int

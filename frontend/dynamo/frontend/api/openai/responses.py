@@ -21,7 +21,7 @@ from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.logprobs import chat_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseWriter
-from dynamo.frontend.api.openai.response_objects import TokenLogprob
+from dynamo.frontend.api.openai.response_objects import InputTokens, TokenLogprob
 from dynamo.frontend.api.openai.response_requests import ResponsesRequest
 from dynamo.frontend.api.openai.stored import Item, new_response_id
 from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, session_of
@@ -100,6 +100,23 @@ class Responses:
 
         session, user = session_of(chat), chat.user
         await serve_by_name(edge.plane, caller, chat.model_name, attempt, exchange.has_begun, session=session, user=user)
+
+    async def count(self, exchange: Exchange) -> None:
+        """Respond with the number of tokens that the input of a response would have."""
+        edge = self._edge
+        exchange.caller()
+        request = await self._reader.read(exchange)
+        with exchange.account.occupy():
+            request = msgspec.structs.replace(request, store=False, background=None)
+            continued, _ = await self._with_conversation(exchange, request)
+            chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, continued.to_chat), exchange.account)
+            card = edge.plane.card(exchange.account, chat.model_name)
+            is_large = exchange.has_large_body
+            prepared = await edge.offload.run_if(is_large, chat_to_text, chat, card, edge.parsers, edge.limits)
+            text = await edge.plane.text_model(exchange.account, chat.model_name)
+            rendered = await text.render(prepared.texts[0])
+            tokens = await text.tokenizer.encode(rendered, special_tokens=False)
+        await exchange.respond(msgspec.json.encode(InputTokens(input_tokens=len(tokens))))
 
     async def _with_conversation(
         self, exchange: Exchange, request: ResponsesRequest

@@ -193,9 +193,9 @@ def messages_to_text(
             raise InvalidRequest("'function_call' is deprecated; use 'tool_calls'", param=f"{where}.function_call")
         if message.role == "tool" and message.tool_call_id is None:
             raise InvalidRequest("a message of role 'tool' needs 'tool_call_id'", param=f"{where}.tool_call_id")
-        if message.content is None and not (message.role == "assistant"):
-            raise InvalidRequest(f"a message of role '{message.role}' needs 'content'", param=f"{where}.content")
         plain: dict[str, Any] = msgspec.to_builtins(message)
+        if message.content is None and message.role != "assistant":  # such as a tool without a result
+            plain["content"] = ""
         if message.role == "developer":  # OpenAI's newer name; most templates only know the older one
             plain["role"] = "system"
         if isinstance(message.content, str):
