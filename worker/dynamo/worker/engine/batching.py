@@ -215,8 +215,7 @@ class Batcher:
         if rows > self._policy.max_batch_size:
             raise InvalidRequest(f"the request has a batch size of {rows}; the model takes at most {self._policy.max_batch_size}")
         ragged = self._policy.ragged_inputs
-        shapes = (None if name in ragged else array.shape[1:] for name, array in inputs.items())
-        key = (version, *((name, array.dtype.char, shape) for (name, array), shape in zip(inputs.items(), shapes, strict=True)))
+        key = (version, *[(name, array.dtype.char, name in ragged or array.shape[1:]) for name, array in inputs.items()])
         job = _Job(inputs, rows, context, key, self._policy.max_queue_delay_s, request)
         self._queue.add(job, options)
         self._wake()
@@ -270,7 +269,7 @@ class Batcher:
 
     def _form(self) -> bool:
         """Move requests from the queue to a batch, or close a batch for which the next is too large. Return whether it did."""
-        if not len(self._queue) or not self._has_room():
+        if not self._queue or not self._has_room():
             return False
         jobs, can_grow = self._choose(asyncio.get_running_loop().time())
         growing = self._growing

@@ -127,6 +127,9 @@ class RequestQueue(Generic[Q]):
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
+    def __bool__(self) -> bool:
+        return bool(self._lines)
+
     def __iter__(self) -> Iterator[Q]:
         for line in sorted(self._lines):
             yield from self._lines[line]
@@ -135,8 +138,9 @@ class RequestQueue(Generic[Q]):
         """Raises Overloaded if the requests of its level are too many."""
         level = self._policies.level(options.priority)
         policy = self._policies.policy(level)
-        if sum(len(self._lines.get((level, is_delayed), ())) for is_delayed in (False, True)) >= policy.max_size:
-            raise Overloaded(f"[request id: {options.request_id or '<id_unknown>'}] Exceeds maximum queue size")
+        waiting, delayed = self._lines.get((level, False), ()), self._lines.get((level, True), ())
+        if len(waiting) + len(delayed) >= policy.max_size:
+            raise Overloaded(f"[request id: {options.request_id[:200] or '<id_unknown>'}] Exceeds maximum queue size")
         self._put(request, (level, False))
         timeout_s = policy.timeout_s(options.timeout_us)
         if timeout_s is not None:
