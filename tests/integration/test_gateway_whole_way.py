@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +16,7 @@ import grpc.aio
 import httpx2
 import pytest
 from openai import AsyncOpenAI, NotFoundError
+from openai.types import Batch
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.connection import connect_nats
@@ -32,6 +34,7 @@ from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import sim_config
 from tests.support.fleet import SERVICE, text_request
+from tests.support.processes import frontend as frontend_process
 from tests.support.servers import EtcdServer, NatsServer, start_nats
 from tests.support.waiting import until
 
@@ -203,6 +206,135 @@ async def test_a_stored_response_is_there_at_every_frontend_for_its_key_alone(
         await second.responses.delete(running.id)
         with pytest.raises(NotFoundError):
             await first.responses.retrieve(running.id)
+
+
+def batch_file(lines: int, model: str = "small", **body: Any) -> bytes:
+    fields = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, **body}
+    return b"".join(
+        json.dumps({"custom_id": f"line-{n}", "method": "POST", "url": "/v1/chat/completions", "body": fields}).encode() + b"\n"
+        for n in range(lines)
+    )
+
+
+async def ended(client: AsyncOpenAI, id: str, within_s: float = 60.0) -> Batch:
+    async with asyncio.timeout(within_s):
+        while (batch := await client.batches.retrieve(id)).status not in ("completed", "failed", "cancelled", "expired"):
+            await asyncio.sleep(0.05)
+    return batch
+
+
+async def test_a_batch_is_carried_out_once_for_its_key_alone(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    user, other = make_key(), make_key()
+    keys = tmp_path / "keys"
+    keys.write_text(
+        entry_for(user, "user", scopes=[Scope.INFER], models=["small"]) + entry_for(other, "other", scopes=[Scope.INFER])
+    )
+    async with fleet_of(etcd_server, nats_server, namespace, keys) as fleet, AsyncExitStack() as stack:
+        first, second, foreign = [
+            await stack.enter_async_context(
+                AsyncOpenAI(base_url=f"http://127.0.0.1:{frontend.http_port}/v1", api_key=key, max_retries=0)
+            )
+            for frontend, key in zip([*fleet.frontends, fleet.frontends[0]], (user, user, other), strict=True)
+        ]
+        content = batch_file(150) + batch_file(3, "large").replace(b"line-", b"forbidden-")
+        file = await first.files.create(file=("lines.jsonl", content), purpose="batch")
+        assert (await second.files.content(file.id)).content == content
+        batch = await second.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"a": "b"}
+        )
+        assert (batch.status, batch.metadata) == ("validating", {"a": "b"})
+        with pytest.raises(NotFoundError):
+            await foreign.batches.retrieve(batch.id)
+        with pytest.raises(NotFoundError):
+            await foreign.batches.cancel(batch.id)
+        with pytest.raises(NotFoundError):
+            await foreign.files.content(file.id)
+        with pytest.raises(NotFoundError):
+            await foreign.files.delete(file.id)
+        done = await ended(first, batch.id)
+        assert done.status == "completed" and done.request_counts is not None
+        assert done.request_counts.to_dict() == {"total": 153, "completed": 150, "failed": 3}
+        assert done.output_file_id and done.error_file_id
+        results = [json.loads(line) for line in (await first.files.content(done.output_file_id)).text.splitlines()]
+        assert [result["custom_id"] for result in results] == [f"line-{n}" for n in range(150)]
+        assert all(result["response"]["body"]["choices"] and result["error"] is None for result in results)
+        refused = [json.loads(line) for line in (await first.files.content(done.error_file_id)).text.splitlines()]
+        assert [result["response"]["status_code"] for result in refused] == [403] * 3
+        assert [each.id async for each in await first.batches.list()] == [batch.id]
+        assert {each.id async for each in await first.files.list()} == {file.id, done.output_file_id, done.error_file_id}
+        assert [each.id async for each in await foreign.files.list()] == []
+        await first.files.delete(file.id)
+        with pytest.raises(NotFoundError):
+            await second.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+
+
+async def test_a_batch_with_wrong_lines_fails_and_one_that_is_cancelled_keeps_what_is_done(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    user = make_key()
+    keys = tmp_path / "keys"
+    keys.write_text(entry_for(user, "user", scopes=[Scope.INFER]))
+    async with (
+        fleet_of(etcd_server, nats_server, namespace, keys) as fleet,
+        AsyncOpenAI(base_url=f"http://127.0.0.1:{fleet.frontends[0].http_port}/v1", api_key=user, max_retries=0) as client,
+    ):
+        wrong = await client.files.create(file=("lines.jsonl", batch_file(1) * 2 + b"{"), purpose="batch")
+        batch = await client.batches.create(input_file_id=wrong.id, endpoint="/v1/chat/completions", completion_window="24h")
+        failed = await ended(client, batch.id)
+        assert failed.status == "failed" and failed.errors is not None and failed.errors.data is not None
+        assert [(problem.line, problem.code) for problem in failed.errors.data] == [
+            (2, "duplicate_custom_id"),
+            (3, "invalid_json_line"),
+        ]
+        slow = await client.files.create(file=("lines.jsonl", batch_file(700, "large", max_tokens=20)), purpose="batch")
+        batch = await client.batches.create(input_file_id=slow.id, endpoint="/v1/chat/completions", completion_window="24h")
+        async with asyncio.timeout(30):
+            while not (counts := (await client.batches.retrieve(batch.id)).request_counts) or not counts.completed:
+                await asyncio.sleep(0.02)
+        assert (await client.batches.cancel(batch.id)).status == "cancelling"
+        cancelled = await ended(client, batch.id)
+        assert cancelled.status == "cancelled" and cancelled.output_file_id and cancelled.error_file_id
+        outputs = (await client.files.content(cancelled.output_file_id)).text.splitlines()
+        errors = [json.loads(line) for line in (await client.files.content(cancelled.error_file_id)).text.splitlines()]
+        assert len(outputs) + len(errors) == 700
+        assert {error["error"]["code"] for error in errors} == {"batch_cancelled"}
+
+
+async def test_another_frontend_goes_on_when_the_one_with_the_batch_is_killed(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    """No line is lost, and none is in the output twice."""
+    links: dict[str, Any] = {
+        "etcd": EtcdOptions(endpoints=(etcd_server.endpoint,)),
+        "nats": NatsOptions(servers=(nats_server.url,)),
+        "log": LogOptions(),
+    }
+    engine = SimEngine(sim_config(MODELS["large"], "large", None, None))
+    config = WorkerConfig(endpoint=Endpoint(namespace=namespace), drain_timeout_s=1, **links)
+    async with (
+        open_worker(engine, config),
+        frontend_process(etcd_server.endpoint, nats_server.url, namespace) as killed,
+        frontend_process(etcd_server.endpoint, nats_server.url, namespace) as left,
+        AsyncOpenAI(base_url=f"http://127.0.0.1:{killed.http_port}/v1", api_key="none", max_retries=0) as first,
+        AsyncOpenAI(base_url=f"http://127.0.0.1:{left.http_port}/v1", api_key="none", max_retries=0) as second,
+    ):
+        await killed.serves("large")
+        await left.serves("large")
+        file = await first.files.create(file=("lines.jsonl", batch_file(300, "large", max_tokens=20)), purpose="batch")
+        batch = await first.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        async with asyncio.timeout(30):
+            while not (counts := (await second.batches.retrieve(batch.id)).request_counts) or not counts.completed:
+                await asyncio.sleep(0.02)
+        assert counts.completed < 300
+        await killed.logged(f"batch {batch.id} is carried out here")
+        killed.process.kill()
+        done = await ended(second, batch.id)
+        assert done.status == "completed" and done.output_file_id and done.error_file_id is None
+        await left.logged(f"batch {batch.id} is carried out here")
+        results = [json.loads(line)["custom_id"] for line in (await second.files.content(done.output_file_id)).text.splitlines()]
+        assert results == [f"line-{n}" for n in range(300)]
 
 
 async def test_records_large_and_small_are_replaced_only_as_they_were_read(nats_server: NatsServer, namespace: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.records import Record
 
@@ -30,6 +32,10 @@ class FakeRecords:
         self._revision += 1
         self.records[key] = Record(value, self._revision)
         return self._revision
+
+    async def keys(self, pattern: str) -> list[str]:
+        self._check()
+        return sorted(key for key in self.records if fnmatchcase(key, pattern))
 
     async def delete(self, key: str) -> None:
         self._check()

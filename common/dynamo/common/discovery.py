@@ -18,7 +18,7 @@ import msgspec
 
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.model_card import ModelCard
-from dynamo.common.names import NAMES_ROOT, REPOSITORY_ROOT, Endpoint, InstanceId
+from dynamo.common.names import LEASES_ROOT, NAMES_ROOT, REPOSITORY_ROOT, Endpoint, InstanceId
 
 log = logging.getLogger(__name__)
 
@@ -390,7 +390,7 @@ class View:
         if value is None or value == WITHDRAWN:
             self._warned.discard(key)
             return None
-        if key.startswith((REPOSITORY_ROOT, NAMES_ROOT)):  # seen by views of all namespaces
+        if key.startswith((REPOSITORY_ROOT, NAMES_ROOT, LEASES_ROOT)):  # seen by views of all namespaces
             return None
         try:
             return decode_registration(key, value)

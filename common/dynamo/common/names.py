@@ -20,6 +20,8 @@ REPOSITORY_ROOT = f"{ROOT}/%repositories"
 """Below `ROOT`, so that one permission in etcd covers both; no encoded namespace looks like this."""
 NAMES_ROOT = f"{ROOT}/%names"
 """Below `ROOT` for the same reason; one key per namespace, with its names for models."""
+LEASES_ROOT = f"{ROOT}/%leases"
+"""Below `ROOT` too; the work that one process of a namespace does at a time."""
 MAX_NAME_CHARS = 256
 _ALLOWED = re.compile(r"[A-Za-z0-9._/\-]")
 _TOKEN = re.compile(r"[A-Za-z0-9_\-%]+")
@@ -159,6 +161,11 @@ def repository_prefix(namespace: str | None) -> str:
 def model_names_key(namespace: str) -> str:
     """The etcd key with the names for models that the operators of a namespace have set."""
     return f"{NAMES_ROOT}/{encode(namespace, 'namespace')}"
+
+
+def leases_prefix(namespace: str, work: str) -> str:
+    """The etcd prefix of what processes of a namespace have taken of one kind of work."""
+    return f"{LEASES_ROOT}/{encode(namespace, 'namespace')}/{work}/"
 
 
 def responses_prefix(namespace: str, client: str) -> str:

@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo.common.background import running
+from dynamo.common.background import running, start
 from dynamo.common.config import ConfigError
 from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.common.etcd.config import check_etcd
@@ -68,15 +68,15 @@ async def run(config: FrontendConfig, *, metrics_folder: str | None = None) -> N
     processes on the same ports, whose metrics are added up.
     """
     stop = stop_on_signal()
-    start = asyncio.timeout(None)
+    starting = asyncio.timeout(None)
     try:
-        async with running(_expire(start, stop), "stop"), running(Trimmer().run(), "freed memory"), AsyncExitStack() as stack:
-            async with start:
+        async with running(_expire(starting, stop), "stop"), running(Trimmer().run(), "freed memory"), AsyncExitStack() as stack:
+            async with starting:
                 await stack.enter_async_context(serve_frontend(config, metrics_folder=metrics_folder))
             freeze_garbage()
             await stop.wait()
     except TimeoutError:
-        if not start.expired():
+        if not starting.expired():
             raise
         log.info("stopped before the start was complete")
     except (Unavailable, InvalidRequest) as error:
@@ -132,8 +132,9 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
                 open_grpc(config, grpc_guard, plane, readiness, drain, metrics, capacity, kserve, memory, share_port=share_port)
             )
             readiness.attach(plane)
-            stack.push_async_callback(_drain, config, readiness, drain, http, grpc, background)
-            yield Frontend(http.port, None if grpc is None else grpc.port, plane, readiness)
+            batches = start(http.batches.run(), "batches")
+            stack.push_async_callback(_drain, config, readiness, drain, http.server, grpc, background, batches)
+            yield Frontend(http.server.port, None if grpc is None else grpc.port, plane, readiness)
 
 
 async def _drain(
@@ -143,11 +144,14 @@ async def _drain(
     http: HttpServer,
     grpc: GrpcServer | None,
     background: BackgroundResponses,
+    batches: asyncio.Task[None],
 ) -> None:
     readiness.start_draining()
     http.start_draining()
     await asyncio.sleep(config.settle_s)  # load balancers that watch the readiness send nothing more by then
     log.info("draining")
+    batches.cancel()  # others go on with them
+    await asyncio.wait([batches])
     loop = asyncio.get_running_loop()
     drained_by = loop.time() + config.drain_timeout_s
     drain.start()

@@ -954,6 +954,15 @@ class FrontendConfig:
     cache_dir: Path = option(
         Path("~/.cache/dynamo"), help="Where tokenizers and templates are kept that were fetched from the object store."
     )
+    batches_max_bytes: int = option(
+        1024 * MIB,
+        flags=("--batches-max-size",),
+        parse=parse_bytes,
+        minimum=MIB,
+        maximum=2**50,
+        metavar="SIZE",
+        help="What files and batches take up at most; those that are large, as much again. The first frontend sets it.",
+    )
     elsewhere: None = option(
         None,
         flags=(),

@@ -100,6 +100,8 @@ class FrontendMetrics:
         )
         self.shadows = self._counter("shadow_requests", "Copies of requests to shadow models.", ("model", "outcome"))
         self.stored = self._counter("stored_responses", "Operations on stored responses.", ("operation", "outcome"))
+        self.batches = self._counter("batches", "Batches that ended here.", ("status",))
+        self.batch_requests = self._counter("batch_requests", "Requests of batches that were carried out here.", ("outcome",))
         self.disconnected_clients = self._gauge("disconnected_clients", "Clients that left before the response was complete.", ())
         self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
         self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
@@ -182,6 +184,15 @@ class FrontendMetrics:
     def stored_response(self, operation: str, outcome: str) -> None:
         """Count an operation on stored responses: `save`, `read`, `delete` or `cancel`."""
         self.stored.labels(operation, outcome).inc()
+
+    def batch_ended(self, status: str) -> None:
+        """Count a batch; `status` is OpenAI's."""
+        self.batches.labels(status).inc()
+
+    def batch_lines(self, *, completed: int, failed: int) -> None:
+        """Count requests of a batch."""
+        self.batch_requests.labels("success").inc(completed)
+        self.batch_requests.labels("error").inc(failed)
 
     def _counter(self, name: str, help: str, labels: Sequence[str]) -> Counter:
         return Counter(f"dynamo_frontend_{name}", help, labels, registry=self._registry)

@@ -33,6 +33,7 @@ from dynamo.frontend.api.http.server_operations import (
     model_operations,
     process_operations,
 )
+from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import TextOptions
 from dynamo.frontend.security.keys import entry_for, make_key
@@ -86,6 +87,7 @@ def all_operations() -> list[Operation]:
         *console_operations(console),
         *routing_operations(readiness, anything),
         *name_operations(readiness, anything),
+        *BatchOperations(anything, anything, anything).operations(),
     ]
     return [*operations, *openapi_operations(operations)]
 

@@ -34,6 +34,8 @@ _INLINE, _ELSEWHERE = b"=", b"@"
 """How values begin: with the record itself, or with the name of an object."""
 _LIMIT_S = 5.0
 """For one operation."""
+_LARGE_LIMIT_S = 60.0
+"""For one with a large record, or many."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
 
@@ -84,13 +86,16 @@ class RecordStore:
                 try:
                     entry = await values.get(key, validate_keys=False)
                     value = entry.value or b""
-                    if value[:1] == _ELSEWHERE:
-                        data = io.BytesIO()
-                        await (await self._objects()).get(value[1:].decode(), writeinto=data)
-                        return Record(data.getvalue(), entry.revision or 0)
-                except (KeyNotFoundError, ObjectNotFoundError):
+                except KeyNotFoundError:
                     return None
+            if value[:1] == _INLINE:
                 return Record(value[1:], entry.revision or 0)
+            async with asyncio.timeout(_LARGE_LIMIT_S):
+                data = io.BytesIO()
+                with suppress(ObjectNotFoundError):
+                    await (await self._objects()).get(value[1:].decode(), writeinto=data)
+                    return Record(data.getvalue(), entry.revision or 0)
+            return None
 
     async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
         """Write a record; return its revision.
@@ -98,7 +103,7 @@ class RecordStore:
         With `last`, only if that is the revision of the present one, 0 if there is none yet; else return None.
         """
         with self._plain_errors("written"):
-            async with asyncio.timeout(_LIMIT_S):
+            async with asyncio.timeout(_LIMIT_S if len(value) <= INLINE_BYTES else _LARGE_LIMIT_S):
                 values = await self._values()
                 content = _INLINE + value
                 if len(value) > INLINE_BYTES:
@@ -113,6 +118,22 @@ class RecordStore:
                     return int(await values.update(key, content, last=last, validate_keys=False))
                 except KeyWrongLastSequenceError:
                     return None
+
+    async def keys(self, pattern: str) -> list[str]:
+        """Return the keys that a pattern of NATS subjects matches, in order."""
+        keys: list[str] = []
+        with self._plain_errors("listed"):
+            async with asyncio.timeout(_LARGE_LIMIT_S):
+                # `KeyValue.keys` reads all keys of the bucket, and filters them afterwards.
+                watcher = await (await self._values()).watch(pattern, ignore_deletes=True, meta_only=True)
+                try:
+                    async for entry in watcher:
+                        if entry is None:  # that was all
+                            break
+                        keys.append(entry.key)
+                finally:
+                    await watcher.stop()  # type: ignore[no-untyped-call]
+        return sorted(keys)
 
     async def delete(self, key: str) -> None:
         """Delete a record, if it is there."""

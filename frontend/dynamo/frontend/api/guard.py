@@ -17,7 +17,7 @@ from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, Unauthe
 from dynamo.common.security.files import Watched
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
-from dynamo.frontend.security.keys import KeyRing, read_keys
+from dynamo.frontend.security.keys import ApiKey, KeyRing, read_keys
 from dynamo.frontend.security.surfaces import SCOPES, Restriction, Surface
 
 BROWSED = frozenset({Surface.DOCS, Surface.CONSOLE, Surface.METRICS})
@@ -58,6 +58,14 @@ class Guard:
     @property
     def is_on(self) -> bool:
         return self._accounts is not None or bool(self._restrictions)
+
+    def account_named(self, name: str) -> Account:
+        """Return the account of the key with this name, or that of everybody for none. Raises Unauthenticated."""
+        if not name:
+            return ANONYMOUS
+        if self._accounts is None:
+            raise Unauthenticated("there are no API keys any more")
+        return self._accounts.named(name)
 
     def guards(self, surface: Surface) -> bool:
         """Return whether `enter` may refuse, or count, calls to this surface."""
@@ -113,6 +121,17 @@ class Accounts:
         key = self._ring.find(presented)
         if key is None:
             raise Unauthenticated("the API key is not valid")
+        return self._account(key)
+
+    def named(self, name: str) -> KeyAccount:
+        """Return the account of the key with a name. Raises Unauthenticated."""
+        self._follow()
+        key = next((key for key in self._ring.keys if key.name == name), None)
+        if key is None:
+            raise Unauthenticated(f"there is no API key '{name}' any more")
+        return self._account(key)
+
+    def _account(self, key: ApiKey) -> KeyAccount:
         account = self._by_name.get(key.name)
         if account is None:
             account = self._by_name[key.name] = KeyAccount(key, follow=self._follow)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from dynamo.common.http_server import HttpServer
 from dynamo.frontend.api.capacity import Capacity
@@ -24,11 +25,23 @@ from dynamo.frontend.api.http.server_operations import health_operations, metric
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.openai.background_responses import BackgroundResponses
+from dynamo.frontend.api.openai.batches.batch import Batches
+from dynamo.frontend.api.openai.batches.files import Files
+from dynamo.frontend.api.openai.batches.operations import BatchOperations
+from dynamo.frontend.api.openai.batches.runner import BatchRunner
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.router.select import effective_mode
 from dynamo.frontend.wiring.links import Links
 from dynamo.frontend.wiring.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSide:
+    """The HTTP port, and what is carried out as if it had been requested there."""
+
+    server: HttpServer
+    batches: BatchRunner
 
 
 @asynccontextmanager
@@ -45,18 +58,24 @@ async def open_http(
     background: BackgroundResponses,
     *,
     share_port: bool,
-) -> AsyncIterator[HttpServer]:
+) -> AsyncIterator[HttpSide]:
     """Serve HTTP until the context is left. Raises ConfigError for a port, certificate or template that cannot be used."""
     unknown_fields = UnknownFields(refuse=config.http.strict_fields, count=metrics.frontend.unknown_field)
     settings = HttpSettings(
         options=config.http, overload=config.overload_status, capacity=capacity, unknown_fields=unknown_fields
     )
+    protocols = protocol_operations(readiness, config.text, kserve=kserve, background=background)
+    files = Files(links.stored_batches, config.namespace)
+    batches = Batches(links.stored_batches, config.namespace)
+    by_path = {operation.path: operation for operation in protocols if operation.method == "POST"}
+    runner = BatchRunner(files, batches, links.leases_of_batches, by_path, settings, guard.account_named, metrics.frontend)
     operations = [
         *health_operations(readiness, links),
         *process_operations(),
         *metrics_operations(metrics.scrape),
         *model_operations(readiness, time.time()),
-        *protocol_operations(readiness, config.text, kserve=kserve, background=background),
+        *protocols,
+        *BatchOperations(files, batches, runner.poke).operations(),
         *_console_operations(config, readiness, loads),
         *(routing_operations(readiness, control) if config.http.admin_api else ()),
         *(name_operations(readiness, links.change_names) if config.http.admin_api else ()),
@@ -64,7 +83,7 @@ async def open_http(
     operations += openapi_operations(operations)
     app = HttpApp(operations, settings, HttpGuard(guard), metrics.frontend.refused)
     async with serve_http(config.http, app, share_port=share_port, observer=metrics.http_connections) as server:
-        yield server
+        yield HttpSide(server, runner)
 
 
 def _console_operations(config: FrontendConfig, readiness: Readiness, loads: LoadWatch) -> list[Operation]:

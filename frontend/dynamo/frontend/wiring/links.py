@@ -11,6 +11,7 @@ from dynamo.common.messaging.records import RecordStore
 from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.event_bus import EventBus, EventSubscription
+from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.fleet.siblings import Siblings
 from dynamo.frontend.names.table import Change, NameTable
 from dynamo.frontend.router.thresholds import Thresholds
@@ -32,6 +33,9 @@ class Links:
     names: NameTable | None = None
     responses: RecordStore | None = None
     """The stored responses."""
+    batches: RecordStore | None = None
+    """Files and batches."""
+    batch_leases: Leases | None = None
 
     @property
     def nats(self) -> LinkState:
@@ -67,6 +71,18 @@ class Links:
         if self.responses is None:
             raise Unavailable("there is no connection to NATS yet")
         return self.responses
+
+    def stored_batches(self) -> RecordStore:
+        """Return the store of files and batches. Raises Unavailable until there is a connection."""
+        if self.batches is None:
+            raise Unavailable("there is no connection to NATS yet")
+        return self.batches
+
+    def leases_of_batches(self) -> Leases:
+        """Raises Unavailable until there is a connection."""
+        if self.batch_leases is None:
+            raise Unavailable("there is no connection to etcd yet")
+        return self.batch_leases
 
     async def change_names(self, change: Change) -> None:
         """Change the names of models for all frontends of the namespace. Raises InvalidRequest, Unavailable."""

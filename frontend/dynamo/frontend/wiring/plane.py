@@ -12,6 +12,7 @@ from dynamo.common.messaging.client import open_client
 from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.records import open_records
 from dynamo.common.messaging.store import FileStore
+from dynamo.common.names import leases_prefix
 from dynamo.common.options import NatsOptions
 from dynamo.common.shared_memory.sharing import open_shared_memory
 from dynamo.common.tracing import open_tracing
@@ -20,6 +21,7 @@ from dynamo.frontend.api.http.routing_operations import RoutingControl
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
+from dynamo.frontend.fleet.leases import open_leases
 from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.names.table import open_names
 from dynamo.frontend.preprocess.text_files import open_text_files
@@ -27,6 +29,9 @@ from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.wiring.links import Links
 from dynamo.frontend.wiring.metrics import Metrics
 from dynamo.frontend.wiring.routing import open_router
+
+BATCHES_TTL_S = 30 * 86_400.0
+"""Of files and batches."""
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +63,10 @@ async def open_plane(
         router = await stack.enter_async_context(
             open_router(config, control, links, directory, events, nats, client, metrics.router)
         )
+        links.batches = await stack.enter_async_context(
+            open_records(nats, "dynamo-batches", ttl_s=BATCHES_TTL_S, max_bytes=config.batches_max_bytes)
+        )
+        links.batch_leases = await stack.enter_async_context(open_leases(etcd, leases_prefix(config.namespace, "batches")))
         names = links.names = await stack.enter_async_context(open_names(etcd, config.namespace))
         repositories = await stack.enter_async_context(open_repositories(etcd, config.namespace))
         store = FileStore(nats, config.cache_dir.expanduser())

@@ -49,7 +49,7 @@ class StoredOperations:
 
     async def items(self, exchange: Exchange) -> None:
         query = exchange.query
-        limit, is_ascending, after = _limit(query.get("limit")), _is_ascending(query.get("order", "desc")), query.get("after")
+        limit, is_ascending, after = read_limit(query.get("limit")), _is_ascending(query.get("order", "desc")), query.get("after")
         with exchange.account.occupy():
             items: Sequence[Item] = await self._stored.items(exchange.account.name, exchange.parameters["id"])
         await exchange.respond(encode(page(items if is_ascending else items[::-1], limit, after)))
@@ -67,7 +67,7 @@ def page(items: Sequence[Item], limit: int, after: str | None) -> dict[str, Any]
     return {"object": "list", "data": shown, "first_id": ends[0], "last_id": ends[1], "has_more": len(items) > limit}
 
 
-def _limit(text: str | None) -> int:
+def read_limit(text: str | None) -> int:
     if text is None:
         return _DEFAULT_ITEMS
     if not text.isdecimal() or not 1 <= int(text[:9]) <= _MAX_ITEMS:

@@ -1,0 +1,268 @@
+"""A batch, its lines, and where both lie in JetStream.
+
+The lines are carried out in segments. The results of a segment are one record that is written once, whoever carried it out: so a
+line that was carried out twice, because a frontend died or lost its lease, is in the output once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from dynamo.common.errors import InvalidRequest, NotFound
+from dynamo.common.messaging.records import RecordStore
+from dynamo.common.names import encode
+from dynamo.frontend.api.openai.batches.files import owner_token
+
+MAX_LINES = 50_000
+SEGMENT_LINES = 64
+WINDOW_S = 86_400
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+_MAX_PROBLEMS = 20
+_ID = re.compile(r"batch_[0-9a-f]{32}")
+_ATTEMPTS = 5
+
+Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+
+
+class RequestCounts(Struct, frozen=True):
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class Problem(Struct, frozen=True):
+    """Why a batch cannot be carried out."""
+
+    message: str
+    line: int | None = None
+    code: str = "invalid_request"
+    param: str | None = None
+
+
+class Problems(Struct, frozen=True):
+    data: list[Problem]
+    object: Literal["list"] = "list"
+
+
+class Batch(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: Problems | None = None
+    input_file_id: str
+    completion_window: str = "24h"
+    status: Status = "validating"
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts()
+    metadata: dict[str, str] | None = None
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """A request of a batch."""
+
+    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: Raw
+    """Not parsed: the endpoint does that."""
+
+
+class _Flags(Struct, frozen=True):
+    """What a body must not ask for."""
+
+    stream: Any = None
+    background: Any = None
+
+
+class Segment(Struct, frozen=True):
+    """The results of some lines in a row, as they are in the files."""
+
+    outputs: str
+    errors: str
+    counts: RequestCounts
+    """`total` is that of the segment."""
+
+
+class Owned(Struct, frozen=True):
+    owner: str
+    """The name of the API key; empty without one."""
+    batch: Batch
+
+
+class BatchNotFound(NotFound):
+    """There is no such batch, or it is another key's."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"batch '{id[:80]}' is not found")
+
+
+class InvalidBatch(Exception):
+    """The lines of a batch cannot be carried out."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__(problems[0].message)
+        self.problems = problems
+
+
+_lines = msgspec.json.Decoder(Line)
+_flags = msgspec.json.Decoder(_Flags)
+_owned = msgspec.json.Decoder(Owned)
+_segments = msgspec.json.Decoder(Segment)
+
+
+def parse_lines(content: bytes, endpoint: str) -> list[Line]:
+    """Return the lines of an input file. Raises InvalidBatch."""
+    if content.count(b"\n") > 2 * MAX_LINES:
+        raise InvalidBatch([Problem(f"the file has more than {MAX_LINES} lines", code="too_many_tasks")])
+    problems: list[Problem] = []
+    lines: dict[str, Line] = {}
+    for number, text in enumerate(content.splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = _parse_line(text, endpoint)
+            if line.custom_id in lines:
+                raise _Invalid(f"the 'custom_id' {line.custom_id[:80]!r} occurs twice", "duplicate_custom_id")
+            lines[line.custom_id] = line
+        except _Invalid as error:
+            problems.append(Problem(str(error), number, error.code))
+            if len(problems) == _MAX_PROBLEMS:
+                break
+    if len(lines) > MAX_LINES:
+        problems.append(Problem(f"the file has more than {MAX_LINES} lines", code="too_many_tasks"))
+    if not lines and not problems:
+        problems.append(Problem("the file has no lines", code="empty_file"))
+    if problems:
+        raise InvalidBatch(problems)
+    return list(lines.values())
+
+
+class _Invalid(Exception):
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def _parse_line(text: bytes, endpoint: str) -> Line:
+    try:
+        line = _lines.decode(text)
+        flags = _flags.decode(line.body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _Invalid(f"the line is not a request: {str(error)[:200]}", "invalid_json_line") from None
+    if line.url != endpoint:
+        raise _Invalid(f"'url' is {line.url[:80]!r}; the batch is for {endpoint}", "mismatched_url")
+    if flags.stream or flags.background:
+        raise _Invalid("'stream' and 'background' are not allowed in batches", "invalid_body")
+    return line
+
+
+class Batches:
+    """The batches of a namespace. All methods raise Unavailable without JetStream."""
+
+    def __init__(self, records: Callable[[], RecordStore], namespace: str, clock: Callable[[], float] = time.time) -> None:
+        """`records` raises Unavailable until there is a connection."""
+        self._records = records
+        self._prefix = encode(namespace, "namespace")
+        self._clock = clock
+
+    @property
+    def now(self) -> int:
+        return int(self._clock())
+
+    async def create(self, owner: str, endpoint: str, input_file: str, metadata: dict[str, str] | None) -> Batch:
+        batch = Batch(
+            id=f"batch_{secrets.token_hex(16)}",
+            endpoint=endpoint,
+            input_file_id=input_file,
+            created_at=self.now,
+            expires_at=self.now + WINDOW_S,
+            metadata=metadata,
+        )
+        await self._records().put(self._key(owner, batch.id), msgspec.json.encode(Owned(owner, batch)))
+        await self._records().put(self._waiting_key(batch.id), owner.encode())
+        return batch
+
+    async def read(self, owner: str, id: str) -> Batch:
+        """Raises BatchNotFound."""
+        return (await self.load(owner, id))[0]
+
+    async def load(self, owner: str, id: str) -> tuple[Batch, int]:
+        """Return a batch and its revision. Raises BatchNotFound."""
+        record = await self._records().get(self._key(owner, id)) if _ID.fullmatch(id) else None
+        if record is None:
+            raise BatchNotFound(id)
+        return _owned.decode(record.value).batch, record.revision
+
+    async def change(self, owner: str, id: str, change: Callable[[Batch], Batch]) -> Batch:
+        """Replace a batch by `change` of it as it is then. Raises BatchNotFound, InvalidRequest."""
+        for _ in range(_ATTEMPTS):
+            batch, revision = await self.load(owner, id)
+            changed = change(batch)
+            if changed is batch:
+                return batch
+            data = msgspec.json.encode(Owned(owner, changed))
+            if await self._records().put(self._key(owner, id), data, last=revision) is not None:
+                return changed
+        raise InvalidRequest(f"batch '{id}' changes too fast; try again")
+
+    async def owned_by(self, owner: str) -> Sequence[Batch]:
+        """Return all batches of a key, the newest first."""
+        keys = await self._records().keys(self._key(owner, "*"))
+        records = [await self._records().get(key) for key in keys]
+        batches = [_owned.decode(record.value).batch for record in records if record is not None]
+        return sorted(batches, key=lambda batch: (-batch.created_at, batch.id))
+
+    async def waiting(self) -> list[tuple[str, str]]:
+        """Return the batches that have not ended, as (owner, id)."""
+        keys = await self._records().keys(self._waiting_key("*"))
+        records = [(key.rpartition(".")[2], await self._records().get(key)) for key in keys]
+        return [(record.value.decode(), id) for id, record in records if record is not None]
+
+    async def done(self, id: str) -> None:
+        """Delete what is kept of a batch that has ended, apart from the batch."""
+        for key in await self._records().keys(self._segment_key(id, "*")):
+            await self._records().delete(key)
+        await self._records().delete(self._waiting_key(id))
+
+    async def segments(self, id: str) -> dict[int, Segment]:
+        """Return the results that there are, by the number of the segment."""
+        keys = await self._records().keys(self._segment_key(id, "*"))
+        records = [(int(key.rpartition(".")[2]), await self._records().get(key)) for key in keys]
+        return {number: _segments.decode(record.value) for number, record in records if record is not None}
+
+    async def put_segment(self, id: str, number: int, segment: Segment) -> bool:
+        """Keep the results of a segment, unless there are some; return whether they were kept."""
+        return await self._records().put(self._segment_key(id, str(number)), msgspec.json.encode(segment), last=0) is not None
+
+    def _key(self, owner: str, id: str) -> str:
+        return f"{self._prefix}.batch.{owner_token(owner)}.{id}"
+
+    def _waiting_key(self, id: str) -> str:
+        return f"{self._prefix}.waiting.{id}"
+
+    def _segment_key(self, id: str, number: str) -> str:
+        return f"{self._prefix}.segment.{id}.{number}"
+
+
+def result_file_id(batch: str, kind: str) -> str:
+    """Return the id of a batch's output or error file: the same whoever writes it."""
+    return f"file-{hashlib.sha256(f'{batch} {kind}'.encode()).hexdigest()[:32]}"

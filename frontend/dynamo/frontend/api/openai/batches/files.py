@@ -1,0 +1,107 @@
+"""Files in JetStream, each with a record that describes it and one with its content. A key has only the files that it made."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge
+from dynamo.common.messaging.records import RecordStore
+from dynamo.common.names import encode
+
+MAX_FILE_BYTES = 64 << 20
+MAX_FILES = 10_000
+"""Of one key."""
+_ID = re.compile(r"file-[0-9a-f]{32}")
+
+
+class FileObject(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+
+
+class FileNotFound(NotFound):
+    """There is no such file, or it is another key's."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"file '{id[:80]}' is not found")
+
+
+_decoder = msgspec.json.Decoder(FileObject)
+
+
+class Files:
+    """The files of a namespace. All methods raise Unavailable without JetStream."""
+
+    def __init__(self, records: Callable[[], RecordStore], namespace: str, clock: Callable[[], float] = time.time) -> None:
+        """`records` raises Unavailable until there is a connection."""
+        self._records = records
+        self._prefix = encode(namespace, "namespace")
+        self._clock = clock
+
+    async def create(self, owner: str, filename: str, purpose: str, content: bytes, id: str = "") -> FileObject:
+        """Make a file; with an `id` it replaces the one that has it. Raises PayloadTooLarge, InvalidRequest."""
+        if len(content) > MAX_FILE_BYTES:
+            raise PayloadTooLarge(f"the file has {len(content)} bytes; at most {MAX_FILE_BYTES} are allowed")
+        if not id and len(await self._records().keys(self._key(owner, "*"))) >= MAX_FILES:
+            raise InvalidRequest(f"there are {MAX_FILES} files already; delete some")
+        file = FileObject(
+            id=id or f"file-{secrets.token_hex(16)}",
+            bytes=len(content),
+            created_at=int(self._clock()),
+            filename=filename,
+            purpose=purpose,
+        )
+        await self._records().put(self._content_key(owner, file.id), content)
+        await self._records().put(self._key(owner, file.id), msgspec.json.encode(file))
+        return file
+
+    async def read(self, owner: str, id: str) -> FileObject:
+        """Raises FileNotFound."""
+        record = await self._records().get(self._key(owner, id)) if _ID.fullmatch(id) else None
+        if record is None:
+            raise FileNotFound(id)
+        return _decoder.decode(record.value)
+
+    async def content(self, owner: str, id: str) -> bytes:
+        """Raises FileNotFound."""
+        record = await self._records().get(self._content_key(owner, id)) if _ID.fullmatch(id) else None
+        if record is None:
+            raise FileNotFound(id)
+        return record.value
+
+    async def delete(self, owner: str, id: str) -> None:
+        """Raises FileNotFound."""
+        await self.read(owner, id)
+        await self._records().delete(self._key(owner, id))
+        await self._records().delete(self._content_key(owner, id))
+
+    async def owned_by(self, owner: str) -> Sequence[FileObject]:
+        """Return all files of a key, the newest first."""
+        keys = await self._records().keys(self._key(owner, "*"))
+        records = [await self._records().get(key) for key in keys]
+        files = [_decoder.decode(record.value) for record in records if record is not None]
+        return sorted(files, key=lambda file: (-file.created_at, file.id))
+
+    def _key(self, owner: str, id: str) -> str:
+        return f"{self._prefix}.file.{owner_token(owner)}.{id}"
+
+    def _content_key(self, owner: str, id: str) -> str:
+        return f"{self._prefix}.content.{owner_token(owner)}.{id}"
+
+
+def owner_token(owner: str) -> str:
+    """Return what stands for the name of a key in the keys of its records."""
+    return hashlib.sha256(owner.encode()).hexdigest()[:32]

@@ -1,0 +1,56 @@
+"""Bodies of the type multipart/form-data, as clients upload files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import BytesHeaderParser
+
+from dynamo.common.errors import InvalidRequest
+
+_MAX_PARTS = 32
+_MAX_HEADER_BYTES = 8 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One field of a form."""
+
+    name: str
+    filename: str
+    """Empty for a field that is no file."""
+    content: bytes
+
+
+def parse_form(content_type: str, body: bytes) -> dict[str, Part]:
+    """Return the fields of a form by name, the first of each. Raises InvalidRequest."""
+    header = Message()
+    header["content-type"] = content_type
+    boundary = header.get_param("boundary")
+    if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or not 1 <= len(boundary) <= 70:
+        raise InvalidRequest(f"the content type is {content_type[:80]!r}; it must be 'multipart/form-data' with a boundary")
+    parts: dict[str, Part] = {}
+    for part in _parts(body, b"--" + boundary.encode("latin-1", "replace")):
+        parts.setdefault(part.name, part)
+    return parts
+
+
+def _parts(body: bytes, delimiter: bytes) -> Iterator[Part]:
+    position = body.find(delimiter)
+    for _ in range(_MAX_PARTS):
+        start = position + len(delimiter)
+        if position < 0 or body[start : start + 2] == b"--":
+            break
+        end = body.find(b"\r\n" + delimiter, start)
+        head_end = body.find(b"\r\n\r\n", start, start + _MAX_HEADER_BYTES)
+        if body[start : start + 2] != b"\r\n" or head_end < 0 or end < head_end:
+            raise InvalidRequest("the body is not a complete multipart/form-data form")
+        head = BytesHeaderParser().parsebytes(body[start + 2 : head_end + 4])
+        name, filename = (head.get_param(key, header="content-disposition") for key in ("name", "filename"))
+        if not isinstance(name, str):
+            raise InvalidRequest("a part of the form has no name")
+        yield Part(name, filename if isinstance(filename, str) else "", body[head_end + 4 : end])
+        position = end + 2
+    else:
+        raise InvalidRequest(f"the form has more than {_MAX_PARTS} parts")

@@ -1,0 +1,55 @@
+"""Work that one process of the fleet does at a time: whoever puts a key into etcd first does it, until its lease ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from dynamo.common.etcd import Etcd, Session
+
+_TTL_S = 10.0
+
+
+class Leases:
+    """What this process has taken, below one prefix; use `open_leases`."""
+
+    def __init__(self, etcd: Etcd, prefix: str) -> None:
+        self.session: Session | None = None
+        self._etcd = etcd
+        self._prefix = prefix
+        self._holder = f"{os.getpid()}-{secrets.token_hex(8)}".encode()
+        self._taken: dict[str, int] = {}
+        """The lease under which each name was taken."""
+        self._on_lost: list[Callable[[], None]] = []
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, synchronously, when everything that was taken may be another's from now on."""
+        self._on_lost.append(callback)
+
+    def lost(self) -> None:
+        for callback in self._on_lost:
+            callback()
+
+    async def take(self, name: str) -> bool:
+        """Take `name` unless somebody has it; return whether it is ours. Raises EtcdUnavailable, LeaseLost."""
+        lease = 0 if self.session is None else self.session.lease
+        if not lease or not await self._etcd.replace(self._prefix + name, self._holder, mod_revision=0, lease=lease):
+            return False
+        self._taken[name] = lease
+        return True
+
+    async def release(self, name: str) -> None:
+        """Let others take `name`. Raises EtcdUnavailable; then it is free when the lease ends."""
+        lease = self._taken.pop(name, 0)
+        if self.session is not None and lease == self.session.lease != 0:  # otherwise it may be another's
+            await self._etcd.delete(self._prefix + name)
+
+
+@asynccontextmanager
+async def open_leases(etcd: Etcd, prefix: str) -> AsyncIterator[Leases]:
+    """Keep a lease while the body runs; at its end all that was taken is free. Does not wait for etcd."""
+    leases = Leases(etcd, prefix)
+    async with etcd.session(_TTL_S, on_lost=leases.lost) as leases.session:
+        yield leases

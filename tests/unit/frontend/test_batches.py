@@ -1,0 +1,308 @@
+"""Files and batches: uploads, lines, and what becomes of a batch when things go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import InvalidRequest, NoInstances, PayloadTooLarge, Unauthenticated
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS
+from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.openai.batches import files as files_module
+from dynamo.frontend.api.openai.batches import runner as runner_module
+from dynamo.frontend.api.openai.batches.batch import (
+    MAX_LINES,
+    SEGMENT_LINES,
+    WINDOW_S,
+    Batch,
+    Batches,
+    InvalidBatch,
+    RequestCounts,
+    Segment,
+    parse_lines,
+)
+from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
+from dynamo.frontend.api.openai.batches.multipart import parse_form
+from dynamo.frontend.api.openai.batches.runner import BatchRunner
+from dynamo.frontend.fleet.leases import Leases
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
+from dynamo.frontend.security.surfaces import Surface
+from tests.support.fake_records import FakeRecords
+
+URL = "/v1/completions"
+
+
+def lines_of(count: int, **changes: Any) -> bytes:
+    lines = ({"custom_id": f"c{n}", "method": "POST", "url": URL, "body": {"prompt": n}} | changes for n in range(count))
+    return b"\n".join(json.dumps(line).encode() for line in lines)
+
+
+# Uploads
+
+
+def form(*parts: bytes) -> bytes:
+    return b"".join(b"--b\r\n" + part + b"\r\n" for part in parts) + b"--b--\r\n"
+
+
+def test_a_form_has_its_fields_and_files_byte_for_byte() -> None:
+    content = bytes(range(256)) + b"\r\n--not the boundary\r\n"
+    body = form(
+        b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch',
+        b'Content-Disposition: form-data; name="file"; filename="a b.jsonl"\r\nContent-Type: text/plain\r\n\r\n' + content,
+    )
+    parts = parse_form("multipart/form-data; boundary=b", body)
+    assert parts["purpose"].content == b"batch"
+    assert (parts["file"].filename, parts["file"].content) == ("a b.jsonl", content)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        ("application/json", b"{}", "must be 'multipart/form-data'"),
+        ("multipart/form-data", b"", "with a boundary"),
+        ("multipart/form-data; boundary=b", b"--b\r\nno end", "not a complete"),
+        ("multipart/form-data; boundary=b", b"--b" + b"x" * 20000, "not a complete"),
+        ("multipart/form-data; boundary=b", form(b"Content-Disposition: form-data\r\n\r\nx"), "has no name"),
+        ("multipart/form-data; boundary=b", form(*[b'Content-Disposition: form-data; name="a"\r\n\r\n'] * 40), "more than 32"),
+    ],
+)
+def test_what_is_no_form_is_refused_with_a_sentence(kind: str, body: bytes, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        parse_form(kind, body)
+
+
+async def test_files_are_bounded_and_belong_to_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    records: Any = FakeRecords()
+    files = Files(lambda: records, "ns")
+    monkeypatch.setattr(files_module, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(files_module, "MAX_FILES", 2)
+    with pytest.raises(PayloadTooLarge, match="11 bytes"):
+        await files.create("a", "f", "batch", b"x" * 11)
+    made = [await files.create("a", "f", "batch", b"x") for _ in range(2)]
+    with pytest.raises(InvalidRequest, match="2 files already"):
+        await files.create("a", "f", "batch", b"x")
+    await files.create("b", "f", "batch", b"x")
+    for call in (files.read, files.content, files.delete):
+        with pytest.raises(FileNotFound):
+            await call("b", made[0].id)
+        with pytest.raises(FileNotFound):
+            await call("a", "../x")
+    await files.delete("a", made[0].id)
+    assert [file.id for file in await files.owned_by("a")] == [made[1].id]
+
+
+# Lines
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "empty_file"),
+        (b"\n\n", "empty_file"),
+        (b"{", "invalid_json_line"),
+        (b"\xff", "invalid_json_line"),
+        (b'{"custom_id": "a"}', "invalid_json_line"),
+        (lines_of(1, body=[1]), "invalid_json_line"),
+        (lines_of(1, method="GET"), "invalid_json_line"),
+        (lines_of(1, url="/v1/embeddings"), "mismatched_url"),
+        (lines_of(2, custom_id="x"), "duplicate_custom_id"),
+        (lines_of(1, body={"stream": True}), "invalid_body"),
+        (lines_of(1, body={"background": True}), "invalid_body"),
+        (b"\n" * (2 * MAX_LINES + 1), "too_many_tasks"),
+        (lines_of(MAX_LINES + 1), "too_many_tasks"),
+    ],
+)
+def test_lines_that_cannot_be_carried_out_are_named(content: bytes, code: str) -> None:
+    with pytest.raises(InvalidBatch) as refused:
+        parse_lines(content, URL)
+    assert refused.value.problems[-1].code == code
+
+
+def test_no_more_problems_are_listed_than_one_reads() -> None:
+    with pytest.raises(InvalidBatch) as refused:
+        parse_lines(b"{\n" * 100, URL)
+    assert len(refused.value.problems) == 20
+
+
+# Carrying out
+
+
+class FreeLeases(Leases):
+    """Whoever asks gets them."""
+
+    def __init__(self) -> None:
+        nothing: Any = None
+        super().__init__(nothing, "")
+
+    async def take(self, name: str) -> bool:
+        return True
+
+    async def release(self, name: str) -> None: ...
+
+
+@dataclass
+class Running:
+    """A runner whose endpoint is `handle`."""
+
+    runner: BatchRunner
+    files: Files
+    batches: Batches
+    records: FakeRecords
+    now: list[float] = field(default_factory=list)
+
+    async def create(self, content: bytes) -> Batch:
+        file = await self.files.create("", "f", "batch", content)
+        return await self.batches.create("", URL, file.id, None)
+
+    async def ended(self, batch: Batch) -> Batch:
+        self.runner.poke()
+        async with asyncio.timeout(10):
+            while (read := await self.batches.read("", batch.id)).status not in ("completed", "failed", "cancelled", "expired"):
+                await asyncio.sleep(0)
+            while any(".waiting." in key for key in self.records.records):
+                await asyncio.sleep(0)
+        return read
+
+    async def results(self, id: str | None) -> list[dict[str, Any]]:
+        return [] if id is None else [json.loads(line) for line in (await self.files.content("", id)).splitlines()]
+
+
+@asynccontextmanager
+async def running(
+    handle: Callable[[Exchange], Any], account: Callable[[str], Account] = lambda name: ANONYMOUS
+) -> AsyncIterator[Running]:
+    records, now = FakeRecords(), [1000.0]
+    store: Any = records
+    files = Files(lambda: store, "ns", lambda: now[0])
+    batches = Batches(lambda: store, "ns", lambda: now[0])
+    leases = FreeLeases()
+    operation = Operation(path=URL, surface=Surface.INFERENCE, errors=OPENAI_ERRORS, handle=handle)
+    metrics = FrontendMetrics(CollectorRegistry())
+    runner = BatchRunner(files, batches, lambda: leases, {URL: operation}, HttpSettings(), account, metrics)
+    task = asyncio.create_task(runner.run())
+    try:
+        yield Running(runner, files, batches, records, now)
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def prompt_of(exchange: Exchange) -> int:
+    prompt: int = json.loads(await exchange.body())["prompt"]
+    return prompt
+
+
+async def test_the_output_has_the_order_of_the_lines_and_errors_lie_apart() -> None:
+    priorities: set[str] = set()
+
+    async def handle(exchange: Exchange) -> None:
+        prompt = await prompt_of(exchange)
+        priorities.add(exchange.headers["x-dynamo-request-priority"])
+        for _ in range(prompt % 7):
+            await asyncio.sleep(0)
+        if prompt % 10 == 3:
+            raise InvalidRequest("not this one")
+        await exchange.respond(json.dumps({"echo": prompt}).encode())
+
+    async with running(handle) as r:
+        done = await r.ended(await r.create(lines_of(150)))
+        outputs, errors = await r.results(done.output_file_id), await r.results(done.error_file_id)
+    assert (done.status, done.request_counts) == ("completed", RequestCounts(150, 135, 15))
+    assert [output["custom_id"] for output in outputs] == [f"c{n}" for n in range(150) if n % 10 != 3]
+    assert outputs[0]["response"]["body"] == {"echo": 0}
+    assert [error["custom_id"] for error in errors] == [f"c{n}" for n in range(3, 150, 10)]
+    assert errors[0]["response"]["body"]["error"]["message"] == "not this one"
+    assert len({result["id"] for result in outputs + errors}) == 150
+    assert priorities == {"-1000"}
+
+
+async def test_lines_wait_while_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "_FIRST_PAUSE_S", 0.0)
+    refusals = [3]
+
+    async def handle(exchange: Exchange) -> None:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise NoInstances("m")
+        await exchange.respond(b"{}")
+
+    async with running(handle) as r:
+        done = await r.ended(await r.create(lines_of(1)))
+    assert done.request_counts == RequestCounts(1, 1, 0)
+
+
+async def test_what_was_done_before_is_not_done_again() -> None:
+    prompts: list[int] = []
+
+    async def handle(exchange: Exchange) -> None:
+        prompts.append(await prompt_of(exchange))
+        await exchange.respond(b"{}")
+
+    async with running(handle) as r:
+        batch = await r.create(lines_of(SEGMENT_LINES + 5))
+        kept = Segment('{"custom_id": "kept"}\n', "", RequestCounts(SEGMENT_LINES, SEGMENT_LINES, 0))
+        assert await r.batches.put_segment(batch.id, 0, kept)
+        assert not await r.batches.put_segment(batch.id, 0, kept)
+        done = await r.ended(batch)
+        results = await r.results(done.output_file_id)
+    assert sorted(prompts) == [SEGMENT_LINES + n for n in range(5)]
+    assert [result["custom_id"] for result in results] == ["kept", *(f"c{SEGMENT_LINES + n}" for n in range(5))]
+    assert done.request_counts == RequestCounts(SEGMENT_LINES + 5, SEGMENT_LINES + 5, 0)
+
+
+async def test_a_batch_that_takes_too_long_expires_with_what_is_done() -> None:
+    async def handle(exchange: Exchange) -> None:
+        r.now[0] = 1001.0 + WINDOW_S
+        await exchange.respond(b"{}")
+
+    async with running(handle) as r:
+        done = await r.ended(await r.create(lines_of(SEGMENT_LINES + 1)))
+        outputs, errors = await r.results(done.output_file_id), await r.results(done.error_file_id)
+    assert (done.status, len(outputs)) == ("expired", SEGMENT_LINES)
+    assert [(error["custom_id"], error["error"]["code"]) for error in errors] == [(f"c{SEGMENT_LINES}", "batch_expired")]
+
+
+async def test_a_batch_without_its_key_or_its_file_fails() -> None:
+    def withdrawn(name: str) -> Account:
+        raise Unauthenticated("there is no API key 'x' any more")
+
+    async def handle(exchange: Exchange) -> None:
+        raise AssertionError("nothing is carried out")
+
+    async with running(handle, withdrawn) as r:
+        keyless = await r.ended(await r.create(lines_of(1)))
+    async with running(handle) as r:
+        fileless = await r.ended(await r.batches.create("", URL, "file-" + "0" * 32, None))
+    for batch, words in ((keyless, "no API key 'x'"), (fileless, "is not found")):
+        assert batch.status == "failed" and batch.errors is not None
+        assert words in batch.errors.data[0].message
+
+
+async def test_without_jetstream_a_batch_goes_on_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.01)
+    calls = [0]
+
+    async def handle(exchange: Exchange) -> None:
+        calls[0] += 1
+        if calls[0] == 1:
+            r.records.is_away = True
+            asyncio.get_running_loop().call_later(0.05, setattr, r.records, "is_away", False)
+        await exchange.respond(b"{}")
+
+    async with running(handle) as r:
+        batch = await r.create(lines_of(1))
+        r.runner.poke()
+        async with asyncio.timeout(10):
+            while any(".waiting." in key for key in r.records.records):
+                await asyncio.sleep(0)
+        done = await r.batches.read("", batch.id)
+    assert (done.status, calls[0]) == ("completed", 2)
