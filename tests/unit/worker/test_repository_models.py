@@ -82,6 +82,18 @@ async def test_an_onnx_model_needs_no_configuration(tmp_path: Path) -> None:
         assert (fixed.max_batch_size, fixed.inputs[0].shape) == (0, (2, 3))
 
 
+@pytest.mark.parametrize("policy", ["", "default_queue_policy { max_queue_size: 9 }"])
+async def test_an_onnx_model_without_a_batch_dimension_may_have_a_queue(tmp_path: Path, policy: str) -> None:
+    tensors = "".join(
+        f'{kind} {{ name: "{name}" data_type: TYPE_FP32 dims: [ 3 ] }}\n' for kind, name in (("input", "x"), ("output", "y"))
+    )
+    folder = onnx_model(tmp_path / "times", dims=(3,))
+    (folder / "config.pbtxt").write_text(f"{tensors} dynamic_batching {{ {policy} }}")
+    async with opened(tmp_path, "times") as models:
+        responses = await asyncio.gather(*(infer(models, "times", x(n, n, n)) for n in range(4)))
+        assert responses == [{"y": [2.0 * n] * 3} for n in range(4)]
+
+
 async def test_requests_for_an_onnx_model_are_batched_and_split_again(tmp_path: Path) -> None:
     config = """
 max_batch_size: 8

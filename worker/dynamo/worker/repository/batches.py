@@ -17,13 +17,15 @@ from dynamo.worker.repository.ragged import ragged_inputs
 def batch_policy(config: ModelConfig, concurrency: int, ahead: int = 0) -> BatchPolicy | None:
     """Return the batch policy of `config`; None if its requests do not queue, as those of decoupled models.
 
-    Requests of a model without a batch dimension count as one row, and are run one by one. Raises InvalidRequest for settings
-    that contradict each other.
+    Requests of a model without a batch dimension are run one by one; they queue, as one row each, if there are queue policies.
+    Raises InvalidRequest for settings that contradict each other.
     """
     if not config.HasField("dynamic_batching") or config.model_transaction_policy.decoupled:
         return None
     try:
         policy = from_dynamic_batching(config.dynamic_batching).to_policy(max(1, config.max_batch_size), concurrency)
+        if not config.max_batch_size and policy.queue.is_plain:
+            return None
         return replace(policy, ahead=ahead, ragged_inputs=ragged_inputs(config))
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
