@@ -68,7 +68,8 @@ async def test_media_travel_beside_the_prompt_which_has_their_digests() -> None:
     seer = model(modalities=("image",))
     parts = [image("AAAA"), {"type": "text", "text": "or"}, image("BBBB")]
     messages = [{"role": "user", "content": parts}]
-    generate = await seer.to_generate(TextRequest(model="talker", messages=messages, media=(parts[0], parts[2])))
+    # An API may list them in another order than the conversation has them.
+    generate = await seer.to_generate(TextRequest(model="talker", messages=messages, media=(parts[2], parts[0])))
     assert generate.media == (parts[0], parts[2])
     [message] = unpack_text(generate.prompt).messages or []
     first, _, second = message["content"]

@@ -104,7 +104,9 @@ async def test_pooling_returns_the_rows() -> None:
         ("/v1/rerank", {"model": "talker", "query": "a", "documents": ["b"]}),
         ("/v1/rerank", {"query": "a", "documents": []}),
         ("/v1/rerank", {"query": "", "documents": ["b"]}),
-        ("/v1/rerank", {"query": "a", "documents": ["b"] * 4}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"] * 5}),
+        ("/v1/rerank", {"query": "a" * 60, "documents": ["b"] * 2}),
+        ("/v1/score", {"text_1": "a", "text_2": []}),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}),
         ("/v1/classify", {"model": "judge", "input": "a"}),
@@ -112,6 +114,6 @@ async def test_pooling_returns_the_rows() -> None:
     ],
 )
 async def test_what_no_model_can_do_is_rejected(path: str, body: dict[str, Any]) -> None:
-    limits = TextOptions(limits=TextLimits(max_embedding_inputs=4))
+    limits = TextOptions(limits=TextLimits(max_embedding_inputs=4, max_prompt_chars=100))
     async with open_http_edge(JUDGE, chat_card(), tensor_card(), respond=numbers(common), text=limits) as edge:
         assert (await edge.post(path, body)).status_code == 400

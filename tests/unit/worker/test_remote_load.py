@@ -44,6 +44,7 @@ LLAMA = "llamacpp:requests_processing 2\nllamacpp:requests_deferred 1\nllamacpp:
         (LLAMA, ServerLoad(2, 1)),
         ("dynamo_frontend_inflight_requests 3\n", None),
         ("", None),
+        ("vllm:num_requests_running{} NaN\nvllm:num_requests_running{} 1e999\nvllm:num_requests_running{} -\n", None),
     ],
 )
 def test_a_page_of_metrics_says_the_load(page: str, expected: ServerLoad | None) -> None:

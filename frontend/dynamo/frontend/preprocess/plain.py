@@ -49,7 +49,7 @@ class PlainTextModel:
         check_text_request(request, self._info, self._limits)
         self._check_needs(request)
         is_long = len(request.messages or ()) > _MANY_MESSAGES or bool(request.media)
-        prompt = await self._offload.run_if(is_long, self._pack, request)
+        prompt, media = await self._offload.run_if(is_long, self._pack, request)
         generate = GenerateRequest(
             model=request.model,
             prompt=prompt,
@@ -57,7 +57,7 @@ class PlainTextModel:
             stop=request.stop,
             n=request.n,
             cache_salt=request.cache_salt,
-            media=request.media,
+            media=media,
         )
         check_request(generate)
         return generate
@@ -69,7 +69,8 @@ class PlainTextModel:
         """Raises InvalidRequest: only the engine knows the text that the model gets."""
         self._needs_tokens("the text of a rendered conversation")
 
-    def _pack(self, request: TextRequest) -> bytes:
+    def _pack(self, request: TextRequest) -> tuple[bytes, tuple[dict[str, Any], ...]]:
+        """Return the prompt, and the media that it names."""
         if request.messages is None:
             if len(request.prompt or "") > self._limits.max_prompt_chars:
                 raise ContextExceeded(
@@ -77,7 +78,7 @@ class PlainTextModel:
                     param="prompt",
                 )
             assert isinstance(request.prompt, str)
-            return pack_text(TextPrompt(prompt=request.prompt))
+            return pack_text(TextPrompt(prompt=request.prompt)), ()
         check_length(request.messages, self._limits)
         messages: Sequence[Mapping[str, Any]] = [
             with_checked_content(message, self._info.modalities) for message in request.messages
@@ -85,12 +86,9 @@ class PlainTextModel:
         tools = request.tools
         if self._info.tool_parser == GENERIC or request.sampling.guided is not None:
             messages, tools = in_plain_messages(messages, tools), ()
-        prompt = TextPrompt(
-            tools=list(map(dict, tools)),
-            template_variables=dict(request.chat_template_kwargs),
-            messages=_with_places(messages),
-        )
-        return pack_text(prompt)
+        placed, media = _with_places(messages)
+        variables = dict(request.chat_template_kwargs)
+        return pack_text(TextPrompt(tools=list(map(dict, tools)), template_variables=variables, messages=placed)), media
 
     def _check_needs(self, request: TextRequest) -> None:
         """Raises InvalidRequest for a setting that needs tokens or the template, which only the engine has."""
@@ -112,9 +110,9 @@ class PlainTextModel:
         raise InvalidRequest(f"model '{self._name}' takes text and generates text: it does not support {what}", param=param)
 
 
-def _with_places(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which media, sent beside them, have left their number and, for routers, their digest."""
-    number = 0
+def _with_places(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
+    """Return messages in which media have left their number and, for routers, their digest; and the media by their numbers."""
+    media: list[dict[str, Any]] = []
     result = []
     for message in messages:
         content = message.get("content")
@@ -126,11 +124,11 @@ def _with_places(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     parts.append(part)
                     continue
                 digest = sha256(msgspec.json.encode(part)).hexdigest()
-                parts.append({"type": "media", "index": number, "sha256": digest})
-                number += 1
+                parts.append({"type": "media", "index": len(media), "sha256": digest})
+                media.append(part)
             shaped["content"] = parts
         result.append(shaped)
-    return result
+    return result, tuple(media)
 
 
 class PlainDetokenizer:

@@ -88,9 +88,9 @@ class Numbers:
 
     async def scores(self, queries: Sequence[str], documents: Sequence[str]) -> list[float]:
         """Return how well each document matches the query at its place; one query stands for all documents."""
-        self._check((*queries, *documents))
         if scores_pairs(self.card):
             firsts = [*queries] * len(documents) if len(queries) == 1 else queries
+            self._check(documents, firsts)
             head = ModelInferRequest(model_name=self.name)
             for name in (FIRST_INPUT, SECOND_INPUT):
                 head.inputs.add(name=name, datatype="BYTES", shape=[len(documents)])
@@ -106,13 +106,16 @@ class Numbers:
         self.tokens += tokens
         return vectors
 
-    def _check(self, texts: Sequence[str | list[int]]) -> None:
+    def _check(self, texts: Sequence[str | list[int]], others: Sequence[str] = ()) -> None:
+        """Raises InvalidRequest for no text, or too many, or texts that are too long together with `others`."""
+        if not texts:
+            raise InvalidRequest("there is no text")
         most = self.limits.max_embedding_inputs
         if len(texts) > most:
             raise InvalidRequest(f"got {len(texts)} texts; at most {most} are allowed")
-        if not all(texts):
+        if not (all(texts) and all(others)):
             raise InvalidRequest("a text is empty")
-        check_chars(sum(map(len, texts)), self.limits, "input")
+        check_chars(sum(map(len, texts)) + sum(map(len, others)), self.limits, "input")
 
     @property
     def usage(self) -> EmbeddingUsage:

@@ -21,7 +21,7 @@ _RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs", "l
 _WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred"})
 _CACHE_USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
 _CACHE_CONFIG = frozenset({"vllm:cache_config_info", "sglang:cache_config_info"})
-_SAMPLE = re.compile(r"^([a-z]+:\w+)(?:\{(.*)\})? ([0-9.eE+-]+)(?: \d+)?$")
+_SAMPLE = re.compile(r"^([a-z]+:\w+)(?:\{(.*)\})? ([0-9]{1,18}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
