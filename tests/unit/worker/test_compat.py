@@ -135,8 +135,16 @@ async def test_a_generation_that_failed_is_an_error(tokens: RegisteredModel, rea
 async def test_an_error_of_a_handler_fails_its_request(tokens: RegisteredModel) -> None:
     with pytest.raises(EngineError, match="model 'tokens' failed: ValueError: no idea"):
         await run(tokens, handler(ValueError("no idea")), token_request())
-    with pytest.raises(InvalidRequest, match="n must be 1"):
-        await run(tokens, handler(), token_request(n=2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"n": 2}, "n"), ({"logprobs": 1}, "logprobs"), ({"sampling": Sampling(logit_bias={1: 1.0})}, "logit_bias")],
+)
+async def test_what_a_handler_of_tokens_cannot_do_is_refused(tokens: RegisteredModel, fields: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await run(tokens, handler(), token_request(**fields))
+    assert refused.value.param == param
 
 
 async def test_a_request_that_is_left_closes_the_handler(tokens: RegisteredModel) -> None:

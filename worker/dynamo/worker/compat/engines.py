@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from hashlib import sha256
@@ -14,6 +15,7 @@ import numpy as np
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensors import DATATYPES, Array
 from dynamo.protos.model_config_pb2 import ModelConfig
@@ -25,6 +27,8 @@ from dynamo.worker.engine.open_requests import OpenRequests
 from dynamo.worker.engine.python import InferContext, PythonEngine
 from dynamo.worker.engine.remote.text import TextDialect
 from dynamo.worker.tokenizers.folder import TextFiles, read_folder
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[..., AsyncIterator[Any]]
 """A worker's async generator of a request and, unless it leaves it out, a `Context`."""
@@ -113,6 +117,7 @@ class _Handler:
         except DynamoError:
             raise
         except Exception as error:
+            log.exception("model '%s' failed", self.model.name)
             raise EngineError(f"model '{self.model.name}' failed: {type(error).__name__}: {error}") from error
 
     def load(self) -> EngineLoad:
@@ -168,8 +173,7 @@ class TokensHandler(_Handler):
         return [file for file in (self._text.tokenizer, self._text.chat_template) if file]
 
     async def generate(self, request: GenerateRequest, context: RequestContext) -> AsyncIterator[Delta | Summary]:
-        if request.n > 1:
-            raise InvalidRequest(f"n must be 1 for model '{self.model.name}', got {request.n}", param="n")
+        _check(request, self.model.name)
         reason, count = None, 0
         with self._requests.opened(request) as opened:
             async with aclosing(cast(Any, self.items(_tokens_request(request, self._text), context))) as items:
@@ -184,6 +188,15 @@ class TokensHandler(_Handler):
         if reason is None:
             yield Delta(finish_reason=FinishReason.STOP)
         yield Summary(prompt_tokens=request.prompt_tokens, output_tokens=count)
+
+
+def _check(request: GenerateRequest, model: str) -> None:
+    """Raises InvalidRequest for what a handler of tokens does not get, or cannot yield."""
+    check_features(request, "compat", (Feature.GUIDED, Feature.CACHE_SALT))
+    if request.n > 1:
+        raise InvalidRequest(f"n must be 1 for model '{model}', got {request.n}", param="n")
+    if request.logprobs is not None:
+        raise InvalidRequest(f"model '{model}' has no log probabilities", param="logprobs")
 
 
 def _context_length(folder: Path) -> int:
@@ -221,7 +234,7 @@ def _tokens_request(request: GenerateRequest, text: TextFiles) -> dict[str, Any]
             "seed": sampling.seed,
             "guided_decoding": sampling.guided,
         },
-        "output_options": {"logprobs": request.logprobs, "prompt_logprobs": request.prompt_logprobs},
+        "output_options": {"logprobs": None, "prompt_logprobs": None},
         "eos_token_ids": [*text.eos_token_ids],
         "annotations": [],
     }
