@@ -95,6 +95,7 @@ async def main(arguments: argparse.Namespace) -> int:
             repository = Path(folder) / write.__name__
             models = write(repository)
             runs = [run for run in results if _repository_of(run.script) is write]
+            runs.sort(key=lambda run: "model_control" in run.script)  # it leaves a model unloaded that others need
             for start in (partial(triton, arguments.packages, repository, models), partial(here, repository, models)):
                 for run, outcome in await _outcomes(start, arguments, runs, picture):
                     results[run].append(outcome)

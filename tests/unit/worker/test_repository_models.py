@@ -561,6 +561,16 @@ async def test_files_whose_names_no_file_system_takes_are_refused(tmp_path: Path
         assert models.index() == ()
 
 
+async def test_files_that_cannot_be_written_leave_the_state_of_a_model_as_it_is(tmp_path: Path) -> None:
+    python_model(tmp_path, "m")
+    async with opened(tmp_path, "m") as models:
+        await models.unload_model("m")
+        with pytest.raises(DynamoError, match="failed to poll"):
+            await models.load_model(LoadRequest(model="m", config="{}", files={"n" * 256: b""}))
+        [entry] = models.index()
+        assert (entry.reason, entry.is_wanted) == ("unloaded", False)
+
+
 async def test_a_python_model_may_declare_no_tensors(tmp_path: Path) -> None:
     async with opened(tmp_path) as models:
         await models.load_model(LoadRequest(model="new", config='{"backend": "python"}', files={"1/model.py": DOUBLE.encode()}))

@@ -52,7 +52,7 @@ from dynamo.worker.repository.python_backend import PythonBackend
 from dynamo.worker.repository.rate_limiter import RateLimiter
 from dynamo.worker.repository.response_cache import ResponseCache
 from dynamo.worker.repository.sequences import SequenceModel
-from dynamo.worker.repository.source import ModelPaths, temporary_folder, write_files
+from dynamo.worker.repository.source import FilesNotWritten, ModelPaths, temporary_folder, write_files
 from dynamo.worker.repository.warmup import warm_up
 from dynamo.worker.statistics import VersionStatistics
 
@@ -378,7 +378,7 @@ class RepositoryModels:
             self._take(loaded)
             self._remember_override(request)
         except BaseException as error:
-            if isinstance(error, DynamoError) and not isinstance(error, ModelNotFound):
+            if isinstance(error, DynamoError) and not isinstance(error, ModelNotFound | FilesNotWritten):
                 self._fail(name, f"Internal: {error}" if isinstance(error, EngineError) else str(error))
             elif before is not None:
                 self._states[name] = before
