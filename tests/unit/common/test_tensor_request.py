@@ -97,3 +97,16 @@ def test_a_response_in_pieces_is_what_protobuf_would_write(raws: list[bytes], si
     assert ModelInferResponse.FromString(b"".join(pieces)) == ModelInferResponse(model_name="m", id="1", raw_output_contents=raws)
     if size > SMALL_BYTES:
         assert any(piece is raws[-1] for piece in pieces)
+
+
+@pytest.mark.parametrize("size", [0, 10, 3 * SMALL_BYTES])
+def test_a_renamed_request_differs_in_its_name_alone(size: int) -> None:
+    message = raw_request()
+    message.raw_input_contents[:] = [bytes(size)] * len(message.inputs)
+    request = TensorRequest.parse(memoryview(message.SerializeToString()))
+    renamed = request.renamed("other")
+    message.model_name = "other"
+    assert ModelInferRequest.FromString(bytes(renamed.raw)) == message
+    assert (renamed.head.model_name, request.head.model_name != "other") == ("other", True)
+    assert list(map(bytes, renamed.raw_inputs)) == list(message.raw_input_contents)
+    assert renamed.renamed("other") is renamed
