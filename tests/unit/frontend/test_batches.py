@@ -226,7 +226,7 @@ async def test_the_output_has_the_order_of_the_lines_and_errors_lie_apart() -> N
 
 
 async def test_lines_wait_while_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(runner_module, "FIRST_PAUSE_S", 0.0)
     refusals = [3]
 
     async def handle(exchange: Exchange) -> None:

@@ -50,7 +50,7 @@ LINES_AT_ONCE = 64
 """Of all its batches."""
 POLL_S = 5.0
 _REFUSED = frozenset({429, 503, 529})
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _RETRIES = 20
 _PRIORITY = b"-1000"
 
@@ -223,7 +223,7 @@ class BatchRunner:
 
     async def _line(self, account: Account, batch: Batch, line: Line) -> tuple[bool, str]:
         """Return whether a line went well, and its result."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s = FIRST_PAUSE_S
         operation = self._operations[batch.endpoint]
         for _ in range(_RETRIES):
             async with self._lines:
