@@ -164,7 +164,6 @@ class Load:
     def __init__(self, client: Client, request: Callable[[int], bytes]) -> None:
         self.count = 0
         self.failures: list[str] = []
-        self.longest_s = 0.0
         self._client = client
         self._request = request
         self._numbers = itertools.count()
@@ -177,7 +176,6 @@ class Load:
     async def run(self) -> None:
         while not self._stop.is_set():
             request = self._request(next(self._numbers))
-            begun = time.monotonic()
             try:
                 response = await self._client.infer(request, 60.0)
             except grpc.aio.AioRpcError as error:
@@ -187,7 +185,6 @@ class Load:
                 if list(response.raw_output_contents) != list(sent.raw_input_contents):
                     self.failures.append("the answer of another request")
                 self.count += 1
-            self.longest_s = max(self.longest_s, time.monotonic() - begun)
             self._news.set()
 
     async def completed(self, more: int, timeout_s: float = 30.0) -> None:
