@@ -276,3 +276,17 @@ async def test_a_response_keeps_to_windows_that_change(windows: tuple[int, int])
         client.send(*(window(1, 1) for _ in range(10)))
         _, rest = await client.response(1)
         assert received + rest == message(b"hello")
+
+
+async def test_a_window_that_grows_by_settings_is_used_behind_their_acknowledgement() -> None:
+    """RFC 9113, 6.5.3. gRPC's clients, whose estimates of bandwidth grow, end a stream that uses it before."""
+    settings = {frames.INITIAL_WINDOW_SIZE: 1}
+    async with serve_grpc(GrpcOptions(port=0), SERVICES) as server, connected(server.port, settings) as client:
+        client.send(call(1, b"hello"))
+        assert await client.next_of(frames.DATA) is not None
+        client.send(setting(frames.INITIAL_WINDOW_SIZE, 65_535))
+        frame = await client.frame()
+        assert frame is not None
+        assert (frame.kind, frame.flags) == (frames.SETTINGS, frames.ACK)
+        _, rest = await client.response(1)
+        assert rest == message(b"hello")[1:]

@@ -540,6 +540,9 @@ class Connection(asyncio.BufferedProtocol):
         self._resize_windows(window)  # once for a frame: all calls have one
         self._has_settings = True
         self._acknowledge(frames.encode_frame(frames.SETTINGS, frames.ACK, 0))
+        # Only behind the acknowledgement: until that has come, gRPC's clients hold us to the windows they had before.
+        for call in list(self._calls.values()):
+            self.sender.window_grown(call.out)
         self.sender.pump()
 
     def _apply_setting(self, key: int, value: int) -> None:
@@ -561,7 +564,6 @@ class Connection(asyncio.BufferedProtocol):
                 call.out.window.grow(more)
             except WindowOverflow:
                 raise ConnectionFailure(ErrorCode.FLOW_CONTROL_ERROR, "a window is over 2^31-1") from None
-            self.sender.window_grown(call.out)
 
     def _reset_received(self, stream: int, code: int) -> None:
         self._check_not_idle(stream, "RST_STREAM")
