@@ -17,6 +17,7 @@ from dynamo.common.discovery import WITHDRAWN, Instance, decode_registration, en
 from dynamo.common.etcd import Deleted, Etcd, Events, KeyValue, Put, Reset
 from dynamo.common.etcd.errors import EtcdUnavailable
 from dynamo.common.etcd.kv import Listing
+from dynamo.common.etcd.lease import DEFAULT_TTL_S
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.fleet.directory import COALESCE_S, DOWN_S, EXPIRED_S, RETURN_S, Directory, open_directory
@@ -25,6 +26,8 @@ from tests.support.virtual_time import VirtualTimeLoop, in_virtual_time
 T = TypeVar("T")
 ENDPOINT = Endpoint()
 RECONCILE_S = 7.0
+RENEWAL_S = DEFAULT_TTL_S / 3
+"""A worker learns within this time that its lease is gone."""
 SETTLED_S = 2 * max(RETURN_S, DOWN_S)
 GARBAGE = b"garbage"
 _UNREADABLE = (GARBAGE, WITHDRAWN)
@@ -371,7 +374,7 @@ async def test_an_instance_that_lost_its_lease_serves_on_and_its_return_is_no_ch
         changes: list[Sequence[Instance]] = []
         directory.on_registrations(lambda added, removed: changes.append([*added, *removed]))
         store.delete(instance.key)
-        await asyncio.sleep(0.9 * EXPIRED_S)
+        await asyncio.sleep(1.2 * RENEWAL_S)
         assert list(directory.instances("a")) == [instance]
         store.put(instance.key, encode_registration(instance))
         await asyncio.sleep(2 * EXPIRED_S)

@@ -24,9 +24,9 @@ COALESCE_S = 0.05
 RECONCILE_S = 30.0
 RETURN_S = 10.0
 """The TTL of a lease: within it, a live worker has noticed that its lease is gone and has registered again."""
-EXPIRED_S = 3.0
+EXPIRED_S = 5.0
 """How long an instance is kept whose registration has expired. If it lives, as after a pause of etcd, of its link to it or of the
-whole machine, its own clock says that the lease is over, and it has registered again by then."""
+whole machine, it has registered again by then: it renews its lease every third of the TTL, and is told that it is gone."""
 DOWN_S = 10.0
 """How long an instance stays marked down: after the TTL of a lease, the registration of a dead worker is gone as well."""
 _LONGEST_PAUSE_S = 10.0

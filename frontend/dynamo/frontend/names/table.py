@@ -108,7 +108,7 @@ class NameTable:
         try:
             rules = msgspec.json.decode(kv.value, type=Rules).rules
             check_rules(rules)
-        except (msgspec.MsgspecError, DynamoError) as error:
+        except (ValueError, RecursionError, DynamoError) as error:  # text that is not UTF-8 is a ValueError, too
             log.error("the names of models at %s are not valid, and those before stay in use: %s", kv.key, error)
             return
         if rules != self.rules:
