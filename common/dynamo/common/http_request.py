@@ -6,6 +6,7 @@ import asyncio
 import http
 import logging
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dynamo.common.asgi import Message, Scope
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from dynamo.common.http_connection import HttpConnection
 
 _log = logging.getLogger(__name__)
+
+CLIENT_WATCH = "dynamo.client_watch"
+"""Where an application finds, in a request's scope, its `ClientWatch`."""
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 HIGH_WATER_BYTES = 64 * 1024
@@ -37,11 +41,29 @@ def _status_line(status: int) -> bytes:
 STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
 
 
+class ClientWatch:
+    """Calls a function when the client of a request leaves, which takes no task that waits for it in `receive`."""
+
+    __slots__ = ("has_left", "on_leave")
+
+    def __init__(self) -> None:
+        self.has_left = False
+        self.on_leave: Callable[[], None] | None = None
+        """Called at most once; not if the client has left before it is set."""
+
+    def leave(self) -> None:
+        if self.has_left:
+            return
+        self.has_left = True
+        if self.on_leave is not None:
+            self.on_leave()
+
+
 class HttpRequest:
     """One request: what ASGI calls `scope`, `receive` and `send`."""
 
     __slots__ = (
-        "_chunked", "_connection", "_expects_continue", "_head", "_left", "complete", "content_length", "disconnected", "event",
+        "_chunked", "_client", "_connection", "_expects_continue", "_head", "_left", "complete", "content_length", "event",
         "keep_alive", "more_body", "parts", "pending_bytes", "received_bytes", "scope", "started", "version",
     )  # fmt: skip
 
@@ -56,11 +78,11 @@ class HttpRequest:
         self.content_length: int | None = None
         self.event = asyncio.Event()
         self.keep_alive = keep_alive
-        self.disconnected = False
         self.started = False
         """The head of the response has been given, though perhaps not been written."""
         self.complete = False
         """So has its end."""
+        self._client = scope[CLIENT_WATCH] = ClientWatch()
         self._connection = connection
         self._expects_continue = False
         self._head = b""
@@ -74,6 +96,11 @@ class HttpRequest:
                 self.keep_alive = False  # a proxy that speaks HTTP/1.0 does not know where its body ends
             elif name == b"expect" and value.lower() == b"100-continue":
                 self._expects_continue = self.version == "1.1"
+
+    @property
+    def disconnected(self) -> bool:
+        """The client is gone, or no longer worth waiting for."""
+        return self._client.has_left
 
     @property
     def missing_bytes(self) -> int:
@@ -114,7 +141,7 @@ class HttpRequest:
 
     def disconnect(self) -> None:
         """The client is gone, or no longer worth waiting for."""
-        self.disconnected = True
+        self._client.leave()
         self.event.set()
 
     async def receive(self) -> Message:
@@ -131,8 +158,7 @@ class HttpRequest:
         body = bytes(self.parts[0]) if len(self.parts) == 1 else b"".join(self.parts)
         self.parts.clear()
         self.pending_bytes = 0
-        if self.more_body:
-            self._connection.resume_reading()
+        self._connection.resume_reading()  # after the body as well: that the client leaves is read, too
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import weakref
 from typing import Any
 
 import pytest
 
+from dynamo.common.errors import Cancelled
+from dynamo.common.http_request import CLIENT_WATCH, ClientWatch
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.security.accounts import KeyAccount
 from dynamo.frontend.security.keys import ApiKey, Limits
@@ -87,3 +90,50 @@ async def test_a_response_has_an_id_when_the_caller_was_not_identified(headers: 
         assert ids == [b"mine-1"] * 3
     else:
         assert len(set(ids)) == 3 and all(len(made_up) == 32 for made_up in ids)
+
+
+@pytest.mark.parametrize("has_left", [True, False], ids=["before the work", "during the work"])
+async def test_the_work_of_a_client_that_leaves_is_cancelled_once(has_left: bool) -> None:
+    watch = ClientWatch()
+    exchange = Exchange({**scope_of([]), CLIENT_WATCH: watch}, never, ignore, HttpSettings())
+    entered = asyncio.Event()
+
+    async def work() -> None:
+        async with exchange.attended():
+            entered.set()
+            await asyncio.Event().wait()
+
+    if has_left:
+        watch.leave()
+    task = asyncio.create_task(work())
+    await entered.wait()
+    watch.leave()
+    watch.leave()
+    with pytest.raises(Cancelled):
+        await task
+    assert exchange.client_left
+    assert task.cancelling() == 0
+
+
+async def test_a_client_that_leaves_after_the_work_cancels_nothing() -> None:
+    watch = ClientWatch()
+    exchange = Exchange({**scope_of([]), CLIENT_WATCH: watch}, never, ignore, HttpSettings())
+    async with exchange.attended():
+        pass
+    watch.leave()
+    await asyncio.sleep(0)
+    assert not exchange.client_left
+
+
+async def test_work_that_its_own_task_cancels_is_not_taken_for_one_of_a_client_that_left() -> None:
+    exchange = Exchange({**scope_of([]), CLIENT_WATCH: ClientWatch()}, never, ignore, HttpSettings())
+
+    async def work() -> None:
+        async with exchange.attended():
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -15,6 +15,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TypeAlias
 from urllib.parse import parse_qs
 
@@ -24,6 +25,7 @@ from dynamo.common.asgi import Message, Receive, Scope, Send
 from dynamo.common.background import start
 from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge, release
 from dynamo.common.http_connection import ON_HALF_CLOSE
+from dynamo.common.http_request import CLIENT_WATCH, ClientWatch
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
@@ -256,27 +258,9 @@ class Exchange:
                 return b"".join(parts)
             message = await self._receive()
 
-    @asynccontextmanager
-    async def attended(self) -> AsyncIterator[None]:
+    def attended(self) -> Attended:
         """Cancel the body of the context when the client leaves, and raise Cancelled. Enter it once the request has been read."""
-        handler = asyncio.current_task()
-        assert handler is not None
-
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            self.client_left = True
-            handler.cancel()
-
-        watcher = start(watch(), "watch of a client")
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self.client_left and handler.uncancel() == 0:
-                raise Cancelled() from None
-            raise
-        finally:
-            watcher.cancel()
+        return Attended(self, self._scope.get(CLIENT_WATCH) or ClientWatch())
 
     async def respond(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = (JSON,)) -> None:
         """Send the whole response. Raises Overloaded for a long one if the process holds too much."""
@@ -362,6 +346,38 @@ class Exchange:
         if self.explanation is not None and (explained := self.explanation.to_json()):
             headers += ((EXPLAIN.encode(), explained),)
         return headers
+
+
+class Attended:
+    """The context of `Exchange.attended`."""
+
+    __slots__ = ("_exchange", "_handler", "_watch")
+
+    _handler: asyncio.Task[object]
+
+    def __init__(self, exchange: Exchange, watch: ClientWatch) -> None:
+        """`watch` says when the client leaves; that of a server which does not tell never does."""
+        self._exchange = exchange
+        self._watch = watch
+
+    async def __aenter__(self) -> None:
+        handler = asyncio.current_task()
+        assert handler is not None
+        self._handler = handler
+        self._watch.on_leave = self._cancel
+        if self._watch.has_left:
+            self._cancel()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watch.on_leave = None
+        if isinstance(error, asyncio.CancelledError) and self._exchange.client_left and self._handler.uncancel() == 0:
+            raise Cancelled() from None
+
+    def _cancel(self) -> None:
+        self._exchange.client_left = True
+        self._handler.cancel()
 
 
 class EventStream:
