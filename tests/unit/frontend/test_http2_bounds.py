@@ -748,3 +748,25 @@ async def test_a_large_message_is_received_into_shared_memory_and_given_back() -
             assert await client.status(5) == "0"
             ours.sweep()
             assert ours.used_bytes == 0
+
+
+async def test_a_large_message_of_a_call_that_is_reset_as_it_begins_is_given_back() -> None:
+    gc.disable()
+    try:
+        with memory_folder() as folder, ExitStack() as stack:
+            ours, theirs = SharedMemory(folder, 8 * MIB), SharedMemory(folder, MIB)
+            stack.callback(ours.close)
+            stack.callback(theirs.close)
+            assert ours.neighbour(theirs.token) is not None
+            async with serving(memory=ours) as edge, connected(edge.server.port) as client:
+                begin, end = message(bytes(400_000))[:-1000], bytes(1000)
+                client.send(
+                    headers(1), *(data(1, begin[start : start + 16_000], ends=False) for start in range(0, len(begin), 16_000))
+                )
+                await until(lambda: ours.used_bytes > 0)
+                client.send(data(1, end), reset(1), call(3))
+                assert await client.status(3) == "0"
+                ours.sweep()
+                assert ours.used_bytes == 0
+    finally:
+        gc.enable()

@@ -328,8 +328,11 @@ class Call:
         task.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("the call %r failed", self, exc_info=error)
+        try:
+            if (error := task.exception()) is not None:
+                _log.error("the call %r failed", self, exc_info=error)
+        except asyncio.CancelledError as error:
+            release(error)  # as in `_run`, which was not entered
         self._reader.drop()
         self._release(self._held_bytes)
         self._host.call_done(self)
