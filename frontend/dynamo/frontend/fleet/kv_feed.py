@@ -266,7 +266,7 @@ class KvFeed:
             return None
         try:
             return await self._query_snapshot(source)
-        except (DynamoError, ValueError) as error:
+        except (DynamoError, ValueError, RecursionError) as error:
             log.debug("instance %x did not send its KV cache: %s", instance, error)
             return None
 
@@ -370,7 +370,7 @@ class KvFeed:
                 async with self._turns:
                     await self._pace.wait()
                     await self._query_missed(source)
-            except (DynamoError, ValueError) as error:
+            except (DynamoError, ValueError, RecursionError) as error:
                 log.debug("instance %x did not send its KV cache: %s", source.instance.id, error)
                 self._no_longer_stale(source)
                 await asyncio.sleep(pause_s)

@@ -89,7 +89,7 @@ class KvHistory:
                 await self._read(endpoint, reader)
         except TimeoutError:
             log.warning("the recorded KV events of %s take too long to read: the rest is requested from the instances", endpoint)
-        except (DynamoError, ValueError) as error:
+        except (DynamoError, ValueError, RecursionError) as error:
             log.warning(
                 "the recorded KV events of %s cannot be used; requesting snapshots from the instances: %s", endpoint, error
             )
@@ -124,7 +124,7 @@ class KvHistory:
             try:
                 async with asyncio.timeout(_SNAPSHOT_S):
                     await self._compact(subject, endpoint, reader)
-            except (DynamoError, ValueError, TimeoutError) as error:
+            except (DynamoError, ValueError, RecursionError, TimeoutError) as error:
                 log.warning("no snapshot of the KV caches of %s: %s", endpoint, str(error) or "it takes too long")
 
     async def _compact(self, subject: str, endpoint: Endpoint, reader: CacheReader) -> None:
@@ -168,7 +168,7 @@ class KvHistory:
                     try:
                         message = read_message(payload)
                         events.append(((instance_of(source), message.model), message.update))
-                    except ValueError as error:
+                    except (ValueError, RecursionError) as error:
                         log.debug("a recorded KV event on %s cannot be read: %s", source, error)
                 yield batch[-1][0], events
 
