@@ -104,10 +104,12 @@ class Disaggregation:
         """Return the instances that may go on with a computed prompt; none: one does both. Raises Unavailable, InvalidRequest."""
         name = work.name or work.model
         prefill = self._dispatcher.candidates.able_to_serve(name, work.version, work.tokenizer, Role.PREFILL)
+        enforce = self._settings.enforce
+        if not prefill and not enforce:
+            return ()
         decode: Sequence[Instance] = self._dispatcher.candidates.able_to_serve(name, work.version, work.tokenizer, Role.DECODE)
         if call.instance is not None:
             decode = [instance for instance in decode if instance.id == call.instance]
-        enforce = self._settings.enforce
         if not prefill or not decode:
             if enforce:
                 missing = "decode" if prefill else "prefill"

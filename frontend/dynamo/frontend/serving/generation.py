@@ -57,12 +57,14 @@ _TURN_BYTES = 64 * 1024
 class _Part:
     """What one stream generates: all choices, or, after they were moved, one of them."""
 
-    __slots__ = ("_waiting", "is_moved", "is_placed", "migrations_left", "prompt", "reading", "stream")
+    __slots__ = ("_waiting", "is_moved", "is_placed", "migrations_left", "prompt", "reading", "stream", "work")
 
     def __init__(
-        self, stream: DispatchedStream, prompt: GenerateRequest, migrations_left: int, *, is_moved: bool = False
+        self, stream: DispatchedStream, work: Work, prompt: GenerateRequest, migrations_left: int, *, is_moved: bool = False
     ) -> None:
         self.stream = stream
+        self.work = work
+        """`prompt` for the dispatcher."""
         self.prompt = prompt
         """As requested in `stream`."""
         self.migrations_left = migrations_left
@@ -83,8 +85,9 @@ class _Part:
         bodies, self._waiting = _first(self._waiting)
         return bodies
 
-    def go_on(self, rest: GenerateRequest) -> None:
-        """Note that `stream` was moved and requests `rest` now."""
+    def go_on(self, work: Work, rest: GenerateRequest) -> None:
+        """Note that `stream` was moved and requests `rest` now, which is `work` for the dispatcher."""
+        self.work = work
         self.prompt = rest
         self.migrations_left -= 1
         self.is_moved = True
@@ -182,8 +185,9 @@ class Generation:
             self._received = [array("I") for _ in range(self._prompt.n)]
             self._vocabulary = text.tokenizer
             self._detokenizer = text.detokenizer(self._request, self._prompt)
-            self._stream = self._dispatcher.stream(self._work(self._prompt), self._call)
-            self._parts = [_Part(self._stream, self._prompt, self._migration_limit)]
+            work = self._work(self._prompt)
+            self._stream = self._dispatcher.stream(work, self._call)
+            self._parts = [_Part(self._stream, work, self._prompt, self._migration_limit)]
         except BaseException as error:
             self._scope.fail(error)
             raise
@@ -225,7 +229,7 @@ class Generation:
     async def _place(self, part: _Part) -> None:
         """Decide which instances may respond; where there are prefill instances, one of them computes the prompt before."""
         part.is_placed = True
-        placed = await self._disaggregation.place(self._work(part.prompt), part.prompt, self._call)
+        placed = await self._disaggregation.place(part.work, part.prompt, self._call)
         self._prefill = placed.prefill
         part.stream.redirect(placed.work)
         if part.is_moved:
@@ -309,11 +313,11 @@ class Generation:
         """Let other instances generate the rest of these choices, each by itself. Raises `error` if that cannot be."""
         if self._prompt.sampling.guided is not None or part.migrations_left == 0:
             raise error
-        rests = [self._rest(choice) for choice in choices]
-        await part.stream.move(error, self._work(rests[0]))
-        part.go_on(rests[0])
+        rests = [(self._work(rest), rest) for rest in map(self._rest, choices)]
+        await part.stream.move(error, rests[0][0])
+        part.go_on(*rests[0])
         self._parts += [
-            _Part(part.stream.split(error, self._work(rest)), rest, part.migrations_left, is_moved=True) for rest in rests[1:]
+            _Part(part.stream.split(error, work), work, rest, part.migrations_left, is_moved=True) for work, rest in rests[1:]
         ]
         self._is_split = self._prompt.n > 1
 
