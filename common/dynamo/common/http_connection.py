@@ -293,12 +293,14 @@ class HttpConnection(asyncio.Protocol):
         self._in_head = False
         self._deadline = None
         url = b"".join(self._url)
-        size = len(url) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+        size, hosts = len(url), 0
+        for name, value in self._headers:
+            size += len(name) + len(value) + 4
+            hosts += name == b"host"
         self._head_bytes = 0
         if size > self._limits.max_head_bytes:
             self._head_is_too_large = True
             raise ValueError(_HEAD_TOO_LARGE)
-        hosts = sum(name == b"host" for name, _ in self._headers)
         if hosts > 1:
             raise ValueError(f"{hosts} Host headers, of which proxies and servers may use different ones")
         if not hosts and self._parser.get_http_version() == "1.1":

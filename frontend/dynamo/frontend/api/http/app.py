@@ -57,12 +57,13 @@ class HttpApp:
         if scope["type"] != "http":
             raise ValueError(f"an HTTP server cannot serve '{scope['type']}'")
         exchange = Exchange(scope, receive, send, self._settings)
-        if preflight := self._cors.preflight(exchange.method, exchange.headers):
-            return await exchange.respond(b"", 200, preflight)
-        if self._cors.is_preflight(exchange.method, exchange.headers):
-            error = Forbidden("pages of this origin may not use the API: see --allowed-origins")
-            return await exchange.refuse(error, 403, self._errors_near(exchange.path))
-        exchange.cors = self._cors.headers(exchange.headers)
+        if "origin" in exchange.headers:
+            if preflight := self._cors.preflight(exchange.method, exchange.headers):
+                return await exchange.respond(b"", 200, preflight)
+            if self._cors.is_preflight(exchange.method, exchange.headers):
+                error = Forbidden("pages of this origin may not use the API: see --allowed-origins")
+                return await exchange.refuse(error, 403, self._errors_near(exchange.path))
+            exchange.cors = self._cors.headers(exchange.headers)
         try:
             match = self._table.find(exchange.raw_path)
         except InvalidRequest as error:
