@@ -15,6 +15,7 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKENS = 1024
 MAX_TOP_K = 1 << 20
+_DEFAULTS = Sampling()
 GUIDES = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
@@ -78,6 +79,8 @@ def check_request(request: GenerateRequest) -> None:
 
 def check_sampling(sampling: Sampling) -> None:
     """Raises InvalidRequest, with the field as `param`, for a sampling parameter that is out of range."""
+    if sampling == _DEFAULTS:
+        return
     _within("temperature", sampling.temperature, 0, 100)
     _within("top_p", sampling.top_p, 0, 1)
     if sampling.top_p == 0:

@@ -259,10 +259,13 @@ class _Pattern:
 
 def stopper_maker(stop_strings: Sequence[str]) -> Callable[[], Stopper | None]:
     """Return what makes a new `Stopper` for each choice, or None if there are no stop strings."""
-    stops = tuple(_Pattern(text) for text in dict.fromkeys(stop_strings) if text)
+    stops = tuple([_Pattern(text) for text in dict.fromkeys(stop_strings) if text]) if stop_strings else ()
     if not stops:
-        return lambda: None
+        return _no_stopper
     return partial(Stopper, stops, re.compile(f"[{re.escape(''.join(stop.text[0] for stop in stops))}]"))
+
+
+def _no_stopper() -> None: ...
 
 
 class Stopper:

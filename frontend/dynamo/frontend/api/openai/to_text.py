@@ -79,12 +79,11 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
             "'continue_final_message' and 'add_generation_prompt' cannot be combined", param="continue_final_message"
         )
     _check_maximum("top_logprobs", request.top_logprobs, limits.max_logprobs)
-    text = _common(request, limits)
-    text = _with_logprobs(text, (request.top_logprobs or 0) if request.logprobs else None)
     max_tokens = request.max_completion_tokens or request.max_tokens
     if request.max_tokens is not None and request.max_tokens != max_tokens:
         raise InvalidRequest("'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
-    text = msgspec.structs.replace(text, stop=msgspec.structs.replace(text.stop, max_tokens=max_tokens))
+    text = _common(request, limits, max_tokens)
+    text = _with_logprobs(text, (request.top_logprobs or 0) if request.logprobs else None)
     tools, choice = _tools_to_call(request)
     parallel = request.parallel_tool_calls is not False
     forced: ParserKind | None = None
@@ -106,10 +105,8 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
     kinds = choose_parsers(
         card, parsers, forced, has_tools=bool(tools), guided=text.sampling.guided is not None, parallel=parallel
     )
-    text = msgspec.structs.replace(
-        text,
-        skip_special_tokens=text.skip_special_tokens and not any(kind.needs_special_tokens for kind in kinds),
-    )
+    if any(kind.needs_special_tokens for kind in kinds):
+        text = msgspec.structs.replace(text, skip_special_tokens=False)
     if (prompt := _replaced_prompt(request)) is not None:
         text = msgspec.structs.replace(text, prompt=prompt)
     else:
@@ -142,7 +139,7 @@ def completion_to_text(request: CompletionRequest, card: ModelCard, limits: Text
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("'max_tokens' must be at least 1 without 'echo'", param="max_tokens")
     _check_maximum("logprobs", request.logprobs, limits.max_logprobs)
-    text = _common(request, limits)
+    text = _common(request, limits, 16 if request.max_tokens is None else request.max_tokens)
     if request.best_of is not None:
         _check_maximum("best_of", request.best_of, limits.max_best_of)
         if request.best_of < text.n:
@@ -159,12 +156,10 @@ def completion_to_text(request: CompletionRequest, card: ModelCard, limits: Text
             "'echo' with 'logprobs' cannot be streamed: the prompt's log probabilities are only known at the end", param="echo"
         )
     ranked = request.best_of is not None and request.best_of > text.n
-    text = msgspec.structs.replace(
-        text,
-        n=request.best_of if ranked and request.best_of else text.n,
-        prompt_logprobs=max(request.logprobs or 0, text.prompt_logprobs or 0) if wants_prompt else text.prompt_logprobs,
-        stop=msgspec.structs.replace(text.stop, max_tokens=16 if request.max_tokens is None else request.max_tokens),
-    )
+    if ranked:
+        text = msgspec.structs.replace(text, n=request.best_of)
+    if wants_prompt:
+        text = msgspec.structs.replace(text, prompt_logprobs=max(request.logprobs or 0, text.prompt_logprobs or 0))
     text = _with_logprobs(text, request.logprobs if request.logprobs is not None else 0 if ranked else None)
     prompts = _prompts(request)
     choices = len(prompts) * text.n
@@ -276,7 +271,7 @@ def call_of(request: TextGenerationRequest, caller: Caller, endpoint: str) -> Ca
     return msgspec.structs.replace(call, priority=priority, overrides=overrides, instance=instance, session=session)
 
 
-def _common(request: TextGenerationRequest, limits: TextLimits) -> TextRequest:
+def _common(request: TextGenerationRequest, limits: TextLimits, max_tokens: int | None) -> TextRequest:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("'stream_options' is only allowed with 'stream'", param="stream_options")
     if request.nvext is not None and request.nvext.annotations and not request.stream:
@@ -292,7 +287,7 @@ def _common(request: TextGenerationRequest, limits: TextLimits) -> TextRequest:
         model=request.model_name,
         sampling=_sampling(request),
         stop=Stop(
-            max_tokens=request.max_tokens,
+            max_tokens=max_tokens,
             min_tokens=request.min_tokens or 0,
             token_ids=tuple(request.stop_token_ids or ()),
             ignore_eos=bool(request.ignore_eos),
@@ -314,7 +309,7 @@ def _common(request: TextGenerationRequest, limits: TextLimits) -> TextRequest:
 def _with_logprobs(text: TextRequest, alternatives: int | None) -> TextRequest:
     """Raises InvalidRequest if tokens are chosen for log probabilities that are not requested."""
     if not text.logprob_token_ids:
-        return msgspec.structs.replace(text, logprobs=alternatives)
+        return text if alternatives is None else msgspec.structs.replace(text, logprobs=alternatives)
     if alternatives is None:
         raise InvalidRequest("'logprob_token_ids' needs 'logprobs'", param="logprob_token_ids")
     if text.stop.max_tokens == 0:
