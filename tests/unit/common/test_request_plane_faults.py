@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -279,6 +280,21 @@ async def test_a_cancel_that_is_lost_is_sent_again(verb: str) -> None:
         stream.cancel()
         await asyncio.sleep(3)
         assert p.servers[0].open_requests == 0
+
+
+@in_virtual_time
+async def test_a_request_that_is_cancelled_before_its_handler_begins_keeps_no_memory() -> None:
+    gc.disable()
+    try:
+        async with plane({"held": Held()}) as p:
+            id_, reply = InstanceId(0), f"{p.client.prefix}.0.1"
+            both = [frames.Open(1, "held", {}, -1, 3, 3, 0, memoryview(b"abc")), frames.Cancel(1)]
+            p.frontend.publish_nowait(ENDPOINT.rpc_subject(id_), [frames.message_head(2), *map(frames.encode, both)], reply)
+            await asyncio.sleep(1)
+            assert p.servers[0].open_requests == 0
+            assert not [one for one in gc.get_objects() if isinstance(one, Incoming)]
+    finally:
+        gc.enable()
 
 
 @in_virtual_time

@@ -328,6 +328,7 @@ class Incoming:
         self._outgoing.clear()
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
+            self._task = None  # if it has not begun, it keeps the frame of `_run`, and so this request
         self._server.forget(self)
 
     def release(self) -> None:
