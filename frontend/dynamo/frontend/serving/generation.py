@@ -46,7 +46,7 @@ from dynamo.frontend.serving.call import Work
 from dynamo.frontend.serving.disaggregation import Disaggregation, Prefill
 from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.request_scope import RequestScope
-from dynamo.frontend.serving.text_models import Detokenizer, TextModels, Vocabulary
+from dynamo.frontend.serving.text_models import Detokenizer, TextModel, TextModels, Vocabulary
 
 _END_TOKENS = 16
 """Enough for the tags that a chat template ends with."""
@@ -173,11 +173,7 @@ class Generation:
             if deadline != self._call.deadline:
                 self._call = msgspec.structs.replace(self._call, deadline=deadline)
             text = await self._texts.get(self._card, deadline)
-            try:
-                async with asyncio.timeout_at(deadline):
-                    prompt = await text.to_generate(self._request)
-            except TimeoutError:
-                raise DeadlineExceeded() from None
+            prompt = await self._in_tokens(text, deadline)
             self._prompt = self._addressed(prompt)
             limit = self._request.stop.max_tokens
             self._scope.prompt(prompt.prompt_tokens, None if limit is None else self._prompt.n * (prompt.stop.max_tokens or 0))
@@ -219,6 +215,16 @@ class Generation:
         except DynamoError as error:
             self._scope.fail(error)
             raise
+
+    async def _in_tokens(self, text: TextModel, deadline: float | None) -> GenerateRequest:
+        """Return the request with its prompt in tokens. Raises DeadlineExceeded, InvalidRequest."""
+        if deadline is None:
+            return await text.to_generate(self._request)
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await text.to_generate(self._request)
+        except TimeoutError:
+            raise DeadlineExceeded() from None
 
     def _addressed(self, prompt: GenerateRequest) -> GenerateRequest:
         """`prompt` under the model's own name: the request may have used an alias or an adapter's name."""

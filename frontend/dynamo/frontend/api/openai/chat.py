@@ -52,7 +52,8 @@ class ChatCompletions:
         caller = exchange.identified(caller, request.request_id)
 
         async def attempt(model: str, caller: Caller) -> None:
-            await self._serve(exchange, msgspec.structs.replace(request, model=model), caller, started)
+            named = request if request.model == model else msgspec.structs.replace(request, model=model)
+            await self._serve(exchange, named, caller, started)
 
         session, user = session_of(request), request.user
         await serve_by_name(edge.plane, caller, request.model_name, attempt, exchange.has_begun, session=session, user=user)

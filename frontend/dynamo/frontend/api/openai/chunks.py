@@ -6,7 +6,8 @@ The JSON around the text is encoded once per stream; a token costs encoding its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ _END = b"}\n\n"
 _END_WITH_USAGE = b',"usage":null}\n\n'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Head:
     """The fields that all chunks of a response share."""
 
@@ -37,18 +38,14 @@ class Head:
     model: str
     usage: bool
     """Whether the stream ends with usage, and has `"usage": null` in every chunk before."""
-    _start: bytes = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def start(self) -> bytes:
+        """The chunk up to its choices."""
         fields = encode(
             {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, "system_fingerprint": None}
         )
-        object.__setattr__(self, "_start", b"data: " + fields[:-1] + b',"choices":')
-
-    @property
-    def start(self) -> bytes:
-        """The chunk up to its choices."""
-        return self._start
+        return b"data: " + fields[:-1] + b',"choices":'
 
     @property
     def end(self) -> bytes:

@@ -31,6 +31,8 @@ from dynamo.frontend.serving.text_models import TextModel
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
+_NO_EXTENSION = NvExt()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
@@ -118,7 +120,7 @@ class Extras:
     """The annotations and extra fields that a request's `nvext` selects."""
 
     def __init__(self, request: TextGenerationRequest, started: float, clock: Callable[[], float]) -> None:
-        nvext = request.nvext or NvExt()
+        nvext = request.nvext or _NO_EXTENSION
         self.annotations = nvext.annotations or []
         self._fields = nvext.extra_fields or []
         self._started = started

@@ -258,6 +258,8 @@ def call_of(request: TextGenerationRequest, caller: Caller, endpoint: str) -> Ca
     priority = call.priority or request.priority or 0
     session = call.session or session_of(request)
     if nvext is None:
+        if not priority and not session:
+            return call
         return msgspec.structs.replace(call, priority=priority, session=session)
     hinted = nvext.agent_hints.priority if nvext.agent_hints is not None else None
     overrides = call.overrides

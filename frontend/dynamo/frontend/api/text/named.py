@@ -28,6 +28,8 @@ async def serve_by_name(
 
     `session` and `user` are those in the request's body, if any; a request without a user is its API key's.
     """
+    if not plane.names.has_rule(name):  # it is a model's own, as most are
+        return await attempt(name, caller)
 
     async def by_model(model: str, shadows: tuple[str, ...]) -> T:
         return await attempt(model, msgspec.structs.replace(caller, shadows=shadows) if shadows else caller)
