@@ -96,10 +96,27 @@ async def test_what_needs_tokens_or_another_model_is_refused(fields: dict[str, A
     assert refused.value.param == param
 
 
-async def test_an_image_that_would_have_to_be_fetched_is_refused() -> None:
-    part = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
-    with pytest.raises(InvalidRequest, match="must be a data URL"):
-        await prompt_of(model(modalities=("image",)), messages=[{"role": "user", "content": [part]}], media=(part,))
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}},
+        {"type": "image", "image": "file:///etc/passwd"},
+        {"type": "image", "url": "http://169.254.169.254/"},
+        {"type": "audio_url", "audio_url": {"url": "http://169.254.169.254/"}},
+        {"type": "text", "text": "a", "image_url": "http://169.254.169.254/"},
+    ],
+)
+async def test_media_that_would_have_to_be_fetched_are_refused(part: dict[str, Any]) -> None:
+    seer = model(modalities=("image", "audio"))
+    with pytest.raises(InvalidRequest, match="must be data URLs"):  # as KServe has it, and OpenAI's API
+        await prompt_of(seer, messages=[{"role": "user", "content": [part]}])
+    with pytest.raises(InvalidRequest, match="must be data URLs"):
+        await prompt_of(seer, messages=[HELLO], media=(part,))
+
+
+async def test_audio_in_the_request_is_taken() -> None:
+    part = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    await prompt_of(model(modalities=("audio",)), messages=[{"role": "user", "content": [part]}], media=(part,))
 
 
 async def test_a_vocabulary_is_refused() -> None:

@@ -17,6 +17,8 @@ _MODALITIES = {
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
 """The modality that a model needs for content parts of these types."""
+_URL_FIELDS = frozenset((*_MODALITIES, "url"))
+"""Where servers look for the URL of a part, or for an object that has it."""
 
 
 def check_text_request(request: TextRequest, info: LlmInfo, limits: TextLimits) -> None:
@@ -24,8 +26,7 @@ def check_text_request(request: TextRequest, info: LlmInfo, limits: TextLimits) 
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either a prompt or messages", param="prompt")
     for part in request.media:
-        _check_part(part.get("type"), info.modalities)
-        _check_url(part)
+        _check_part(part, info.modalities)
     if len(request.stop_strings) > limits.max_stop_strings:
         raise InvalidRequest(
             f"got {len(request.stop_strings)} stop strings; at most {limits.max_stop_strings} are allowed",
@@ -57,24 +58,29 @@ def with_checked_content(message: Mapping[str, Any], modalities: Collection[str]
         if modalities:
             for part in content:
                 if not isinstance(part, str):
-                    _check_part(part.get("type") if isinstance(part, Mapping) else None, modalities)
+                    _check_part(part, modalities)
         else:
             result["content"] = "\n".join(map(_text_part, content))
     return result
 
 
-def _check_part(kind: object, modalities: Collection[str]) -> None:
+def _check_part(part: object, modalities: Collection[str]) -> None:
+    """Raises InvalidRequest for a part that the model does not take, or that would have to be fetched."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text" and (not isinstance(kind, str) or _MODALITIES.get(kind) not in modalities):
         supported = ", ".join(("text", *sorted(modalities)))
         raise InvalidRequest(f"the model supports {supported}; got a content part of type {kind!r:.80}", param="messages")
+    assert isinstance(part, Mapping)
+    for field, value in part.items():
+        if field in _URL_FIELDS and value is not None:
+            _check_url(value)
 
 
-def _check_url(part: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest for an image that would have to be fetched: neither frontends nor engines follow a client's URLs."""
-    image = part.get("image_url")
-    url = image.get("url") if isinstance(image, Mapping) else image
-    if image is not None and not (isinstance(url, str) and url.startswith("data:")):
-        raise InvalidRequest(f"an image must be a data URL, data:image/…;base64,…; got {url!r:.80}", param="messages")
+def _check_url(value: object) -> None:
+    """Raises InvalidRequest for media at a URL: neither frontends nor engines follow those of clients."""
+    url = value.get("url", "data:") if isinstance(value, Mapping) else value
+    if not (isinstance(url, str) and url.startswith("data:")):
+        raise InvalidRequest(f"images and other media must be data URLs, data:…;base64,…; got {url!r:.80}", param="messages")
 
 
 def _text_part(part: object) -> str:
