@@ -18,19 +18,19 @@ ENDLESS = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n8\r\ndata: a\n\
 
 
 class Server:
-    """Responds to each request with the next of `responses`; b"" closes the connection instead."""
+    """Responds to each request with the next of `responses`; b"" closes the connection instead, None is silence."""
 
-    def __init__(self, *responses: bytes) -> None:
+    def __init__(self, *responses: bytes | None) -> None:
         self.responses = [*responses]
         self.connections = 0
         self.open: set[asyncio.StreamWriter] = set()
         self.port = 0
 
     @asynccontextmanager
-    async def client(self) -> AsyncIterator[HttpClient]:
+    async def client(self, timeout_s: float = 10) -> AsyncIterator[HttpClient]:
         server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         async with server:
-            client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=10)
+            client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=timeout_s)
             yield client
             client.close()
             for writer in [*self.open]:
@@ -43,6 +43,8 @@ class Server:
             while True:
                 await reader.readuntil(b"\r\n\r\n")
                 response = self.responses.pop(0)
+                if response is None:
+                    continue
                 if not response:
                     break
                 writer.write(response)
@@ -96,6 +98,25 @@ async def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:
     async with server.client() as client:
         await client.fetch("GET", "/")
         assert await client.fetch("GET", "/") == (200, b"ok"), "sent again, since nothing came of it"
+        assert server.connections == 2
+
+
+async def test_a_request_is_not_sent_again_to_a_server_that_is_silent() -> None:
+    server = Server(WHOLE, None, WHOLE)
+    async with server.client(timeout_s=0.05) as client:
+        await client.fetch("GET", "/")
+        with pytest.raises(Unavailable, match="did not respond in time"):
+            await client.fetch("GET", "/")
+        assert server.responses == [WHOLE], "it may be working on the request"
+
+
+async def test_a_closed_client_keeps_no_connection() -> None:
+    server = Server(WHOLE, WHOLE)
+    async with server.client() as client:
+        async with client.send("GET", "/") as response:
+            client.close()
+            assert await response.read() == b"ok"
+        await client.fetch("GET", "/")
         assert server.connections == 2
 
 

@@ -39,6 +39,10 @@ class _Connection:
         self.writer.transport.abort()
 
 
+class _ConnectionLost(Unavailable):
+    """The connection could not be opened, or ended early."""
+
+
 class HttpClient:
     """Sends requests to the server at one URL."""
 
@@ -53,6 +57,7 @@ class HttpClient:
         self._timeout_s = timeout_s
         self._idle: list[_Connection] = []
         """In order of their last use."""
+        self._is_closed = False
 
     def __str__(self) -> str:
         return f"{self._url.scheme}://{self._url.netloc}{self._url.path}"
@@ -70,7 +75,7 @@ class HttpClient:
         try:
             yield response
         finally:
-            if response.leaves_connection and len(self._idle) < _MAX_IDLE:
+            if response.leaves_connection and len(self._idle) < _MAX_IDLE and not self._is_closed:
                 connection.idle_since = time.monotonic()
                 self._idle.append(connection)
             else:
@@ -85,11 +90,11 @@ class HttpClient:
             try:
                 connection.writer.write(data)
                 await response.read_head()
-            except Unavailable:
+            except _ConnectionLost:
                 connection.abort()
                 if kept is None or response.has_begun:
                     raise
-                # The server had closed it before the request arrived.
+                # The server had closed it before the request arrived. One that is silent is not sent the request again.
             except BaseException:
                 connection.abort()
                 raise
@@ -115,7 +120,8 @@ class HttpClient:
                 return _Connection(*await asyncio.open_connection(self._url.hostname, port, ssl=self._tls))
 
     def close(self) -> None:
-        """Close the connections that are kept."""
+        """Close the connections that are kept, and from now on each at the end of its response."""
+        self._is_closed = True
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
@@ -131,7 +137,7 @@ class HttpClient:
             async with asyncio.timeout(self._timeout_s):
                 data = await reader.read(_READ_BYTES)
         if not data:
-            raise Unavailable(f"the server at {self} closed the connection before the end of its response")
+            raise _ConnectionLost(f"the server at {self} closed the connection before the end of its response")
         return data
 
     def _head(self, method: str, path: str, length: int, headers: Mapping[str, str]) -> bytes:
@@ -158,7 +164,7 @@ class HttpClient:
         except TimeoutError as error:
             raise Unavailable(f"the server at {self} did not respond in time") from error
         except OSError as error:
-            raise Unavailable(f"the server at {self} cannot be reached: {error}") from error
+            raise _ConnectionLost(f"the server at {self} cannot be reached: {error}") from error
 
 
 class HttpResponse:
