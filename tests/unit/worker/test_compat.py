@@ -189,6 +189,22 @@ async def test_a_decoupled_model_has_a_response_for_each_item() -> None:
     assert responses[0]["x"].dtype == np.float32
 
 
+async def test_a_handler_of_tensors_learns_that_its_request_was_left() -> None:
+    contexts: list[RequestContext] = []
+
+    async def generate(request: dict[str, Any], context: RequestContext) -> AsyncIterator[dict[str, Any]]:
+        contexts.append(context)
+        while True:
+            yield {"tensors": []}
+
+    model = RegisteredModel(ModelInput.Tensor, "two", "two", tensors={"inputs": [], "outputs": []})
+    decoupled = AnyResponses(model, Declaration(inputs={}, outputs={}), generate)
+    async with aclosing(decoupled.infer(InferContext("r1", "1"))) as responses:  # type: ignore[type-var]
+        assert await anext(responses) == {}
+        assert not contexts[0].is_cancelled
+    assert contexts[0].is_cancelled
+
+
 async def test_tensors_need_a_description() -> None:
     with pytest.raises(InvalidRequest, match="needs a 'tensor_model_config'"):
         make_engine(RegisteredModel(ModelInput.Tensor, "two", "two"), handler())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -275,9 +276,14 @@ class _Tensors:
             "tensors": [_to_tensor(name, datatypes[name], array) for name, array in inputs.items()],
             "parameters": dict(context.parameters),
         }
-        async with aclosing(cast(Any, self._call(request, RequestContext(context.request_id)))) as responses:
-            async for response in responses:
-                yield {tensor["metadata"]["name"]: _from_tensor(tensor) for tensor in response["tensors"]}
+        call = RequestContext(context.request_id)
+        async with aclosing(cast(Any, self._call(request, call))) as responses:
+            try:
+                async for response in responses:
+                    yield {tensor["metadata"]["name"]: _from_tensor(tensor) for tensor in response["tensors"]}
+            except (asyncio.CancelledError, GeneratorExit):
+                call.cancelled.set()
+                raise
 
 
 class OneResponse(_Tensors):
