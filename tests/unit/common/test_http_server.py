@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from dynamo.common.http_connection import HttpLimits
-from dynamo.common.http_request import HttpRequest
+from dynamo.common.http_request import CLIENT_WATCH, HIGH_WATER_BYTES, HttpRequest
 from dynamo.common.http_server import HttpServer, serve_asgi
 from dynamo.common.lifecycle import open_listener
 
@@ -51,6 +51,14 @@ class Echo:
                 while (await receive())["type"] != "http.disconnect":
                     pass
                 self.note("disconnected")
+            case "/watch":
+                while (await receive())["more_body"]:
+                    pass
+                left = asyncio.Event()
+                scope[CLIENT_WATCH].on_leave = left.set
+                self.note("watching")
+                await left.wait()
+                self.note("left")
             case "/gate":
                 self.note(f"at the gate {self.paths.count('/gate')}")
                 await self.gate.wait()
@@ -530,6 +538,15 @@ async def test_a_client_that_is_gone_is_noticed_while_its_request_runs() -> None
             await side.app.until("waiting")
         async with asyncio.timeout(2):
             await side.app.until("disconnected")
+
+
+@pytest.mark.parametrize("body_bytes", [0, 10, 3 * HIGH_WATER_BYTES, MIB])
+async def test_a_client_that_is_gone_is_reported_to_an_application_that_has_read_its_body(body_bytes: int) -> None:
+    async with serving() as side:
+        async with side.client() as client:
+            await client.send(post("/watch", body_bytes) + bytes(body_bytes))
+            await side.app.until("watching")
+        await side.app.until("left")
 
 
 async def test_a_request_whose_body_ends_early_is_not_served_as_if_it_were_whole() -> None:
