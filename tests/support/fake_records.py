@@ -35,7 +35,7 @@ class FakeRecords:
 
     async def keys(self, pattern: str) -> list[str]:
         self._check()
-        return sorted(key for key in self.records if fnmatchcase(key, pattern))
+        return sorted(key for key in self.records if fnmatchcase(key, pattern.replace(">", "*")))
 
     async def delete(self, key: str) -> None:
         self._check()

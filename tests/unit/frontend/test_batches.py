@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from dynamo.common.errors import InvalidRequest, NoInstances, PayloadTooLarge, Unauthenticated
+from dynamo.common.errors import InvalidRequest, NoInstances, PayloadTooLarge, RateLimited, Unauthenticated
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.openai.batches import batch as batch_module
 from dynamo.frontend.api.openai.batches import files as files_module
 from dynamo.frontend.api.openai.batches import runner as runner_module
 from dynamo.frontend.api.openai.batches.batch import (
@@ -269,6 +271,46 @@ async def test_a_batch_that_takes_too_long_expires_with_what_is_done() -> None:
         outputs, errors = await r.results(done.output_file_id), await r.results(done.error_file_id)
     assert (done.status, len(outputs)) == ("expired", SEGMENT_LINES)
     assert [(error["custom_id"], error["error"]["code"]) for error in errors] == [(f"c{SEGMENT_LINES}", "batch_expired")]
+
+
+async def test_a_batch_ends_when_its_results_get_too_large_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "MAX_RESULT_CHARS", 100)
+    monkeypatch.setattr(files_module, "MAX_FILE_BYTES", 10_000)
+
+    async def handle(exchange: Exchange) -> None:
+        await exchange.respond(json.dumps("x" * 1000).encode())
+
+    async with running(handle) as r:
+        done = await r.ended(await r.create(lines_of(SEGMENT_LINES + 1)))
+        outputs, errors = await r.results(done.output_file_id), await r.results(done.error_file_id)
+    assert done.status == "failed" and done.errors is not None and done.errors.data[0].code == "output_too_large"
+    assert len(outputs) == SEGMENT_LINES
+    assert [error["error"]["code"] for error in errors] == ["output_too_large"]
+
+
+async def test_a_frontend_that_was_overtaken_leaves_a_batch_that_has_ended_as_it_is() -> None:
+    async def handle(exchange: Exchange) -> None:
+        await r.batches.change("", batch.id, lambda batch: replace(batch, status="completed", output_file_id="file-x"))
+        await exchange.respond(b"{}")
+
+    async with running(handle) as r:
+        batch = await r.create(lines_of(1))
+        done = await r.ended(batch)
+        assert [file.purpose for file in await r.files.owned_by("")] == ["batch"]
+    assert (done.status, done.output_file_id, done.request_counts.completed) == ("completed", "file-x", 0)
+
+
+async def test_a_key_has_a_bounded_number_of_batches_that_have_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "MAX_WAITING", 2)
+    records: Any = FakeRecords()
+    batches = Batches(lambda: records, "ns")
+    made = [await batches.create("a", URL, "f", None) for _ in range(2)]
+    with pytest.raises(RateLimited, match="2 batches that have not ended"):
+        await batches.create("a", URL, "f", None)
+    other = await batches.create("b", URL, "f", None)
+    await batches.done("a", made[0].id)
+    again = await batches.create("a", URL, "f", None)
+    assert sorted(await batches.waiting()) == sorted([("a", made[1].id), ("b", other.id), ("a", again.id)])
 
 
 async def test_a_batch_without_its_key_or_its_file_fails() -> None:

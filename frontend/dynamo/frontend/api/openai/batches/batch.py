@@ -16,12 +16,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from dynamo.common.errors import InvalidRequest, NotFound
+from dynamo.common.errors import InvalidRequest, NotFound, RateLimited
 from dynamo.common.messaging.records import RecordStore
 from dynamo.common.names import encode
 from dynamo.frontend.api.openai.batches.files import owner_token
 
 MAX_LINES = 50_000
+MAX_WAITING = 100
+"""Batches of one key that have not ended: every frontend reads all of them each few seconds."""
 SEGMENT_LINES = 64
 WINDOW_S = 86_400
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -100,6 +102,10 @@ class Segment(Struct, frozen=True):
     errors: str
     counts: RequestCounts
     """`total` is that of the segment."""
+
+    @property
+    def chars(self) -> int:
+        return len(self.outputs) + len(self.errors)
 
 
 class Owned(Struct, frozen=True):
@@ -189,6 +195,9 @@ class Batches:
         return int(self._clock())
 
     async def create(self, owner: str, endpoint: str, input_file: str, metadata: dict[str, str] | None) -> Batch:
+        """Make a batch, which waits to be carried out. Raises RateLimited."""
+        if len(await self._records().keys(self._waiting_key(owner, "*"))) >= MAX_WAITING:
+            raise RateLimited(f"there are {MAX_WAITING} batches that have not ended; wait for some, or cancel them")
         batch = Batch(
             id=f"batch_{secrets.token_hex(16)}",
             endpoint=endpoint,
@@ -198,7 +207,7 @@ class Batches:
             metadata=metadata,
         )
         await self._records().put(self._key(owner, batch.id), msgspec.json.encode(Owned(owner, batch)))
-        await self._records().put(self._waiting_key(batch.id), owner.encode())
+        await self._records().put(self._waiting_key(owner, batch.id), owner.encode())
         return batch
 
     async def read(self, owner: str, id: str) -> Batch:
@@ -213,10 +222,10 @@ class Batches:
         return _owned.decode(record.value).batch, record.revision
 
     async def change(self, owner: str, id: str, change: Callable[[Batch], Batch]) -> Batch:
-        """Replace a batch by `change` of it as it is then. Raises BatchNotFound, InvalidRequest."""
+        """Replace a batch that has not ended by `change` of it as it is then. Raises BatchNotFound, InvalidRequest."""
         for _ in range(_ATTEMPTS):
             batch, revision = await self.load(owner, id)
-            changed = change(batch)
+            changed = batch if batch.status in ENDED else change(batch)
             if changed is batch:
                 return batch
             data = msgspec.json.encode(Owned(owner, changed))
@@ -233,15 +242,15 @@ class Batches:
 
     async def waiting(self) -> list[tuple[str, str]]:
         """Return the batches that have not ended, as (owner, id)."""
-        keys = await self._records().keys(self._waiting_key("*"))
+        keys = await self._records().keys(f"{self._prefix}.waiting.>")
         records = [(key.rpartition(".")[2], await self._records().get(key)) for key in keys]
         return [(record.value.decode(), id) for id, record in records if record is not None]
 
-    async def done(self, id: str) -> None:
+    async def done(self, owner: str, id: str) -> None:
         """Delete what is kept of a batch that has ended, apart from the batch."""
         for key in await self._records().keys(self._segment_key(id, "*")):
             await self._records().delete(key)
-        await self._records().delete(self._waiting_key(id))
+        await self._records().delete(self._waiting_key(owner, id))
 
     async def segments(self, id: str) -> dict[int, Segment]:
         """Return the results that there are, by the number of the segment."""
@@ -256,8 +265,8 @@ class Batches:
     def _key(self, owner: str, id: str) -> str:
         return f"{self._prefix}.batch.{owner_token(owner)}.{id}"
 
-    def _waiting_key(self, id: str) -> str:
-        return f"{self._prefix}.waiting.{id}"
+    def _waiting_key(self, owner: str, id: str) -> str:
+        return f"{self._prefix}.waiting.{owner_token(owner)}.{id}"
 
     def _segment_key(self, id: str, number: str) -> str:
         return f"{self._prefix}.segment.{id}.{number}"

@@ -51,19 +51,17 @@ class Files:
         self._prefix = encode(namespace, "namespace")
         self._clock = clock
 
-    async def create(self, owner: str, filename: str, purpose: str, content: bytes, id: str = "") -> FileObject:
-        """Make a file; with an `id` it replaces the one that has it. Raises PayloadTooLarge, InvalidRequest."""
+    async def create(self, owner: str, filename: str, purpose: str, content: bytes) -> FileObject:
+        """Make a file. Raises PayloadTooLarge, InvalidRequest."""
         if len(content) > MAX_FILE_BYTES:
             raise PayloadTooLarge(f"the file has {len(content)} bytes; at most {MAX_FILE_BYTES} are allowed")
-        if not id and len(await self._records().keys(self._key(owner, "*"))) >= MAX_FILES:
+        if len(await self._records().keys(self._key(owner, "*"))) >= MAX_FILES:
             raise InvalidRequest(f"there are {MAX_FILES} files already; delete some")
-        file = FileObject(
-            id=id or f"file-{secrets.token_hex(16)}",
-            bytes=len(content),
-            created_at=int(self._clock()),
-            filename=filename,
-            purpose=purpose,
-        )
+        return await self.put(owner, f"file-{secrets.token_hex(16)}", filename, purpose, content)
+
+    async def put(self, owner: str, id: str, filename: str, purpose: str, content: bytes) -> FileObject:
+        """Make a file of any size, or replace the one that has the `id`."""
+        file = FileObject(id=id, bytes=len(content), created_at=int(self._clock()), filename=filename, purpose=purpose)
         await self._records().put(self._content_key(owner, file.id), content)
         await self._records().put(self._key(owner, file.id), msgspec.json.encode(file))
         return file

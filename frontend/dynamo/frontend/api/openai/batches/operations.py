@@ -14,7 +14,7 @@ from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorResponse
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.operation import Handler, Operation
-from dynamo.frontend.api.openai.batches.batch import ENDED, ENDPOINTS, Batch, Batches
+from dynamo.frontend.api.openai.batches.batch import ENDPOINTS, Batch, Batches
 from dynamo.frontend.api.openai.batches.files import MAX_FILE_BYTES, FileObject, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
 from dynamo.frontend.api.openai.stored_operations import page, read_limit
@@ -117,7 +117,7 @@ class BatchOperations:
         now = self._batches.now
 
         def cancelled(batch: Batch) -> Batch:
-            if batch.status in ENDED or batch.status == "cancelling":
+            if batch.status == "cancelling":
                 return batch
             return replace(batch, status="cancelling", cancelling_at=now)
 

@@ -48,6 +48,8 @@ MAX_BATCHES = 4
 """That one process carries out at a time."""
 LINES_AT_ONCE = 64
 """Of all its batches."""
+MAX_RESULT_CHARS = 64 << 20
+"""Of one batch, after which no further segment is carried out: the results are put together in memory."""
 POLL_S = 5.0
 _REFUSED = frozenset({429, 503, 529})
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
@@ -124,9 +126,9 @@ class BatchRunner:
             if batch.status not in ENDED:
                 batch = await self._worked_on(owner, batch)
             self._metrics.batch_ended(batch.status)
-            await self._batches.done(id)
+            await self._batches.done(owner, id)
         except BatchNotFound:
-            await self._batches.done(id)
+            await self._batches.done(owner, id)
         except DynamoError as error:
             log.warning("batch %s stops for now: %s", id, error)
         finally:
@@ -155,14 +157,14 @@ class BatchRunner:
             return replace(batch, status="in_progress", in_progress_at=now, request_counts=counts)
 
         batch = await self._batches.change(owner, batch.id, started)
-        counts = {number: segment.counts for number, segment in (await self._batches.segments(batch.id)).items()}
+        done = await self._batches.segments(batch.id)
         for number in range(-(-len(lines) // SEGMENT_LINES)):
-            if batch.status != "in_progress" or self._batches.now >= batch.expires_at:
+            if batch.status != "in_progress" or self._batches.now >= batch.expires_at or _is_full(done):
                 break
-            if number not in counts:
-                counts[number] = await self._segment(account, batch, number, lines)
-                batch = await self._count(owner, batch, counts.values())
-        return await self._finish(owner, batch, lines)
+            if number not in done:
+                done[number] = await self._segment(account, batch, number, lines)
+                batch = await self._count(owner, batch, [segment.counts for segment in done.values()])
+        return batch if batch.status in ENDED else await self._finish(owner, batch, lines, done)
 
     async def _count(self, owner: str, batch: Batch, counts: Collection[RequestCounts]) -> Batch:
         completed, failed = sum(each.completed for each in counts), sum(each.failed for each in counts)
@@ -172,28 +174,32 @@ class BatchRunner:
 
         return await self._batches.change(owner, batch.id, counted)
 
-    async def _finish(self, owner: str, batch: Batch, lines: Sequence[Line]) -> Batch:
-        """Write the files of a batch that has all its results, or was cancelled or has expired; return it as it is then."""
-        done = await self._batches.segments(batch.id)
-        outputs = "".join(done[number].outputs for number in sorted(done))
-        errors = "".join(done[number].errors for number in sorted(done))
+    async def _finish(self, owner: str, batch: Batch, lines: Sequence[Line], done: Mapping[int, Segment]) -> Batch:
+        """Write the files of a batch, whether or not it has all its results; return it as it is then."""
         missing = [line for number, line in enumerate(lines) if number // SEGMENT_LINES not in done]
+        code = _code_of_missing(batch, done)
+        texts = {
+            "output": "".join(done[number].outputs for number in sorted(done)),
+            "error": "".join(
+                [*(done[number].errors for number in sorted(done)), *(_result(batch.id, line, None, code) for line in missing)]
+            ),
+        }
+        ids: dict[str, str] = {}
+        for kind, text in texts.items():
+            if text:
+                ids[kind] = result_file_id(batch.id, kind)
+                await self._files.put(owner, ids[kind], f"{batch.id}_{kind}.jsonl", "batch_output", text.encode())
         now = self._batches.now
-        code = "batch_cancelled" if batch.status == "cancelling" else "batch_expired"
-        errors += "".join(_result(batch.id, line, None, code) for line in missing)
-        ids: list[str | None] = []
-        for kind, text in (("output", outputs), ("error", errors)):
-            id = result_file_id(batch.id, kind) if text else None
-            if id is not None:
-                await self._files.create(owner, f"{batch.id}_{kind}.jsonl", "batch_output", text.encode(), id)
-            ids.append(id)
 
         def ended(batch: Batch) -> Batch:
-            batch = replace(batch, output_file_id=ids[0], error_file_id=ids[1], finalizing_at=now)
+            batch = replace(batch, output_file_id=ids.get("output"), error_file_id=ids.get("error"), finalizing_at=now)
             if not missing:
                 return replace(batch, status="completed", completed_at=now)
             if batch.status == "cancelling":
                 return replace(batch, status="cancelled", cancelled_at=now)
+            if code == "output_too_large":
+                message = f"the results have more than {MAX_RESULT_CHARS} characters; put the other requests into another batch"
+                return replace(batch, status="failed", failed_at=now, errors=Problems([Problem(message, code=code)]))
             return replace(batch, status="expired", expired_at=now)
 
         return await self._batches.change(owner, batch.id, ended)
@@ -204,8 +210,8 @@ class BatchRunner:
             owner, batch.id, lambda batch: replace(batch, status="failed", failed_at=now, errors=Problems(problems))
         )
 
-    async def _segment(self, account: Account, batch: Batch, number: int, lines: Sequence[Line]) -> RequestCounts:
-        """Carry out a segment, keep its results, and return how many there are. Raises Unavailable if others have done so."""
+    async def _segment(self, account: Account, batch: Batch, number: int, lines: Sequence[Line]) -> Segment:
+        """Carry out a segment, keep its results, and return them. Raises Unavailable if others have done so."""
         own = lines[number * SEGMENT_LINES : (number + 1) * SEGMENT_LINES]
         tasks = [awaited(self._line(account, batch, line)) for line in own]
         try:
@@ -216,10 +222,11 @@ class BatchRunner:
         outputs = [text for is_good, text in results if is_good]
         errors = [text for is_good, text in results if not is_good]
         counts = RequestCounts(len(own), len(outputs), len(errors))
-        if not await self._batches.put_segment(batch.id, number, Segment("".join(outputs), "".join(errors), counts)):
+        segment = Segment("".join(outputs), "".join(errors), counts)
+        if not await self._batches.put_segment(batch.id, number, segment):
             raise Unavailable("another frontend carries it out")
         self._metrics.batch_lines(completed=counts.completed, failed=counts.failed)
-        return counts
+        return segment
 
     async def _line(self, account: Account, batch: Batch, line: Line) -> tuple[bool, str]:
         """Return whether a line went well, and its result."""
@@ -260,6 +267,17 @@ class BatchRunner:
         exchange.account, exchange.endpoint, exchange.errors = account, operation.endpoint, operation.errors
         await exchange.run(operation.handle)
         return exchange.status or 500, b"".join(pieces)
+
+
+def _is_full(done: Mapping[int, Segment]) -> bool:
+    return sum(segment.chars for segment in done.values()) > MAX_RESULT_CHARS
+
+
+def _code_of_missing(batch: Batch, done: Mapping[int, Segment]) -> str:
+    """Return why the lines that have no results were not carried out."""
+    if batch.status == "cancelling":
+        return "batch_cancelled"
+    return "output_too_large" if _is_full(done) else "batch_expired"
 
 
 def _line_id(batch: str, line: Line) -> str:
