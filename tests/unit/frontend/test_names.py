@@ -13,6 +13,7 @@ import pytest
 
 from dynamo.common.errors import InvalidRequest, Overloaded, Unavailable
 from dynamo.common.etcd import Deleted, Events, KeyValue, Listing, Put, Reset
+from dynamo.frontend.names import table as table_module
 from dynamo.frontend.names.__main__ import main
 from dynamo.frontend.names.plan import Identity, make_plan, pick, representative
 from dynamo.frontend.names.rules import (
@@ -378,6 +379,29 @@ async def test_the_table_follows_etcd_keeps_what_is_valid_and_comes_back_after_a
         etcd.kv = None
         etcd.changes.put_nowait(Events((Deleted("/dynamo/v1/%names/ns", etcd.revision + 1),), etcd.revision + 1))
         await until(lambda: table.rules == {})
+    finally:
+        follower.cancel()
+
+
+async def test_a_lost_table_is_put_back_though_etcd_fails_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "_LONGEST_PAUSE_S", 0.0)
+    etcd = FakeEtcd()
+    fake: Any = etcd
+    table = NameTable(fake, "ns")
+    etcd.put(encoded(a=rule("b")))
+
+    def fail() -> None:
+        raise Unavailable("etcd is away")
+
+    follower = asyncio.create_task(table.follow())
+    try:
+        await until(lambda: "a" in table.rules)
+        etcd.kv, etcd.revision = None, 1
+        etcd.before_replace.append(fail)
+        etcd.changes.put_nowait(Reset((), 1, history_lost=True))
+        await until(lambda: etcd.kv is not None)
+        assert etcd.kv is not None and etcd.kv.value == encoded(a=rule("b"))
+        assert table.rules == {"a": rule("b")}
     finally:
         follower.cancel()
 

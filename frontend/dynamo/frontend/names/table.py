@@ -41,6 +41,8 @@ class NameTable:
         self._key = model_names_key(namespace)
         self._revision = 0
         """At which the key was changed last; 0: there is no table."""
+        self._is_lost = False
+        """Whether etcd came back without its data, and the table has not been put back since."""
 
     def __repr__(self) -> str:
         return f"<NameTable {self._key} with {len(self.rules)} names at revision {self._revision}>"
@@ -82,13 +84,15 @@ class NameTable:
     async def _apply(self, change: Reset | Events) -> None:
         if isinstance(change, Reset):
             kv = next((kv for kv in change.kvs if kv.key == self._key), None)
-            if kv is None and change.history_lost and self.rules:
-                log.warning("etcd has lost the names of models; they are put back")
-                self._revision = 0
-                await self._etcd.replace(self._key, msgspec.json.encode(Rules(dict(self.rules))), mod_revision=0)
-                return
             if change.history_lost:
                 self._revision = 0
+                self._is_lost = bool(self.rules)
+            if kv is None and self._is_lost:
+                log.warning("etcd has lost the names of models; they are put back")
+                await self._etcd.replace(self._key, msgspec.json.encode(Rules(dict(self.rules))), mod_revision=0)
+                self._is_lost = False
+                return
+            self._is_lost = False
             self._take_over(kv)
             return
         for event in change.events:
