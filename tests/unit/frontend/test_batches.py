@@ -66,6 +66,12 @@ def test_a_form_has_its_fields_and_files_byte_for_byte() -> None:
     assert (parts["file"].filename, parts["file"].content) == ("a b.jsonl", content)
 
 
+@pytest.mark.parametrize("filename", ['filename="é.jsonl"', "filename*=utf-8''%C3%A9.jsonl"])
+def test_names_of_files_may_have_any_letters(filename: str) -> None:
+    body = form(f'Content-Disposition: form-data; name="file"; {filename}\r\n\r\nx'.encode())
+    assert parse_form("multipart/form-data; boundary=b", body)["file"].filename == "é.jsonl"
+
+
 @pytest.mark.parametrize(
     ("kind", "body", "words"),
     [

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from email.message import Message
-from email.parser import BytesHeaderParser
+from email.parser import HeaderParser
+from email.utils import collapse_rfc2231_value
 
 from dynamo.common.errors import InvalidRequest
 
@@ -46,11 +47,11 @@ def _parts(body: bytes, delimiter: bytes) -> Iterator[Part]:
         head_end = body.find(b"\r\n\r\n", start, start + _MAX_HEADER_BYTES)
         if body[start : start + 2] != b"\r\n" or head_end < 0 or end < head_end:
             raise InvalidRequest("the body is not a complete multipart/form-data form")
-        head = BytesHeaderParser().parsebytes(body[start + 2 : head_end + 4])
+        head = HeaderParser().parsestr(body[start + 2 : head_end + 4].decode(errors="replace"))
         name, filename = (head.get_param(key, header="content-disposition") for key in ("name", "filename"))
         if not isinstance(name, str):
             raise InvalidRequest("a part of the form has no name")
-        yield Part(name, filename if isinstance(filename, str) else "", body[head_end + 4 : end])
+        yield Part(name, "" if filename is None else collapse_rfc2231_value(filename), body[head_end + 4 : end])
         position = end + 2
     else:
         raise InvalidRequest(f"the form has more than {_MAX_PARTS} parts")
