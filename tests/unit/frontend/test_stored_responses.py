@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from openai import AsyncOpenAI, NotFoundError
 from prometheus_client import CollectorRegistry
 
-from dynamo.common.errors import InvalidRequest, Overloaded
+from dynamo.common.errors import InvalidRequest, Overloaded, RateLimited
+from dynamo.frontend.api.openai import background_responses as background_module
 from dynamo.frontend.api.openai.background_responses import BackgroundResponses
 from dynamo.frontend.api.openai.response_events import ResponseObject
 from dynamo.frontend.api.openai.stored import LOST_S, ResponseNotFound, StoredResponses, new_response_id
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.security.accounts import ANONYMOUS
 from tests.support.fake_records import FakeRecords
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import HttpEdge, Speaker, open_http_edge
@@ -164,6 +166,18 @@ async def test_nothing_is_stored_that_is_not_to_be() -> None:
         assert len(s.records.records) == 2
 
 
+async def test_reading_a_conversation_counts_as_a_request_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(account: object) -> NoReturn:
+        raise RateLimited("too many at once")
+
+    async with storing(Speaker()) as s:
+        first = await s.create()
+        monkeypatch.setattr(type(ANONYMOUS), "occupy", refuse)
+        await s.create()
+        refused = await s.edge.post(PATH, HELLO | {"previous_response_id": first["id"]})
+    assert (refused.status_code, refused.json()["error"]["message"]) == (429, "too many at once")
+
+
 # In the background
 
 
@@ -253,6 +267,38 @@ async def test_a_write_whose_confirmation_was_lost_does_not_end_the_response() -
     release.set()
     await background.drain(5)
     assert (await stored.read("a", response.id))["status"] == "completed"
+
+
+class SlowRecords(FakeRecords):
+    """Writes only once it is `open`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = asyncio.Event()
+
+    async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+        await self.open.wait()
+        return await super().put(key, value, last=last)
+
+
+async def test_responses_that_begin_at_once_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_module, "MAX_RUNNING", 2)
+    records = SlowRecords()
+    store: Any = records
+    background = BackgroundResponses(StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry())))
+    responses = [
+        ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="queued") for _ in range(3)
+    ]
+
+    async def generate() -> ResponseObject:
+        return responses[0]
+
+    starts = [asyncio.create_task(background.start("a", response, [], generate)) for response in responses]
+    await until(starts[2].done)
+    records.open.set()
+    results = await asyncio.gather(*starts, return_exceptions=True)
+    await background.drain(5)
+    assert [isinstance(result, Overloaded) for result in results] == [False, False, True]
 
 
 async def test_a_response_that_runs_cannot_be_continued() -> None:

@@ -33,12 +33,18 @@ class BackgroundResponses:
         self.stored = stored
         self._beat_s = beat_s
         self._tasks = Tasks()
+        self._starting = 0
+        """Those whose first record is being written."""
 
     async def start(self, owner: str, response: ResponseObject, items: Sequence[Item], generate: Generate) -> ResponseObject:
         """Store `response` as one that runs, and let `generate` replace it. Raises Overloaded, Unavailable."""
-        if len(self._tasks) >= MAX_RUNNING:
+        if len(self._tasks) + self._starting >= MAX_RUNNING:
             raise Overloaded(f"{MAX_RUNNING} responses are being generated in the background already")
-        revision = await self.stored.save(owner, response, items, last=0)
+        self._starting += 1
+        try:
+            revision = await self.stored.save(owner, response, items, last=0)
+        finally:
+            self._starting -= 1
         assert revision is not None, "the id is new"
         self._tasks.start(self._run(owner, response, revision, generate), f"response {response.id}")
         return response
@@ -64,6 +70,7 @@ class BackgroundResponses:
             await self._write(owner, work.result(), revision)
         finally:
             work.cancel()
+            await asyncio.wait([work])  # it tells the worker
 
     async def _write(self, owner: str, response: ResponseObject, revision: int) -> int | None:
         """Write a response that nobody has ended meanwhile; return its revision, or None if somebody has.

@@ -106,9 +106,8 @@ class Responses:
         edge = self._edge
         exchange.caller()
         request = await self._reader.read(exchange)
+        continued, _ = await self._with_conversation(exchange, msgspec.structs.replace(request, store=False, background=None))
         with exchange.account.occupy():
-            request = msgspec.structs.replace(request, store=False, background=None)
-            continued, _ = await self._with_conversation(exchange, request)
             chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, continued.to_chat), exchange.account)
             card = edge.plane.card(exchange.account, chat.model_name)
             is_large = exchange.has_large_body
@@ -130,7 +129,8 @@ class Responses:
             return request, None
         items: list[Item] = [*await edge.offload.run_if(exchange.has_large_body, request.items)]
         if request.previous_response_id:
-            earlier = await edge.stored.conversation(owner, request.previous_response_id)
+            with exchange.account.occupy():  # what is read may be far larger than the request, which is not admitted yet
+                earlier = await edge.stored.conversation(owner, request.previous_response_id)
             items = [*earlier, *items]
             request = await edge.offload.run(request.with_items, items)
         return request, items if is_stored else None
