@@ -33,6 +33,8 @@ sglang:token_usage{model_name="m"} 0.5
 sglang:num_running_reqs{model_name="m"} 8
 sglang:num_queue_reqs{model_name="m"} 1
 """
+SGLANG_GAUGES = 'sglang:page_size{tp_rank="0"} 16.0\nsglang:num_pages{tp_rank="0"} 4096.0\n'
+SGLANG_LABELS = 'sglang:cache_config_info{page_size="16",num_pages="4096"} 1.0\n'
 LLAMA = "llamacpp:requests_processing 2\nllamacpp:requests_deferred 1\nllamacpp:prompt_seconds_total 1.5e-03\n"
 
 
@@ -41,6 +43,8 @@ LLAMA = "llamacpp:requests_processing 2\nllamacpp:requests_deferred 1\nllamacpp:
     [
         (VLLM, ServerLoad(5, 4, 0.25, 32, 512)),
         (SGLANG, ServerLoad(8, 1, 0.5)),
+        (SGLANG + SGLANG_GAUGES, ServerLoad(8, 1, 0.5, 16, 4096)),
+        (SGLANG + SGLANG_LABELS, ServerLoad(8, 1, 0.5, 16, 4096)),
         (LLAMA, ServerLoad(2, 1)),
         ("dynamo_frontend_inflight_requests 3\n", None),
         ("", None),

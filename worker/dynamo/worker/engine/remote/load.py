@@ -21,6 +21,7 @@ _RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs", "l
 _WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred"})
 _CACHE_USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
 _CACHE_CONFIG = frozenset({"vllm:cache_config_info", "sglang:cache_config_info"})
+"""With size and number of the blocks as labels; SGLang has gauges of their own for them since 0.5.11."""
 _SAMPLE = re.compile(r"^([a-z]+:\w+)(?:\{(.*)\})? ([0-9]{1,18}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?: \d+)?$")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -55,8 +56,12 @@ def read_load(text: str) -> ServerLoad | None:
             usage = max(usage, value)
         elif name in _CACHE_CONFIG:
             config = dict(_LABEL.findall(labels))
-            block_size = _integer(config.get("block_size"))
-            total_blocks += _integer(config.get("num_gpu_blocks"))
+            block_size = _integer(config.get("block_size", config.get("page_size")))
+            total_blocks += _integer(config.get("num_gpu_blocks", config.get("num_pages")))
+        elif name == "sglang:page_size":
+            block_size = round(value)
+        elif name == "sglang:num_pages":
+            total_blocks += round(value)
     return ServerLoad(round(running), round(waiting), usage, block_size, total_blocks) if is_known else None
 
 
