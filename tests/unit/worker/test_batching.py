@@ -346,6 +346,41 @@ async def test_closing_ends_requests_that_still_wait() -> None:
     assert all(isinstance(result, asyncio.CancelledError) for result in results)
 
 
+async def test_closing_ends_requests_whose_execution_has_not_taken_its_first_step() -> None:
+    model = Model()
+    batcher = Batcher(BatchPolicy(max_batch_size=1), model)
+    batcher.start()
+    task = asyncio.create_task(batcher.submit(x(1), 1, Context("a")))
+    await asyncio.sleep(0)
+    assert batcher.waiting == 1
+    while batcher.waiting:
+        await asyncio.sleep(0)
+    assert not model.entered.is_set()  # or the test is of something else
+    await batcher.close()
+    async with asyncio.timeout(5):
+        [result] = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(result, asyncio.CancelledError) and not model.sizes
+
+
+async def test_closing_ends_requests_that_run_again_alone() -> None:
+    model = Model()
+
+    def refuse_batches(inputs: Tensors) -> None:
+        model.gate.clear()  # the first request stays in its second execution
+        raise InvalidRequest("one of them is wrong")
+
+    model.check = refuse_batches
+    batcher = Batcher(BatchPolicy(max_batch_size=2), model)
+    batcher.start()
+    tasks = [asyncio.create_task(batcher.submit(x(n), 1, Context(str(n)))) for n in range(2)]
+    await settle()
+    assert model.sizes == [2, 1]
+    await batcher.close()
+    async with asyncio.timeout(5):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, asyncio.CancelledError) for result in results)
+
+
 @pytest.mark.parametrize(
     "policy",
     [{"max_batch_size": 0}, {"max_batch_size": 4, "preferred_batch_sizes": (5,)}, {"max_batch_size": 4, "concurrency": 0}],

@@ -174,7 +174,8 @@ class Batcher:
         self._growing: _Formed | None = None
         """The last of them, if requests may join it."""
         self._executions = Tasks()
-        self._running = 0
+        self._running: list[list[_Job]] = []
+        """The requests of each execution that has not ended."""
         self._next_turn: asyncio.Handle | None = None
         self._next_due: asyncio.TimerHandle | None = None
         self._is_open = False
@@ -189,13 +190,14 @@ class Batcher:
         self._wake()
 
     async def close(self) -> None:
-        """Stop. Requests that still wait are cancelled."""
+        """Stop. Requests that still wait are cancelled, and those in execution, even if it has not taken its first step."""
         self._is_open = False
         for handle in (self._next_turn, self._next_due):
             if handle is not None:
                 handle.cancel()
+        running = [job for jobs in self._running for job in jobs]
         await self._executions.close()
-        for job in self._take_all():
+        for job in (*running, *self._take_all()):
             job.response.cancel()
 
     async def submit(
@@ -288,8 +290,8 @@ class Batcher:
     def _has_room(self) -> bool:
         slots = self._policy.concurrency
         if not self._policy.queue.is_plain:
-            return self._running < slots and not self._formed
-        return len(self._formed) + max(0, self._running - slots) < _FORMED_PER_SLOT * slots
+            return len(self._running) < slots and not self._formed
+        return len(self._formed) + max(0, len(self._running) - slots) < _FORMED_PER_SLOT * slots
 
     def _choose(self, now: float) -> tuple[list[_Job], bool]:
         """Return the requests that should join the growing batch or form a new one, and whether more may join them.
@@ -352,14 +354,15 @@ class Batcher:
         _fail(late, DeadlineExceeded())
         jobs = [job for job in first.jobs if not job.response.done()]  # done: late, or cancelled in this turn of the event loop
         if jobs:
-            self._running += 1
+            self._running.append(jobs)
             self._executions.start(self._run_in_slot(jobs), "a batch")
         return True
 
     def _has_slot(self, formed: _Formed) -> bool:
-        if self._running < self._policy.concurrency:
+        running = len(self._running)
+        if running < self._policy.concurrency:
             return True
-        if self._running >= self._policy.concurrency + self._policy.ahead or formed is self._growing:
+        if running >= self._policy.concurrency + self._policy.ahead or formed is self._growing:
             return False
         return formed.rows == self._policy.max_batch_size or not self._policy.max_queue_delay_s
 
@@ -373,7 +376,7 @@ class Batcher:
         try:
             await self._run(jobs)
         finally:
-            self._running -= 1
+            self._running.remove(jobs)
             self._wake()
 
     async def _run(self, jobs: list[_Job]) -> None:
@@ -400,8 +403,6 @@ class Batcher:
             _fail(jobs, error)
         except asyncio.CancelledError:
             if not self._is_open:
-                for job in jobs:
-                    job.response.cancel()
                 raise
             # This slot was not cancelled, so the model did it: a future or an executor of its own was cancelled.
             self._account(jobs, batch, 0)
