@@ -137,6 +137,17 @@ async def test_a_turn_that_comes_as_its_caller_leaves_goes_to_the_next() -> None
     assert runs.begun == ["a", "c"]
 
 
+async def test_an_execution_that_waits_when_its_model_is_closed_is_cancelled_and_others_run() -> None:
+    limiter, runs = RateLimiter(provided("R:2")), Executions()
+    one, both = add(limiter, needs("R", 1, instances=2)), add(limiter, needs("R", 2))
+    await runs.begin(one, "a")
+    await runs.begin(both, "b")
+    await runs.begin(one, "c")
+    both.close()
+    await runs.end("c")
+    assert runs.tasks["b"].cancelled() and runs.begun == ["a", "c"]
+
+
 @pytest.mark.parametrize(
     ("available", "groups", "reason"),
     [

@@ -87,7 +87,7 @@ class ExecutionLimits(Protocol):
         ...
 
     def close(self) -> None:
-        """Forget the model, which runs no more."""
+        """Forget the model, which runs no more. Executions that wait are cancelled."""
         ...
 
 
@@ -191,6 +191,8 @@ class _ModelLimits:
 
     def close(self) -> None:
         self._limiter.remove(self)
+        for turn in self._turns:
+            turn.cancel()
 
     async def _turn(self) -> _Instance:
         turn: asyncio.Future[_Instance] = asyncio.get_running_loop().create_future()
