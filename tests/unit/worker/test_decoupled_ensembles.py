@@ -104,3 +104,10 @@ async def test_a_decoupled_ensemble_has_no_response_cache(parts: Path) -> None:
     ensemble(parts, step("split", {"x": "x"}, {"y": "y"}), more="response_cache { enable: true }")
     async with opened(parts) as models:
         assert "response_cache.enable must be false" in str((await models.load_all(["both"]))["both"])
+
+
+async def test_a_step_that_takes_no_tensor_is_refused(parts: Path) -> None:
+    python_model(parts, "source", SPLIT, X_TO_Y.replace("dims: [ -1 ] }", "dims: [ -1 ] optional: true }", 1) + DECOUPLED)
+    ensemble(parts, SPLIT_STEP, step("source", {}, {"y": "y"}))
+    async with opened(parts) as models:
+        assert "the step of model 'source' must have an input_map" in str((await models.load_all(["both"]))["both"])

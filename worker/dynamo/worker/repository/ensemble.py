@@ -322,6 +322,8 @@ def _check_step(config: ModelConfig, step: Step, model: ModelConfig, types: dict
     for name, tensor in inputs.items():
         if name not in step.input_map and not tensor.optional:
             raise InvalidRequest(f"{where} gives the model no input '{name}'")
+    if not step.input_map:  # as in Triton; nothing would say how often the step runs
+        raise InvalidRequest(f"{where} must have an input_map")
     for name, target in step.output_map.items():
         if target in types:
             raise InvalidRequest(f"the tensor '{target}' comes from two places")
