@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
+from google.protobuf import text_format
 from onnx import TensorProto, helper
 
 from dynamo.common.errors import EngineError
+from dynamo.common.tensors import Array
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.engine.base import Context
+from dynamo.worker.repository.execution import ModelRequest, ModelResult, Version
+from dynamo.worker.repository.onnx_backend import OnnxModel
 from tests.support.repositories import X_TO_Y, infer, opened, python_model
 
 KINDS = {
@@ -105,6 +113,31 @@ async def test_batch_inputs_that_the_model_does_not_have_are_refused(tmp_path: P
     ragged_model(tmp_path, "m", config)
     async with opened(tmp_path) as models:
         assert reason in str((await models.load_all(["m"]))["m"])
+
+
+class Session:
+    """Copies x to y, and refuses negative numbers."""
+
+    def get_inputs(self) -> Sequence[Any]:
+        return ()
+
+    def get_outputs(self) -> Sequence[Any]:
+        return ()
+
+    def run(self, outputs: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Any]:
+        if inputs["x"].min() < 0:
+            raise ValueError("negative")
+        return [inputs["x"] for _ in outputs]
+
+
+async def test_sequences_whose_requests_cannot_be_joined_run_one_by_one_and_fail_alone(tmp_path: Path) -> None:
+    config = text_format.Parse(f"name: 'm' max_batch_size: 4 {X_TO_Y} {batch_input('COUNT')}", ModelConfig())
+    model = OnnxModel(Version("m", "1", config, tmp_path), Session(), None)
+    given = [np.ones((1, 2), np.float32), np.full((1, 3), -1, np.float32), np.ones((1, 4), np.float32)]
+    results = await model.respond_all([ModelRequest({"x": array}, Context("r")) for array in given])
+    await model.close()
+    shapes = [result.outputs["y"].shape if isinstance(result, ModelResult) else str(result) for result in results]
+    assert shapes == [(1, 2), "model 'm' failed: negative", (1, 4)]
 
 
 async def test_a_python_model_gets_requests_of_different_shapes_together_and_as_they_are(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.batches import batch_policy, submit
 from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, Version
 from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
-from dynamo.worker.repository.ragged import RaggedBatches, batch_inputs
+from dynamo.worker.repository.ragged import RaggedBatches, batch_inputs, ragged_inputs
 from dynamo.worker.repository.rate_limiter import RateLimiter, limits_of
 from dynamo.worker.repository.sequence_tensors import added_tensors
 
@@ -96,6 +96,7 @@ class OnnxModel:
         self._session = session
         ragged = RaggedBatches(version.config)
         self._ragged = ragged if ragged.is_used else None
+        self._ragged_inputs = ragged_inputs(version.config)
         self._outputs = sorted({output.name for output in version.config.output} | added_tensors(version.config)[1])
         self._text = {node.name for node in session.get_inputs() if node.type == "tensor(string)"}
         instances = list(instances_of(version.config))
@@ -126,12 +127,18 @@ class OnnxModel:
         """Run requests of one row each as one batch, or one by one if they cannot be joined."""
         inputs = [request.inputs for request in requests]
         if len({self._form(each) for each in inputs}) > 1:
-            return [ModelResult(await self._in_pool(partial(self._run_alone, each))) for each in inputs]
+            return [await self._result(each) for each in inputs]
         return [ModelResult(outputs) for outputs in await self._in_pool(partial(self._run_rows, inputs))]
+
+    async def _result(self, inputs: Arrays) -> ModelResult | DynamoError:
+        try:
+            return ModelResult(await self._in_pool(partial(self._run_alone, inputs)))
+        except DynamoError as error:
+            return error
 
     def _form(self, inputs: Arrays) -> Hashable:
         """Return what must agree in the requests of a batch."""
-        return frozenset((name, () if self._ragged is not None else array.shape) for name, array in inputs.items())
+        return frozenset((name, () if name in self._ragged_inputs else array.shape) for name, array in inputs.items())
 
     def _run_rows(self, requests: Sequence[Arrays]) -> list[Arrays]:
         if self._ragged is not None:

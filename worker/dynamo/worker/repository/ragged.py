@@ -139,7 +139,7 @@ def _batch_values(batch_input: BatchInput, shapes: Sequence[tuple[int, ...]]) ->
         case BatchInput.BATCH_MAX_ELEMENT_COUNT_AS_SHAPE:
             return np.zeros(counts.max())
         case _:
-            items = np.array([shape[1:] for shape in shapes for _ in range(shape[0])]).reshape(-1, len(shapes[0]) - 1)
+            items = np.repeat([shape[1:] for shape in shapes], [shape[0] for shape in shapes], axis=0)
             return items if batch_input.kind == BatchInput.BATCH_ITEM_SHAPE else items.reshape(-1)
 
 
