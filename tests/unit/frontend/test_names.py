@@ -6,12 +6,12 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 
-from dynamo.common.errors import InvalidRequest, Overloaded, Unavailable
+from dynamo.common.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
 from dynamo.common.etcd import Deleted, Events, KeyValue, Listing, Put, Reset
 from dynamo.frontend.names import table as table_module
 from dynamo.frontend.names.__main__ import main
@@ -30,6 +30,7 @@ from dynamo.frontend.names.rules import (
 )
 from dynamo.frontend.names.table import NameTable
 from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.serving import shadows as shadows_module
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.shadows import MAX_COPIES
 from tests.support.fakes import FakeStream
@@ -273,6 +274,36 @@ async def test_copies_go_to_the_shadow_and_never_to_the_caller() -> None:
 
         await until(lambda: copies("shadow", "success") == 1 and copies("absent", "error") == 1)
     assert response.json()["choices"][0]["message"]["content"] == "Hello you"
+
+
+async def test_of_requests_that_are_refused_there_are_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> NoReturn:
+        raise RateLimited("too many")
+
+    rules = {"n": rule("talker", shadows=(Shadow(model="absent"),))}
+    async with open_http_edge(respond=Speaker(), rules=rules) as edge:
+        labels = {"model": "absent", "outcome": "error"}
+        with monkeypatch.context() as patched:
+            patched.setattr(type(ANONYMOUS), "admit", refuse)
+            refused = await edge.post("/v1/chat/completions", {"model": "n", **HELLO})
+        await edge.post("/v1/chat/completions", {"model": "n", **HELLO})
+        await until(lambda: bool(edge.registry.get_sample_value("dynamo_frontend_shadow_requests_total", labels)))
+        assert edge.registry.get_sample_value("dynamo_frontend_shadow_requests_total", labels) == 1
+    assert refused.status_code == 429
+
+
+async def test_copies_of_texts_count_by_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shadows_module, "MAX_BYTES", 1000)
+    rules = {"n": rule("talker", shadows=(Shadow(model="shadow"),))}
+    content = [{"type": "text", "text": text * 600} for text in "xy"]
+    async with open_http_edge(chat_card(), chat_card("shadow"), respond=Speaker(), rules=rules) as edge:
+        for path, text in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}),
+            ("/v1/completions", {"prompt": "x" * 1200}),
+        ):
+            assert (await edge.post(path, {"model": "n", **text})).status_code == 200
+        labels = {"model": "shadow", "outcome": "dropped"}
+        assert edge.registry.get_sample_value("dynamo_frontend_shadow_requests_total", labels) == 2
 
 
 async def test_more_copies_than_may_be_made_are_dropped() -> None:

@@ -158,12 +158,11 @@ class DataPlane:
 
     async def infer(self, request: TensorRequest, call: Call) -> Buffer:
         """Return the serialized ModelInferResponse. Raises DynamoError."""
-        if call.shadows:
-            self._copy_tensors(request, call)
         name, version = request.head.model_name, request.head.model_version
         model = self._catalog.find(name, version)
         card = model.card
-        with RequestScope(model.metrics, card.name, name, call, self._tracing) as scope:
+        copy = partial(self._copy_tensors, request, call) if call.shadows else None
+        with RequestScope(model.metrics, card.name, name, call, self._tracing, on_admitted=copy) as scope:
             if card.decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
             checker = model.checker
@@ -177,21 +176,19 @@ class DataPlane:
 
     def infer_stream(self, request: TensorRequest, call: Call) -> TensorResponses:
         """The responses of any tensor model, decoupled or not. Raises ModelNotFound; entering and reading raise the rest."""
-        if call.shadows:
-            self._copy_tensors(request, call)
         name = request.head.model_name
         model = self._catalog.find(name, request.head.model_version)
-        scope = RequestScope(model.metrics, model.card.name, name, call, self._tracing)
+        copy = partial(self._copy_tensors, request, call) if call.shadows else None
+        scope = RequestScope(model.metrics, model.card.name, name, call, self._tracing, on_admitted=copy)
         return TensorResponses(self._dispatcher, self._checks, model, request, scope)
 
     def generate(self, request: TextRequest, call: Call) -> Generation:
         """Text of a language model. Raises ModelNotFound, InvalidRequest; entering and reading raise the rest."""
-        if call.shadows:
-            self._copy_text(request, call)
         model = self._catalog.find(request.model, "")
         if model.card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
-        scope = RequestScope(model.metrics, model.card.name, request.model, call, self._tracing, request.n)
+        copy = partial(self._copy_text, request, call) if call.shadows else None
+        scope = RequestScope(model.metrics, model.card.name, request.model, call, self._tracing, request.n, copy)
         limit = self._settings.retry.migration_limit
         return Generation(self._dispatcher, self._disaggregation, self._texts, model.metrics, limit, model.card, request, scope)
 
@@ -210,8 +207,9 @@ class DataPlane:
                 while await generation.read():
                     pass
 
+        size_bytes = len(request.prompt or ()) + sum(_length(message.get("content")) for message in request.messages or ())
         for model in call.shadows:
-            self.shadows.copy(model, 0, call, partial(send, msgspec.structs.replace(request, model=model)))
+            self.shadows.copy(model, size_bytes, call, partial(send, msgspec.structs.replace(request, model=model)))
 
     def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
         """Count a request that fails at its protocol's edge, and that was not begun here."""
@@ -356,6 +354,14 @@ class TensorResponses:
         else:
             scope.succeed()
         return responses
+
+
+def _length(content: object, depth: int = 3) -> int:
+    """Return about how many characters a message's content has, the parts and the URLs in these included."""
+    if isinstance(content, str):
+        return len(content)
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return sum(_length(value, depth - 1) for value in values) if depth else 0
 
 
 @asynccontextmanager

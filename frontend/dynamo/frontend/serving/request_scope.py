@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -28,16 +29,35 @@ class RequestScope:
     Leaving it before `succeed` or `fail` is a failure too: by the exception that left it, or by its caller's cancelling.
     """
 
-    __slots__ = ("_metrics", "_model", "_name", "_sequences", "_ticket", "_timer", "_tracing", "call", "input_tokens", "is_over")
+    __slots__ = (
+        "_metrics",
+        "_model",
+        "_name",
+        "_on_admitted",
+        "_sequences",
+        "_ticket",
+        "_timer",
+        "_tracing",
+        "call",
+        "input_tokens",
+        "is_over",
+    )
 
     _timer: RequestTimer
 
     def __init__(
-        self, metrics: ModelMetrics, model: str, name: str, call: Call, tracing: Tracing | None, sequences: int = 1
+        self,
+        metrics: ModelMetrics,
+        model: str,
+        name: str,
+        call: Call,
+        tracing: Tracing | None,
+        sequences: int = 1,
+        on_admitted: Callable[[], None] | None = None,
     ) -> None:
         """`model` is the name in the card; `name`, an alias or adapter perhaps, is the one that the request uses.
 
-        `sequences` is how many responses are generated side by side.
+        `sequences` is how many responses are generated side by side. `on_admitted` is called if the caller's account admits it.
         """
         self.call = call
         """The caller's, with a trace context of its own once the scope is entered."""
@@ -49,6 +69,7 @@ class RequestScope:
         self._name = name
         self._tracing = tracing
         self._sequences = sequences
+        self._on_admitted = on_admitted
         self._ticket: Ticket | None = None
 
     def __repr__(self) -> str:
@@ -74,6 +95,8 @@ class RequestScope:
             self._ticket = call.account.admit(self._name, call, self._sequences)
             if call.expected_tokens:
                 self._ticket.reserve(call.expected_tokens, 0)
+            if self._on_admitted is not None:
+                self._on_admitted()
         except BaseException as error:
             self.fail(error)
             raise
