@@ -83,6 +83,10 @@ async def test_a_server_with_metrics_is_looked_at_again_and_again(tmp_path: Path
         assert engine.load().running == 5
         server.metrics = VLLM.replace("} 3.0", "} 0.0")
         await until(lambda: engine.load().running == 2 and bool(changes))
+        assert engine.load().waiting == 4
+        server.metrics = ""  # a page of the past would keep requests away for good
+        await until(lambda: engine.load().waiting == 0)
+        assert (engine.load().running, engine.load().active_blocks, engine.load().total_blocks) == (0, 0, 512)
         await engine.close()
 
 

@@ -99,10 +99,12 @@ class LoadFollower:
             await asyncio.sleep(_POLL_S)
             before = self._polled, self._others
             try:
-                await self.fetch()
+                load = await self.fetch()
             except (Unavailable, EngineError) as error:
                 log.debug("no load of the engine server: %s", error)
-                self._others = 0  # its clients have lost it, too
+                load = None
+            if load is None:  # its other clients have probably lost it, too
+                self._polled, self._others = ServerLoad(total_blocks=self._polled.total_blocks), 0
             if (self._polled, self._others) != before:
                 changed()
 
