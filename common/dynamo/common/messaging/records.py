@@ -36,6 +36,8 @@ _LIMIT_S = 5.0
 """For one operation."""
 _LARGE_LIMIT_S = 60.0
 """For one with a large record, or many."""
+_READS = 3
+"""Of a large record that others replace meanwhile."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
 
@@ -81,20 +83,19 @@ class RecordStore:
     async def get(self, key: str) -> Record | None:
         """Return a record; None if there is none."""
         with self._plain_errors("read"):
-            async with asyncio.timeout(_LIMIT_S):
-                values = await self._values()
-                try:
-                    entry = await values.get(key, validate_keys=False)
-                    value = entry.value or b""
-                except KeyNotFoundError:
+            for _ in range(_READS):
+                async with asyncio.timeout(_LIMIT_S):
+                    entry = await _entry(await self._values(), key)
+                if entry is None:
                     return None
-            if value[:1] == _INLINE:
-                return Record(value[1:], entry.revision or 0)
-            async with asyncio.timeout(_LARGE_LIMIT_S):
-                data = io.BytesIO()
-                with suppress(ObjectNotFoundError):
-                    await (await self._objects()).get(value[1:].decode(), writeinto=data)
-                    return Record(data.getvalue(), entry.revision or 0)
+                name = _object_of(entry)
+                if name is None:
+                    return Record((entry.value or b"")[1:], entry.revision or 0)
+                async with asyncio.timeout(_LARGE_LIMIT_S):
+                    data = io.BytesIO()
+                    with suppress(ObjectNotFoundError):  # then the record has been replaced
+                        await (await self._objects()).get(name, writeinto=data)
+                        return Record(data.getvalue(), entry.revision or 0)
             return None
 
     async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
@@ -102,22 +103,21 @@ class RecordStore:
 
         With `last`, only if that is the revision of the present one, 0 if there is none yet; else return None.
         """
+        is_large = len(value) > INLINE_BYTES
         with self._plain_errors("written"):
-            async with asyncio.timeout(_LIMIT_S if len(value) <= INLINE_BYTES else _LARGE_LIMIT_S):
+            async with asyncio.timeout(_LARGE_LIMIT_S if is_large else _LIMIT_S):
                 values = await self._values()
-                content = _INLINE + value
-                if len(value) > INLINE_BYTES:
+                replaced = None if last == 0 else _object_of(await _entry(values, key))
+                content, name = _INLINE + value, None
+                if is_large:
                     name = f"{key}.{secrets.token_hex(8)}"
                     await (await self._objects()).put(name, value)
                     content = _ELSEWHERE + name.encode()
-                try:
-                    if last is None:
-                        return int(await values.put(key, content, validate_keys=False))
-                    if last == 0:
-                        return int(await values.create(key, content, validate_keys=False))
-                    return int(await values.update(key, content, last=last, validate_keys=False))
-                except KeyWrongLastSequenceError:
-                    return None
+                revision = await _write(values, key, content, last)
+            unused = name if revision is None else replaced
+            if unused is not None:
+                await self._discard(unused)
+            return revision
 
     async def keys(self, pattern: str) -> list[str]:
         """Return the keys that a pattern of NATS subjects matches, in order."""
@@ -140,11 +140,20 @@ class RecordStore:
         with self._plain_errors("written"):
             async with asyncio.timeout(_LIMIT_S):
                 values = await self._values()
-                with suppress(KeyNotFoundError, ObjectNotFoundError):
-                    value = (await values.get(key, validate_keys=False)).value or b""
-                    await values.delete(key, validate_keys=False)
-                    if value[:1] == _ELSEWHERE:
-                        await (await self._objects()).delete(value[1:].decode())
+                entry = await _entry(values, key)
+                if entry is None:
+                    return
+                await values.delete(key, validate_keys=False)
+            if (name := _object_of(entry)) is not None:
+                await self._discard(name)
+
+    async def _discard(self, name: str) -> None:
+        """Delete an object that no record names any more. If that fails, it is there until it expires."""
+        try:
+            async with asyncio.timeout(_LIMIT_S):
+                await (await self._objects()).delete(name)
+        except (NatsError, JetStreamError, TimeoutError) as error:
+            log.debug("the object %s in the bucket %s is not deleted: %s", name, self._bucket, error)
 
     async def _values(self) -> KeyValue:
         client = self._connection.client
@@ -184,6 +193,30 @@ class RecordStore:
             why = str(error) or "no response in time"
             raise Unavailable(f"the bucket {self._bucket} in JetStream cannot be {done}: {why}") from error
         _raise_if_cancelled()
+
+
+async def _entry(values: KeyValue, key: str) -> KeyValue.Entry | None:
+    try:
+        return await values.get(key, validate_keys=False)
+    except KeyNotFoundError:
+        return None
+
+
+def _object_of(entry: KeyValue.Entry | None) -> str | None:
+    """Return the name of the object that holds a large record."""
+    value = b"" if entry is None else entry.value or b""
+    return value[1:].decode() if value[:1] == _ELSEWHERE else None
+
+
+async def _write(values: KeyValue, key: str, content: bytes, last: int | None) -> int | None:
+    try:
+        if last is None:
+            return int(await values.put(key, content, validate_keys=False))
+        if last == 0:
+            return int(await values.create(key, content, validate_keys=False))
+        return int(await values.update(key, content, last=last, validate_keys=False))
+    except KeyWrongLastSequenceError:
+        return None
 
 
 def _raise_if_cancelled() -> None:

@@ -200,7 +200,7 @@ class Responses:
         if work.items is None or stored is None:
             return
         try:
-            await stored.save(work.owner, response, work.items)
+            await stored.save(work.owner, response, work.items, last=0)
         except DynamoError as error:
             if work.request.store:
                 raise

@@ -87,7 +87,7 @@ class StoredResponses:
         """Write a response and, unless None, what it responded to; return its revision. With `last`: see `RecordStore.put`."""
         async with _Counted(self._metrics, "save"):
             if items is not None:
-                await self._records().put(self._items_key(response.id), _bounded(msgspec.json.encode(items)))
+                await self._records().put(self._items_key(response.id), _bounded(msgspec.json.encode(items)), last=0)
             data = msgspec.json.encode({"owner": owner, "response": response, "written_at": self._clock()})
             return await self._records().put(self._key(response.id), _bounded(data), last=last)
 

@@ -206,8 +206,8 @@ class Batches:
             expires_at=self.now + WINDOW_S,
             metadata=metadata,
         )
-        await self._records().put(self._key(owner, batch.id), msgspec.json.encode(Owned(owner, batch)))
-        await self._records().put(self._waiting_key(owner, batch.id), owner.encode())
+        await self._records().put(self._key(owner, batch.id), msgspec.json.encode(Owned(owner, batch)), last=0)
+        await self._records().put(self._waiting_key(owner, batch.id), owner.encode(), last=0)
         return batch
 
     async def read(self, owner: str, id: str) -> Batch:
