@@ -106,6 +106,14 @@ async def test_a_decoupled_ensemble_has_no_response_cache(parts: Path) -> None:
         assert "response_cache.enable must be false" in str((await models.load_all(["both"]))["both"])
 
 
+async def test_a_step_that_leads_to_no_output_runs_to_its_end_and_may_fail_the_request(parts: Path) -> None:
+    python_model(parts, "late", DOUBLE.replace("2 *", "__import__('time').sleep(0.1) or 1 // 0 *"))
+    ensemble(parts, step("split", {"x": "x"}, {"y": "y"}), step("late", {"x": "y"}, {"y": "unread"}))
+    async with opened(parts, "both") as models:
+        with pytest.raises(DynamoError, match="model 'late_0', message: ZeroDivisionError"):
+            await infer_all(models, "both", x(1))
+
+
 async def test_a_step_that_takes_no_tensor_is_refused(parts: Path) -> None:
     python_model(parts, "source", SPLIT, X_TO_Y.replace("dims: [ -1 ] }", "dims: [ -1 ] optional: true }", 1) + DECOUPLED)
     ensemble(parts, SPLIT_STEP, step("source", {}, {"y": "y"}))

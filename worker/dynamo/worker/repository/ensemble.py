@@ -138,6 +138,7 @@ class Ensemble:
                 finally:
                     values.cancel()
                 if tensors is None:
+                    await steps  # those as well whose tensors lead to no output
                     return
                 yield ModelResult(_present(tensors), is_final=False)
 
