@@ -114,3 +114,7 @@ def test_a_file_that_is_no_declaration_is_named_in_the_error(tmp_path: Path, nam
 def test_a_declaration_that_does_not_exist_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"nothing\.yaml"):
         read_declaration(tmp_path / "nothing.yaml")
+
+
+def test_a_queue_size_of_zero_is_the_default() -> None:
+    assert Batching(max_queue_size=0).to_policy(8, 1) == Batching().to_policy(8, 1)

@@ -72,7 +72,7 @@ class BatchPolicy:
             if not 1 <= size <= self.max_batch_size:
                 raise ValueError(f"preferred batch size {size} is not between 1 and {self.max_batch_size}")
         if self.max_queue_delay_s < 0 or self.concurrency < 1 or self.ahead < 0:
-            raise ValueError("queue delay, concurrency and ahead of dynamic batching must be positive")
+            raise ValueError("dynamic batching needs a concurrency of at least 1, and neither queue delay nor ahead below 0")
 
 
 class _Job(Queued):

@@ -51,6 +51,7 @@ class Batching:
     preferred_batch_size: Sequence[int] = ()
     max_queue_delay_us: int = 0
     max_queue_size: int = DEFAULT_QUEUE_SIZE
+    """0: the default."""
     queue: QueuePolicies | None = None
     """Priority levels and timeouts of waiting requests; then `max_queue_size` is that of its policies."""
 
@@ -59,7 +60,7 @@ class Batching:
             max_batch_size=max_batch_size,
             preferred_batch_sizes=tuple(self.preferred_batch_size),
             max_queue_delay_s=self.max_queue_delay_us / 1e6,
-            queue=self.queue or QueuePolicies(default=QueuePolicy(max_size=self.max_queue_size)),
+            queue=self.queue or QueuePolicies(default=QueuePolicy(max_size=self.max_queue_size or DEFAULT_QUEUE_SIZE)),
             concurrency=concurrency,
         )
 
