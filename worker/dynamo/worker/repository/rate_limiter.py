@@ -5,6 +5,8 @@ for an instance of its model that is idle, and for the resources of that instanc
 weighted by its priority, is served first, of equal ones the execution that waits longest; others wait until it is, so that those
 which need much get their turn.
 
+An execution whose caller leaves gives its resources back at once, although the model may run on.
+
 Which process of a model runs an execution does not depend on the instance whose resources it holds: only their numbers agree.
 """
 
