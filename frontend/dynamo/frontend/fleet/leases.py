@@ -34,17 +34,21 @@ class Leases:
 
     async def take(self, name: str) -> bool:
         """Take `name` unless somebody has it; return whether it is ours. Raises EtcdUnavailable, LeaseLost."""
-        lease = 0 if self.session is None else self.session.lease
+        lease = self._lease
         if not lease or not await self._etcd.replace(self._prefix + name, self._holder, mod_revision=0, lease=lease):
             return False
         self._taken[name] = lease
-        return True
+        return lease == self._lease  # otherwise it was lost meanwhile, and `on_lost` was called too early for this name
 
     async def release(self, name: str) -> None:
         """Let others take `name`. Raises EtcdUnavailable; then it is free when the lease ends."""
         lease = self._taken.pop(name, 0)
-        if self.session is not None and lease == self.session.lease != 0:  # otherwise it may be another's
+        if lease == self._lease != 0:  # otherwise it may be another's
             await self._etcd.delete(self._prefix + name)
+
+    @property
+    def _lease(self) -> int:
+        return 0 if self.session is None else self.session.lease
 
 
 @asynccontextmanager
