@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from msgspec.structs import replace
@@ -33,7 +33,9 @@ from dynamo.frontend.api.openai.batches.batch import (
 )
 from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
+from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
+from dynamo.frontend.config import HttpOptions
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
@@ -106,6 +108,25 @@ async def test_files_are_bounded_and_belong_to_their_key(monkeypatch: pytest.Mon
             await call("a", "../x")
     await files.delete("a", made[0].id)
     assert [file.id for file in await files.owned_by("a")] == [made[1].id]
+
+
+async def test_an_upload_is_bounded_by_what_any_body_may_have() -> None:
+    async def unused(*arguments: object) -> NoReturn:
+        raise AssertionError("nothing is read or sent")
+
+    records: Any = FakeRecords()
+    operations = BatchOperations(Files(lambda: records, "ns"), Batches(lambda: records, "ns"), lambda: None)
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/files",
+        "raw_path": b"/v1/files",
+        "headers": [(b"content-length", b"200000")],
+    }
+    exchange = Exchange(scope, unused, unused, HttpSettings(options=HttpOptions(max_body_bytes=1024)))
+    exchange.account = ANONYMOUS
+    with pytest.raises(PayloadTooLarge, match="larger than"):
+        await operations.upload(exchange)
 
 
 # Lines

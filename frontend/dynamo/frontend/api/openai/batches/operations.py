@@ -61,7 +61,7 @@ class BatchOperations:
     async def upload(self, exchange: Exchange) -> None:
         exchange.caller()
         with exchange.account.occupy():
-            body = await exchange.any_body(MAX_FILE_BYTES + _FORM_BYTES)
+            body = await exchange.any_body(min(MAX_FILE_BYTES, exchange.settings.options.max_body_bytes) + _FORM_BYTES)
             kind = exchange.headers.get("content-type", "")
             parts = await exchange.settings.offload.run_if(len(body) > _LONG_BYTES, parse_form, kind, body)
             file, purpose = parts.get("file"), parts.get("purpose")
