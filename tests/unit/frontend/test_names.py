@@ -141,6 +141,19 @@ def test_a_fallback_of_a_fallback_is_tried_after_it_under_its_own_conditions() -
     ]
 
 
+def test_describing_a_name_looks_at_each_name_below_it_once() -> None:
+    rules = {f"{level}-{n}": rule(*(f"{level + 1}-{m}" for m in range(16))) for level in range(4) for n in range(16)}
+    check_rules(rules)
+    calls: list[str] = []
+
+    def permits(model: str) -> bool:
+        calls.append(model)
+        return True
+
+    assert representative(rules, "0-0", permits, lambda model: model == "4-15") == "4-15"
+    assert len(calls) < 1000
+
+
 def test_shadows_get_their_share_and_only_of_what_is_sent_first() -> None:
     spare = rule("small", shadows=(Shadow(model="never"),))
     rules = {"n": rule("big", shadows=(Shadow(model="next", share=0.25),), fallbacks=(Fallback(model="spare"),)), "spare": spare}
@@ -258,6 +271,15 @@ async def test_names_are_listed_with_their_targets() -> None:
     assert (one["root"], one["ready"]) == ("talker", True)
     assert one["targets"] == [{"model": "talker", "weight": 3.0}, {"model": "new", "weight": 1.0}]
     assert readiness.status_code == 200
+
+
+async def test_a_key_does_not_see_targets_that_it_may_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_http_edge(respond=Speaker(), rules={"chat": rule("talker", "secret")}) as edge:
+        monkeypatch.setattr(type(ANONYMOUS), "permits", lambda account, model: model != "secret")
+        one = (await edge.http.get("/v1/models/chat")).json()
+        listed = (await edge.http.get("/v1/models")).text
+    assert one["targets"] == [{"model": "talker", "weight": 1.0}]
+    assert "secret" not in listed
 
 
 async def test_copies_go_to_the_shadow_and_never_to_the_caller() -> None:

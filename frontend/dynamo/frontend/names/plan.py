@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -75,7 +75,7 @@ def representative(rules: Mapping[str, Rule], name: str, permits: Permits, is_re
 
     That is the first ready one of those that requests may reach, targets by weight before fallbacks; the first if none is ready.
     """
-    models = list(dict.fromkeys(_reachable(rules, name, permits, ())))
+    models = list(dict.fromkeys(_reachable(rules, name, permits, set())))
     return next(filter(is_ready, models), models[0] if models else name)
 
 
@@ -116,14 +116,21 @@ def _first(rules: Mapping[str, Rule], name: str, draw: Draw, path: tuple[str, ..
     return [candidate.model for candidate in candidates[:1]]
 
 
-def _reachable(rules: Mapping[str, Rule], name: str, permits: Permits, path: tuple[str, ...]) -> list[str]:
-    rule = None if path[-1:] == (name,) else rules.get(name)
-    if rule is None or len(path) > MAX_DEPTH:
-        return [name]
-    path = (*path, name)
+def _reachable(rules: Mapping[str, Rule], name: str, permits: Permits, seen: set[str]) -> Iterator[str]:
+    """Yield the models that requests by `name` may reach, but not by the rules in `seen`, to which this adds."""
+    rule = rules.get(name)
+    if rule is None:
+        yield name
+        return
+    if name in seen:
+        return
+    seen.add(name)
     weighty = sorted((target for target in rule.targets if target.weight), key=lambda target: -target.weight)
-    names = [*(target.model for target in weighty), *(fallback.model for fallback in rule.fallbacks)]
-    return [model for each in names if permits(each) for model in _reachable(rules, each, permits, path)]
+    for model in (*(target.model for target in weighty), *(fallback.model for fallback in rule.fallbacks)):
+        if model == name:
+            yield name
+        elif permits(model):
+            yield from _reachable(rules, model, permits, seen)
 
 
 def pick(targets: Sequence[Target], name: str, key: str, draw: Draw) -> Target:

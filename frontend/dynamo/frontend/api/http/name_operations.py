@@ -44,7 +44,7 @@ class Removed(Struct, frozen=True):
 
 
 def name_operations(readiness: Readiness, change: Callable[[Change], Awaitable[None]]) -> list[Operation]:
-    """`change` changes the names of all frontends. A key sees, and changes, only names and models that it may use."""
+    """`change` changes the names of all frontends. A key sees and changes only names, and sets only models, that it may use."""
     decoder = msgspec.json.Decoder(Rule)
 
     async def list_names(exchange: Exchange) -> None:

@@ -135,7 +135,7 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
     Anthropic's clients, which send a header of their own, get the list and the models in Anthropic's form.
     """
 
-    def describe(card: ModelCard, name: str) -> dict[str, object]:
+    def describe(account: Account, card: ModelCard, name: str) -> dict[str, object]:
         rule = readiness.plane.names.rules.get(name)
         described: dict[str, object] = {
             "id": name,
@@ -150,7 +150,8 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
         if card.llm is not None:
             described["max_model_len"] = card.llm.context_length
         if rule is not None:
-            described["targets"] = [{"model": target.model, "weight": target.weight} for target in rule.targets]
+            usable = [target for target in rule.targets if account.permits(target.model)]
+            described["targets"] = [{"model": target.model, "weight": target.weight} for target in usable]
         return described
 
     def named(account: Account) -> list[tuple[ModelCard, str]]:
@@ -176,12 +177,14 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
         models = named(exchange.account)
         if _ANTHROPIC in exchange.headers:
             return await _respond(exchange, anthropic_list([name for _, name in models]))
-        await _respond(exchange, {"object": "list", "data": [describe(card, name) for card, name in models]})
+        await _respond(exchange, {"object": "list", "data": [describe(exchange.account, card, name) for card, name in models]})
 
     async def model(exchange: Exchange) -> None:
         name = exchange.parameters["model"]
         card = readiness.plane.described(exchange.account, name)
-        await _respond(exchange, anthropic_model(name) if _ANTHROPIC in exchange.headers else describe(card, name))
+        await _respond(
+            exchange, anthropic_model(name) if _ANTHROPIC in exchange.headers else describe(exchange.account, card, name)
+        )
 
     async def ready(exchange: Exchange) -> None:
         name = exchange.parameters["model"]
