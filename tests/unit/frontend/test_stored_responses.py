@@ -17,6 +17,7 @@ from dynamo.frontend.api.openai import background_responses as background_module
 from dynamo.frontend.api.openai.background_responses import BackgroundResponses
 from dynamo.frontend.api.openai.response_events import ResponseObject
 from dynamo.frontend.api.openai.stored import LOST_S, ResponseNotFound, StoredResponses, new_response_id
+from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS
 from tests.support.fake_records import FakeRecords
@@ -51,7 +52,11 @@ class Storing:
 
 @asynccontextmanager
 async def storing(
-    respond: Callable[[FakeStream], None], *, by_default: bool = True, beat_s: float = 60.0
+    respond: Callable[[FakeStream], None],
+    *,
+    by_default: bool = True,
+    beat_s: float = 60.0,
+    capacity: CapacityOptions | None = None,
 ) -> AsyncIterator[Storing]:
     records, now = FakeRecords(), [1000.0]
     made: list[BackgroundResponses] = []
@@ -62,7 +67,7 @@ async def storing(
         made.append(BackgroundResponses(stored, beat_s=beat_s))
         return made[0]
 
-    async with open_http_edge(respond=respond, background=background) as edge:
+    async with open_http_edge(respond=respond, background=background, capacity=capacity) as edge:
         try:
             yield Storing(edge, records, now)
         finally:
@@ -176,6 +181,15 @@ async def test_reading_a_conversation_counts_as_a_request_at_once(monkeypatch: p
         await s.create()
         refused = await s.edge.post(PATH, HELLO | {"previous_response_id": first["id"]})
     assert (refused.status_code, refused.json()["error"]["message"]) == (429, "too many at once")
+
+
+async def test_a_conversation_that_does_not_fit_into_memory_is_not_parsed() -> None:
+    options = CapacityOptions(max_buffered_bytes=5_000)
+    async with storing(Speaker(), capacity=options) as s:
+        first = await s.create(input="x" * 3_000)
+        refused = await s.edge.post(PATH, HELLO | {"input": "y" * 3_000, "previous_response_id": first["id"]})
+        await s.create(input="y" * 3_000)
+    assert refused.status_code == 503
 
 
 # In the background

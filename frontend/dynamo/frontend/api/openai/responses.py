@@ -130,7 +130,7 @@ class Responses:
         items: list[Item] = [*await edge.offload.run_if(exchange.has_large_body, request.items)]
         if request.previous_response_id:
             with exchange.account.occupy():  # what is read may be far larger than the request, which is not admitted yet
-                earlier = await edge.stored.conversation(owner, request.previous_response_id)
+                earlier = await edge.stored.conversation(owner, request.previous_response_id, exchange.hold)
             items = [*earlier, *items]
             request = await edge.offload.run(request.with_items, items)
         return request, items if is_stored else None

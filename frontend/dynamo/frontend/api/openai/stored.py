@@ -33,6 +33,8 @@ _ID = re.compile(r"resp_[0-9a-f]{32}")
 _ATTEMPTS = 5
 
 Item = Mapping[str, Any]
+Hold = Callable[[int], None]
+"""Counts bytes as held for a request. Raises Overloaded."""
 
 
 class ResponseNotFound(NotFound):
@@ -105,22 +107,29 @@ class StoredResponses:
             stored, _ = await self._load(owner, id)
             return self._shown(stored)
 
-    async def items(self, owner: str, id: str) -> list[dict[str, Any]]:
-        """Return what a response responded to, from the beginning of the conversation. Raises ResponseNotFound."""
+    async def items(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
+        """Return what a response responded to, from the beginning of the conversation. Raises ResponseNotFound.
+
+        `hold` is called with the number of bytes that they take, before they are parsed.
+        """
         async with _Counted(self._metrics, "read"):
             await self._load(owner, id)
             record = await self._records().get(self._items_key(id))
             if record is None:
                 raise ResponseNotFound(id)
+            hold(len(record.value))
             return _items_decoder.decode(record.value)
 
-    async def conversation(self, owner: str, id: str) -> list[dict[str, Any]]:
-        """Return all items up to the end of a response. Raises ResponseNotFound; InvalidRequest if it has not ended well."""
+    async def conversation(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
+        """Return all items up to the end of a response; `hold` as for `items`.
+
+        Raises ResponseNotFound; InvalidRequest if it has not ended well.
+        """
         response = await self.read(owner, id)
         if response["status"] not in ("completed", "incomplete"):
             raise InvalidRequest(f"response '{id}' is {response['status']}; only one that ended can be continued")
         output: list[dict[str, Any]] = response["output"]
-        return [*await self.items(owner, id), *output]
+        return [*await self.items(owner, id, hold), *output]
 
     async def delete(self, owner: str, id: str) -> None:
         """Delete a response. Raises ResponseNotFound."""
