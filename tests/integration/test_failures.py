@@ -69,6 +69,8 @@ async def test_a_dead_worker_is_tried_once_and_with_none_left_requests_are_refus
             for _ in fleet.workers:
                 await client.infer(echo_request())  # one that never responded might still be connecting
             for dying, tries in zip(fleet.workers[:2], (1, 2), strict=True):
+                # Longer than changes of the fleet are collected for: the mark of the dead worker counts at once.
+                await client.infer(echo_request(delay_ms=100))
                 await dying.killed()
                 for _ in range(30):
                     await client.infer(echo_request())

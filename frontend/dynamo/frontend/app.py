@@ -107,7 +107,8 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     with _plain_errors():
         async with AsyncExitStack() as stack:
             http_guard, grpc_guard = make_guards(config)
-            kserve = await stack.enter_async_context(open_kserve(config.kserve, Path(metrics_folder) if metrics_folder else None))
+            folder = Path(metrics_folder) if metrics_folder else None
+            kserve = await stack.enter_async_context(open_kserve(config.kserve, folder, config.grpc.max_message_bytes))
             if config.grpc.wanted:
                 check_grpc(config.grpc, share_port=share_port)
             http = await stack.enter_async_context(

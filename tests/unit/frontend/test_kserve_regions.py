@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.common.errors import AlreadyExists, EngineError, Forbidden, InvalidRequest, NotFound
+from dynamo.common.errors import AlreadyExists, EngineError, Forbidden, InvalidRequest, NotFound, PayloadTooLarge
 from dynamo.common.tensor_request import TensorRequest, parse_response
 from dynamo.frontend.api.kserve.placed import Place, fetch, is_placed, place
 from dynamo.frontend.api.kserve.regions import Regions
@@ -229,6 +229,19 @@ def test_inputs_in_memory_take_their_place_among_the_others(regions: Regions, ra
     again = TensorRequest.parse(fetched.raw)
     assert [bytes(data) for data in again.raw_inputs] == [b"AA", b"AB", b"CC"]
     assert not any(tensor.HasField("contents") for tensor in again.head.inputs)
+
+
+def test_inputs_in_memory_are_bounded_together(memory: Path) -> None:
+    regions = Regions(str(memory.parent), max_request_bytes=9)
+    regions.register("r", "memory", 0, SIZE)
+    message = ModelInferRequest(model_name="m")
+    for name in ("A", "B"):
+        tensor = message.inputs.add(name=name, datatype="UINT8", shape=[5])
+        for key, value in in_memory("r", 5).items():
+            tensor.parameters[key].CopyFrom(value)
+    with pytest.raises(PayloadTooLarge, match="over 9 bytes"):
+        fetch(TensorRequest.build(message), regions)
+    regions.close()
 
 
 def test_outputs_are_written_to_their_places(regions: Regions, memory: Path) -> None:

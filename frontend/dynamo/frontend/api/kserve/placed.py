@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import InvalidRequest, PayloadTooLarge
 from dynamo.common.tensor_check import SHARED_MEMORY
 from dynamo.common.tensor_request import TensorRequest, build_response, parse_response
 from dynamo.common.tensors import Buffer, element_count, typed_to_raw
@@ -39,6 +39,7 @@ def fetch(request: TensorRequest, regions: Regions) -> tuple[TensorRequest, Plac
     """Return the request with its inputs read from shared memory, and where its outputs go. Raises InvalidRequest, NotFound."""
     head = ModelInferRequest()
     head.CopyFrom(request.head)
+    placed_bytes = 0
     raws: list[Buffer] = []
     left = list(request.raw_inputs)
     for tensor in head.inputs:
@@ -49,6 +50,10 @@ def fetch(request: TensorRequest, regions: Regions) -> tuple[TensorRequest, Plac
                 f"'{head.model_name}'"
             )
         if place is not None:
+            placed_bytes += place.size_bytes
+            if placed_bytes > regions.max_request_bytes:
+                limit = regions.max_request_bytes
+                raise PayloadTooLarge(f"the inputs in shared memory have over {limit} bytes, which is the limit of a message")
             raws.append(place.region.read(place.offset, place.size_bytes))
         elif tensor.HasField("contents") and not left:
             what = f"input '{tensor.name}'"

@@ -60,10 +60,18 @@ def _gone(registration: Registration) -> InvalidRequest:
 class Regions:
     """The registered regions, and those of them that this process has open."""
 
-    def __init__(self, folder: str = FOLDER, registrations: Registrations | None = None, *, keys: Sequence[str] = ("*",)) -> None:
+    def __init__(
+        self,
+        folder: str = FOLDER,
+        registrations: Registrations | None = None,
+        *,
+        keys: Sequence[str] = ("*",),
+        max_request_bytes: int = 2**31 - 1,
+    ) -> None:
         """`registrations`: those of all processes that serve the same clients; None: of this one alone. `keys`: patterns, as of
-        `fnmatch`, of the keys that clients may register.
+        `fnmatch`, of the keys that clients may register. `max_request_bytes`: of the inputs of one request.
         """
+        self.max_request_bytes = max_request_bytes
         self._folder = folder
         self._registrations = OwnRegistrations() if registrations is None else registrations
         self._keys = keys

@@ -92,16 +92,17 @@ def check_is_local(peer: str) -> None:
 
 
 @asynccontextmanager
-async def open_kserve(options: KserveOptions, folder: Path | None) -> AsyncIterator[KserveServer]:
+async def open_kserve(options: KserveOptions, folder: Path | None, max_request_bytes: int) -> AsyncIterator[KserveServer]:
     """Make the state of a process; close the regions that clients have left registered at the end.
 
-    `folder`: shared by all processes on the same ports, if there are several.
+    `folder`: shared by all processes on the same ports, if there are several. `max_request_bytes`: see `Regions`.
     """
     if not options.client_shared_memory:
         yield KserveServer(options.server_name)
         return
     registrations = None if folder is None else SharedRegistrations(folder / "regions")
-    regions = Regions(registrations=registrations, keys=options.client_shared_memory_keys)
+    keys = options.client_shared_memory_keys
+    regions = Regions(registrations=registrations, keys=keys, max_request_bytes=max_request_bytes)
     server = KserveServer(options.server_name, regions, allows_remote_memory=options.client_shared_memory_remote)
     try:
         if folder is None:
