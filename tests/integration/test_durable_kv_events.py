@@ -16,7 +16,7 @@ from nats.js.object_store import ObjectStore
 from dynamo.common.kv.events import read_message
 from dynamo.common.messaging import kv_stream
 from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.kv_stream import STREAM, KvStream
+from dynamo.common.messaging.kv_stream import LOAD_S, STREAM, KvStream
 from dynamo.common.names import Endpoint, InstanceId, instance_of
 from dynamo.common.options import NatsOptions
 from tests.support.servers import EtcdServer, NatsServer, start_nats
@@ -140,7 +140,7 @@ async def test_reset_states_forgets_what_is_on_record(etcd_server: EtcdServer, n
                 await f.generate(prompt(1))
                 await f.generate(prompt(2))
         async with f.frontend(reset_states=True):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(2 * LOAD_S + 5):  # a snapshot that is forgotten while it is read is read again
                 while await record.load(subject.removesuffix(".*")) is not None:
                     await asyncio.sleep(0.02)
             assert await record.count(subject) == 0

@@ -437,7 +437,7 @@ async def test_the_table_follows_etcd_keeps_what_is_valid_and_comes_back_after_a
 
 
 async def test_a_lost_table_is_put_back_though_etcd_fails_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_module, "_LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(table_module, "LONGEST_PAUSE_S", 0.0)
     etcd = FakeEtcd()
     fake: Any = etcd
     table = NameTable(fake, "ns")

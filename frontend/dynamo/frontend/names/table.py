@@ -22,7 +22,7 @@ from dynamo.frontend.names.rules import Rule, Rules, check_rules
 
 log = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S = 10.0
+LONGEST_PAUSE_S = 10.0
 _ATTEMPTS = 5
 """To change the table while others do so as well."""
 
@@ -49,12 +49,12 @@ class NameTable:
 
     async def follow(self) -> None:
         """Apply changes in etcd until cancelled."""
-        pauses = backoff(_LONGEST_PAUSE_S)
+        pauses = backoff(LONGEST_PAUSE_S)
         while True:
             try:
                 async with aclosing(self._etcd.watch(self._key)) as changes:
                     async for change in changes:
-                        pauses = backoff(_LONGEST_PAUSE_S)
+                        pauses = backoff(LONGEST_PAUSE_S)
                         await self._apply(change)
                         self.ready.set()
             except DynamoError as error:
