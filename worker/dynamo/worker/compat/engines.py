@@ -27,6 +27,7 @@ from dynamo.worker.engine.declaration import Declaration, Tensor, from_model_con
 from dynamo.worker.engine.open_requests import OpenRequests
 from dynamo.worker.engine.python import InferContext, PythonEngine
 from dynamo.worker.engine.remote.text import TextDialect
+from dynamo.worker.engine.sampling import sampling_fields
 from dynamo.worker.tokenizers.folder import TextFiles, read_folder
 
 log = logging.getLogger(__name__)
@@ -225,13 +226,7 @@ def _tokens_request(request: GenerateRequest, text: TextFiles) -> dict[str, Any]
         },
         "sampling_options": {
             "n": request.n,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "frequency_penalty": sampling.frequency_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
+            **sampling_fields(sampling),
             "seed": sampling.seed,
             "guided_decoding": sampling.guided,
         },

@@ -11,6 +11,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features, check_prompt
 from dynamo.worker.engine.open_requests import read_finish_reason
+from dynamo.worker.engine.sampling import choice_seed, sampling_fields
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 128
@@ -87,15 +88,8 @@ def sampling_settings(request: GenerateRequest, defaults: Mapping[str, Any]) -> 
     if transfer and transfer.get("do_remote_decode"):
         max_tokens = 1  # a prefill: the rest is made elsewhere
     named = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        # vLLM adds the index of each choice
-        "seed": None if sampling.seed is None else sampling.seed + request.first_choice,
+        **sampling_fields(sampling),
+        "seed": choice_seed(request),  # vLLM adds the index of each choice
         "logit_bias": sampling.logit_bias,
         "allowed_token_ids": None if sampling.allowed_token_ids is None else [*sampling.allowed_token_ids],
         # vLLM's public field takes words, and would have its tokenizer find their tokens.

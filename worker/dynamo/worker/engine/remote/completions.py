@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable
 from typing import Any
 
 import msgspec
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
-from dynamo.common.generation_rules import Feature, check_features, check_prompt
-from dynamo.common.generation_rules import check_request as check_ranges
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest
+from dynamo.common.generation_rules import Feature
 from dynamo.worker.engine.open_requests import read_finish_reason
-from dynamo.worker.engine.remote.dialect import Choices, check_rank, choice_seed, decode_event, token_limit, without_none
+from dynamo.worker.engine.remote.dialect import decode_event, token_limit, without_none
 from dynamo.worker.engine.remote.errors import Error, stream_error
+from dynamo.worker.engine.remote.tokens import TokenReader, any_of, check_tokens, chosen_first, logit_bias
+from dynamo.worker.engine.sampling import choice_seed, sampling_fields
 from dynamo.worker.engine.vllm_request import structured_settings
 
 PATH = "/v1/completions"
@@ -107,16 +106,6 @@ class TensorRtDialect:
         return StreamReader(request, self._eos)
 
 
-def check_tokens(request: GenerateRequest, context_length: int, features: Collection[Feature], *, logprobs: bool = True) -> None:
-    """Raises InvalidRequest for a request in token ids that the server would misunderstand or not bound."""
-    check_prompt(request, context_length)
-    check_ranges(request)
-    check_features(request, "remote", features)
-    check_rank(request)
-    if request.logprobs is not None and not logprobs:
-        raise InvalidRequest("log probabilities are not supported by the remote engine for this server", param="logprobs")
-
-
 def _common(request: GenerateRequest, model: str, context_length: int) -> dict[str, object]:
     """Return the fields that both servers have; None where the request leaves the server's own default."""
     sampling, stop = request.sampling, request.stop
@@ -130,15 +119,9 @@ def _common(request: GenerateRequest, model: str, context_length: int) -> dict[s
         "max_tokens": max_tokens,
         "min_tokens": min(stop.min_tokens, max_tokens),
         "ignore_eos": stop.ignore_eos,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
+        **sampling_fields(sampling),
         "seed": choice_seed(request),
-        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} if sampling.logit_bias else None,
+        "logit_bias": logit_bias(sampling),
         "stop_token_ids": stop.token_ids or None,
     }
 
@@ -161,30 +144,13 @@ def _response_format(settings: dict[str, Any]) -> dict[str, Any]:
             raise InvalidRequest(f"structured output by '{kind}' is not supported by this server", param=kind)
 
 
-def any_of(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches one of `texts`."""
-    return f"({'|'.join(map(re.escape, texts))})"
-
-
 def _with_chosen(alternatives: int) -> int:
     """Return the server's number, which counts the likeliest tokens and may include the chosen one."""
     return max(alternatives, min(alternatives + 1, _SERVER_LOGPROBS)) if alternatives else 0
 
 
-class StreamReader:
+class StreamReader(TokenReader):
     """Reads the events of one stream; see `Reader`."""
-
-    def __init__(self, request: GenerateRequest, eos: frozenset[int]) -> None:
-        """`eos` tokens end a generation, unless the request ignores them."""
-        self._request = request
-        self._stops = stop_tokens(request, eos)
-        self._choices = Choices(request)
-        self._output_tokens = 0
-        self._cached_tokens = 0
-
-    @property
-    def has_finished(self) -> bool:
-        return self._choices.has_finished
 
     def read(self, event: bytes) -> list[Delta]:
         chunk = decode_event(_chunk_decoder, event)
@@ -193,14 +159,6 @@ class StreamReader:
         if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
             self._cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens or 0
         return [delta for choice in chunk.choices if (delta := self._delta(choice)) is not None]
-
-    def summary(self) -> Summary:
-        return Summary(
-            prompt_tokens=self._request.prompt_tokens,
-            output_tokens=self._output_tokens,
-            cached_tokens=self._cached_tokens,
-            prefill_ms=self._choices.prefill_ms,
-        )
 
     def _delta(self, choice: Choice) -> Delta | None:
         self._choices.check(choice.index)
@@ -230,17 +188,6 @@ class StreamReader:
             chosen_first(token, value, [(_token_id(name), other) for name, other in (top or {}).items()], alternatives)
             for token, value, top in zip(tokens, logprobs.token_logprobs, tops, strict=False)
         ]
-
-
-def stop_tokens(request: GenerateRequest, eos: frozenset[int]) -> frozenset[int]:
-    """Return the tokens that end a choice."""
-    return frozenset(request.stop.token_ids) | (frozenset() if request.stop.ignore_eos else eos)
-
-
-def chosen_first(token: int, value: float | None, top: Iterable[tuple[int, float]], alternatives: int) -> list[tuple[int, float]]:
-    """Return the log probabilities of one position: the chosen token, then the likeliest others."""
-    others = sorted((pair for pair in top if pair[0] != token), key=lambda pair: -pair[1])
-    return [(token, value if value is not None else 0.0), *others[:alternatives]]
 
 
 def _token_id(name: str) -> int:

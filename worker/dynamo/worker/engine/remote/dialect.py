@@ -99,12 +99,6 @@ def token_limit(request: GenerateRequest, context_length: int) -> int:
     return room if request.stop.max_tokens is None else min(request.stop.max_tokens, room)
 
 
-def choice_seed(request: GenerateRequest) -> int | None:
-    """Return the seed of the first choice of the request, which may be a later one of a larger request."""
-    seed = request.sampling.seed
-    return None if seed is None else seed + request.first_choice
-
-
 def check_rank(request: GenerateRequest) -> None:
     """Raises InvalidRequest for a request to one of several data-parallel ranks, which a server keeps to itself."""
     if request.data_parallel_rank:

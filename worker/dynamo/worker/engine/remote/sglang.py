@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest
 from dynamo.common.generation_rules import Feature
 from dynamo.worker.engine.open_requests import read_finish_reason
-from dynamo.worker.engine.remote.completions import any_of, check_tokens, chosen_first, stop_tokens
-from dynamo.worker.engine.remote.dialect import Choices, choice_seed, decode_event, token_limit, without_none
+from dynamo.worker.engine.remote.dialect import decode_event, token_limit, without_none
 from dynamo.worker.engine.remote.errors import Error, stream_error, to_error
+from dynamo.worker.engine.remote.tokens import TokenReader, any_of, check_tokens, chosen_first, logit_bias
+from dynamo.worker.engine.sampling import choice_seed, sampling_fields
 from dynamo.worker.engine.vllm_request import structured_settings
 
 PATH = "/generate"
@@ -65,15 +66,9 @@ class SglangDialect:
             "ignore_eos": stop.ignore_eos,
             "stop_token_ids": stop.token_ids or None,
             "n": request.n,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "frequency_penalty": sampling.frequency_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
+            **sampling_fields(sampling),
             "sampling_seed": choice_seed(request),
-            "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} if sampling.logit_bias else None,
+            "logit_bias": logit_bias(sampling),
             **(_constraint(structured_settings(sampling.guided)) if sampling.guided else {}),
         }
         fields = {
@@ -108,24 +103,15 @@ def _constraint(settings: dict[str, Any]) -> dict[str, str]:
             raise InvalidRequest(f"structured output by '{kind}' is not supported by this server", param=kind)
 
 
-class SglangReader:
+class SglangReader(TokenReader):
     """Reads the events of one stream; see `Reader`.
 
     An event has all tokens of its choice so far or, of servers with `--incremental-streaming-output`, the new ones.
     """
 
     def __init__(self, request: GenerateRequest, eos: frozenset[int]) -> None:
-        """`eos` tokens end a generation, unless the request ignores them."""
-        self._request = request
-        self._stops = stop_tokens(request, eos)
-        self._choices = Choices(request)
+        super().__init__(request, eos)
         self._received = [0] * request.n
-        self._output_tokens = 0
-        self._cached_tokens = 0
-
-    @property
-    def has_finished(self) -> bool:
-        return self._choices.has_finished
 
     def read(self, event: bytes) -> list[Delta]:
         data = decode_event(_event_decoder, event)
@@ -135,14 +121,6 @@ class SglangReader:
             raise EngineError("the server sent no token ids")
         delta = self._delta(data.index, data.output_ids, data.meta_info)
         return [] if delta is None else [delta]
-
-    def summary(self) -> Summary:
-        return Summary(
-            prompt_tokens=self._request.prompt_tokens,
-            output_tokens=self._output_tokens,
-            cached_tokens=self._cached_tokens,
-            prefill_ms=self._choices.prefill_ms,
-        )
 
     def _delta(self, index: int, tokens: list[int], info: MetaInfo) -> Delta | None:
         self._choices.check(index)

@@ -15,8 +15,9 @@ from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.generation_rules import check_request as check_ranges
 from dynamo.worker.engine.open_requests import read_finish_reason
-from dynamo.worker.engine.remote.dialect import Choices, check_rank, choice_seed, decode_event, without_none
+from dynamo.worker.engine.remote.dialect import Choices, check_rank, decode_event, without_none
 from dynamo.worker.engine.remote.errors import Error, stream_error
+from dynamo.worker.engine.sampling import choice_seed, sampling_fields
 from dynamo.worker.engine.text_prompt import read_prompt
 from dynamo.worker.engine.vllm_request import structured_settings
 
@@ -94,13 +95,7 @@ class TextDialect:
             "stream_options": {"include_usage": True},
             "n": request.n if request.n > 1 else None,
             "max_tokens": request.stop.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "frequency_penalty": sampling.frequency_penalty,
-            "presence_penalty": sampling.presence_penalty,
-            "repetition_penalty": sampling.repetition_penalty,
+            **sampling_fields(sampling),
             "seed": choice_seed(request),
             "response_format": _response_format(structured_settings(sampling.guided)) if sampling.guided else None,
         }
