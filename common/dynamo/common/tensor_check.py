@@ -350,7 +350,7 @@ SHARED_MEMORY = frozenset(("shared_memory_region", "shared_memory_offset", "shar
 
 def check_request_parameters(parameters: Mapping[str, InferParameter], *, more: Collection[str] = ()) -> None:
     """Raises InvalidRequest for a parameter of a wrong kind or with a reserved name, Unsupported for the id of a sequence that is
-    too long. `more` kinds are right besides Triton's.
+    too long. `more` names kinds that are accepted in addition to Triton's.
     """
     _check_number_of(parameters, "the request")
     for key, parameter in parameters.items():

@@ -73,7 +73,7 @@ class BackgroundResponses:
             await asyncio.wait([work])  # it tells the worker
 
     async def _write(self, owner: str, response: ResponseObject, revision: int) -> int | None:
-        """Write a response that nobody has ended meanwhile; return its revision, or None if somebody has.
+        """Write a response unless it has been ended meanwhile; return its revision, or None if it has.
 
         While JetStream is away, this waits.
         """

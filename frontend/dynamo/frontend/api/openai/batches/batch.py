@@ -1,6 +1,6 @@
 """A batch, its lines, and where both lie in JetStream.
 
-The lines are carried out in segments. The results of a segment are one record that is written once, whoever carried it out: so a
+The lines are run in segments. The results of a segment are one record that is written once, by whichever frontend ran it: so a
 line that was carried out twice, because a frontend died or lost its lease, is in the output once.
 """
 
@@ -273,5 +273,5 @@ class Batches:
 
 
 def result_file_id(batch: str, kind: str) -> str:
-    """Return the id of a batch's output or error file: the same whoever writes it."""
+    """Return the id of a batch's output or error file: the same at every frontend."""
     return f"file-{hashlib.sha256(f'{batch} {kind}'.encode()).hexdigest()[:32]}"
