@@ -30,7 +30,7 @@ from dynamo.frontend.api.http.json_scan import check_json
 from dynamo.frontend.api.kserve.rest.bodies import split
 from dynamo.frontend.api.kserve.rest.requests import read_request
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest
-from dynamo.frontend.api.openai.response_requests import ResponsesRequest
+from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
 from dynamo.frontend.api.rpc.http2 import frames as http2_frames
 from dynamo.frontend.api.rpc.http2.headers import HeaderDecoder, MalformedRequest
 from dynamo.frontend.api.rpc.http2.messages import CorruptMessage, MessageOwner, MessageReader, PlainMemory, inflate_steps

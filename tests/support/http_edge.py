@@ -30,7 +30,7 @@ from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.server_operations import LinkState, health_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
-from dynamo.frontend.api.openai.background_responses import BackgroundResponses
+from dynamo.frontend.api.openai.responses.background import BackgroundResponses
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import CapacityOptions, HttpOptions, OverloadStatus, ServingOptions, TextOptions
 from dynamo.frontend.metrics import FrontendMetrics

@@ -34,8 +34,8 @@ from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.server import open_kserve
-from dynamo.frontend.api.openai.background_responses import BackgroundResponses
-from dynamo.frontend.api.openai.stored import StoredResponses
+from dynamo.frontend.api.openai.responses.background import BackgroundResponses
+from dynamo.frontend.api.openai.responses.stored import StoredResponses
 from dynamo.frontend.api.rpc.server import GrpcServer, check_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import FrontendConfig

@@ -27,7 +27,7 @@ from dynamo.frontend.api.openai.requests import (
     StreamOptions,
     Tool,
 )
-from dynamo.frontend.api.openai.response_requests import InputItem, InputPart, ResponsesRequest
+from dynamo.frontend.api.openai.responses.requests import InputItem, InputPart, ResponsesRequest
 from dynamo.frontend.config import HttpOptions, TextLimits, TextOptions
 from tests.support.fakes import tensor_card
 from tests.support.http_edge import Speaker, open_http_edge, raw_connection

@@ -12,7 +12,7 @@ from openai.types.responses import Response
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
-from dynamo.frontend.api.openai.response_requests import ResponsesRequest
+from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import Speaker, chat_card, events_of, open_http_edge, send_delta

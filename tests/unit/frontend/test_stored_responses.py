@@ -13,10 +13,10 @@ from openai import AsyncOpenAI, NotFoundError
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import InvalidRequest, Overloaded, RateLimited
-from dynamo.frontend.api.openai import background_responses as background_module
-from dynamo.frontend.api.openai.background_responses import BackgroundResponses
-from dynamo.frontend.api.openai.response_events import ResponseObject
-from dynamo.frontend.api.openai.stored import LOST_S, ResponseNotFound, StoredResponses, new_response_id
+from dynamo.frontend.api.openai.responses import background as background_module
+from dynamo.frontend.api.openai.responses.background import BackgroundResponses
+from dynamo.frontend.api.openai.responses.events import ResponseObject
+from dynamo.frontend.api.openai.responses.stored import LOST_S, ResponseNotFound, StoredResponses, new_response_id
 from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS

@@ -24,11 +24,11 @@ from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.kserve.server import KserveServer
-from dynamo.frontend.api.openai.background_responses import BackgroundResponses
 from dynamo.frontend.api.openai.batches.batch import Batches
 from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
+from dynamo.frontend.api.openai.responses.background import BackgroundResponses
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.router.select import effective_mode

@@ -13,11 +13,11 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Summary
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import EventStream
-from dynamo.frontend.api.openai.background_responses import BackgroundResponses
 from dynamo.frontend.api.openai.chunks import Head
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, TextGenerationRequest
 from dynamo.frontend.api.openai.response_objects import Usage
-from dynamo.frontend.api.openai.stored import StoredResponses
+from dynamo.frontend.api.openai.responses.background import BackgroundResponses
+from dynamo.frontend.api.openai.responses.stored import StoredResponses
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.text.generations import TextSource
 from dynamo.frontend.api.text.model_names import name_or_only_model

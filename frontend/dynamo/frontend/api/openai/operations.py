@@ -22,7 +22,6 @@ from dynamo.frontend.api.openai.requests import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from dynamo.frontend.api.openai.response_events import ResponseObject
 from dynamo.frontend.api.openai.response_objects import (
     ChatCompletion,
     Completion,
@@ -32,9 +31,10 @@ from dynamo.frontend.api.openai.response_objects import (
     Tokenized,
     TokenizerDescription,
 )
-from dynamo.frontend.api.openai.response_requests import ResponsesRequest
-from dynamo.frontend.api.openai.responses import Responses
-from dynamo.frontend.api.openai.stored_operations import StoredOperations
+from dynamo.frontend.api.openai.responses.endpoint import Responses
+from dynamo.frontend.api.openai.responses.events import ResponseObject
+from dynamo.frontend.api.openai.responses.operations import StoredOperations
+from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
 from dynamo.frontend.api.openai.text_task_objects import (
     ClassifyRequest,
     ClassifyResponse,

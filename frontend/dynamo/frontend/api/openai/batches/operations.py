@@ -17,7 +17,7 @@ from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.api.openai.batches.batch import ENDPOINTS, Batch, Batches
 from dynamo.frontend.api.openai.batches.files import MAX_FILE_BYTES, FileObject, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
-from dynamo.frontend.api.openai.stored_operations import page, read_limit
+from dynamo.frontend.api.openai.pages import page, read_limit
 from dynamo.frontend.security.surfaces import Surface
 
 _FORM_BYTES = 64 * 1024

@@ -20,7 +20,7 @@ from msgspec import Struct
 from dynamo.common.errors import DynamoError, InvalidRequest, NotFound, PayloadTooLarge, Unavailable
 from dynamo.common.messaging.records import RecordStore
 from dynamo.common.names import encode
-from dynamo.frontend.api.openai.response_events import ResponseObject
+from dynamo.frontend.api.openai.responses.events import ResponseObject
 from dynamo.frontend.metrics import FrontendMetrics
 
 MAX_BYTES = 16 << 20

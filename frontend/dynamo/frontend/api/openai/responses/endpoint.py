@@ -1,4 +1,4 @@
-"""POST /v1/responses: the Responses API. What is stored is read and changed by `stored_operations`."""
+"""POST /v1/responses: the Responses API. What is stored is read and changed by `operations`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
-from dynamo.frontend.api.openai.background_responses import FAILURES
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.logprobs import chat_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
-from dynamo.frontend.api.openai.response_events import ResponseObject, ResponseWriter
 from dynamo.frontend.api.openai.response_objects import InputTokens, TokenLogprob
-from dynamo.frontend.api.openai.response_requests import ResponsesRequest
-from dynamo.frontend.api.openai.stored import Item, new_response_id
+from dynamo.frontend.api.openai.responses.background import FAILURES
+from dynamo.frontend.api.openai.responses.events import ResponseObject, ResponseWriter
+from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
+from dynamo.frontend.api.openai.responses.stored import Item, new_response_id
 from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, session_of
 from dynamo.frontend.api.statuses import log_failure, public_message
 from dynamo.frontend.api.text.named import serve_by_name
