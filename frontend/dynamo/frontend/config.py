@@ -183,15 +183,16 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_tls(prefix: str, cert: str | None, key: str | None, client_ca: str | None) -> None:
+def _check_tls(prefix: str, cert: str | None, key: str | None, client_ca: str | None, ciphers: str | None) -> None:
     if (cert is None) != (key is None):
         raise ValueError(f"--{prefix}-tls-cert-file and --{prefix}-tls-key-file are only useful together")
-    if client_ca is not None and cert is None:
-        raise ValueError(f"--{prefix}-tls-client-ca-file needs --{prefix}-tls-cert-file")
+    for option_name, value in (("client-ca-file", client_ca), ("ciphers", ciphers)):
+        if value is not None and cert is None:
+            raise ValueError(f"--{prefix}-tls-{option_name} needs --{prefix}-tls-cert-file")
 
 
-def _tls_files(cert: str | None, key: str | None, client_ca: str | None) -> TlsFiles | None:
-    return None if cert is None or key is None else TlsFiles(cert=cert, key=key, client_ca=client_ca)
+def _tls_files(cert: str | None, key: str | None, client_ca: str | None, ciphers: str | None) -> TlsFiles | None:
+    return None if cert is None or key is None else TlsFiles(cert=cert, key=key, client_ca=client_ca, ciphers=ciphers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,14 +295,15 @@ class HttpOptions:
     tls_client_ca_file: str | None = option(
         None, metavar="FILE", help="Clients must show a certificate signed by one of these (PEM)."
     )
+    tls_ciphers: str | None = option(None, metavar="LIST", help="Cipher suites of this port, as for `--tls-ciphers`.")
 
     def __post_init__(self) -> None:
-        _check_tls("http", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        _check_tls("http", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file, self.tls_ciphers)
 
     @property
     def tls(self) -> TlsFiles | None:
         """None: the port does not speak TLS."""
-        return _tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        return _tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file, self.tls_ciphers)
 
     @property
     def is_local(self) -> bool:
@@ -500,6 +502,13 @@ class GrpcOptions:
     )
     keepalive_s: float = option(60.0, minimum=1, help="A silent connection is pinged after this many seconds.")
     keepalive_timeout_s: float = option(20.0, minimum=1, help="An unanswered ping closes the connection.")
+    keepalive_permit_without_calls: bool = option(
+        True,
+        help="Ping connections without calls, too, and let clients do so; off, such clients may ping once in two hours.",
+    )
+    max_pings_without_data: int = option(
+        0, minimum=0, help="Pings that the server sends one after the other while it sends no response; 0 for no limit."
+    )
     client_ping_interval_s: float = option(
         5.0, minimum=0, help="Clients that ping more often than this while no response is sent are disconnected."
     )
@@ -519,14 +528,17 @@ class GrpcOptions:
     tls_client_ca_file: str | None = option(
         None, metavar="FILE", help="Clients must show a certificate signed by one of these (PEM)."
     )
+    tls_ciphers: str | None = option(None, metavar="LIST", help="Cipher suites of this port, as for `--tls-ciphers`.")
 
     def __post_init__(self) -> None:
-        _check_tls("grpc", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        _check_tls("grpc", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file, self.tls_ciphers)
+        if self.tls_ciphers is not None and self.server is GrpcServerChoice.GRPCIO:
+            raise ValueError("--grpc-server grpcio takes cipher suites from GRPC_SSL_CIPHER_SUITES, not from --tls-ciphers")
 
     @property
     def tls(self) -> TlsFiles | None:
         """None: the port does not speak TLS."""
-        return _tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+        return _tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file, self.tls_ciphers)
 
     @property
     def is_local(self) -> bool:
@@ -578,6 +590,15 @@ class TlsOptions:
         file_key=("tls.client_ca_file", "client_ca_file"),
         metavar="FILE",
         help="Clients must show a certificate signed by one of these (PEM), on gRPC and HTTP.",
+    )
+    ciphers: str | None = option(
+        None,
+        flags=("--tls-ciphers",),
+        env=("DYN_TLS_CIPHERS",),
+        file_key="tls.ciphers",
+        metavar="LIST",
+        help="Cipher suites for TLS 1.2 in OpenSSL's notation, such as ECDHE+AESGCM:ECDHE+CHACHA20; those of TLS 1.3 are always"
+        " allowed. grpcio takes its own from GRPC_SSL_CIPHER_SUITES in the environment.",
     )
 
     def __post_init__(self) -> None:
@@ -994,6 +1015,8 @@ class FrontendConfig:
             raise ValueError("--use-tls needs --cert-file and --key-file")
         if self.tls.client_ca_file is not None and self.http.tls is None and self.grpc.tls is None:
             raise ValueError("--client-ca-file needs --cert-file and --key-file")
+        if self.tls.ciphers is not None and self.http.tls is None and self.grpc.tls is None:
+            raise ValueError("--tls-ciphers needs --cert-file and --key-file")
         if self.processes > 1 and (self.http.port == 0 or (self.grpc.wanted and self.grpc.listen_port == 0)):
             raise ValueError("--processes shares ports between processes, so they need fixed --http-port and --grpc-port")
         same = self.grpc.wanted and self.http.port == self.grpc.listen_port != 0
@@ -1007,4 +1030,6 @@ def _with_tls(port: P, tls: TlsOptions) -> P:
         port = replace(port, tls_cert_file=tls.cert_file, tls_key_file=tls.key_file)
     if port.tls_client_ca_file is None and port.tls is not None and tls.client_ca_file is not None:
         port = replace(port, tls_client_ca_file=tls.client_ca_file)
+    if port.tls_ciphers is None and port.tls is not None and tls.ciphers is not None:
+        port = replace(port, tls_ciphers=tls.ciphers)
     return port

@@ -56,6 +56,10 @@ def test_settings_reach_the_server_in_its_own_words() -> None:
     assert arguments["grpc.keepalive_time_ms"] == 2500
     assert arguments["grpc.http2.lookahead_bytes"] == 2**20
     assert arguments["grpc.so_reuseport"] == 1
+    assert (arguments["grpc.keepalive_permit_without_calls"], arguments["grpc.http2.max_pings_without_data"]) == (1, 0)
+    pings = GrpcOptions(keepalive_permit_without_calls=False, max_pings_without_data=3)
+    arguments = dict(channel_arguments(pings, share_port=False))
+    assert (arguments["grpc.keepalive_permit_without_calls"], arguments["grpc.http2.max_pings_without_data"]) == (0, 3)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(AUTO, "http2"), (HTTP2, "http2"), (GRPCIO, "grpcio")])

@@ -541,6 +541,62 @@ async def test_a_silent_connection_is_pinged_and_closed_if_it_does_not_respond()
         assert await client.next_of() is None
 
 
+async def test_without_calls_a_connection_is_not_pinged_where_that_is_not_permitted() -> None:
+    async with serving(keepalive_s=60, keepalive_permit_without_calls=False) as edge, connected(edge.server.port) as client:
+        await greeted(edge, client)
+        check_after(edge, 61)
+        client.send(headers(3, pairs=to("Hold")), call(5))
+        assert await client.status(5) == "0"
+        check_after(edge, 122)
+        assert await client.next_of(frames.PING, frames.HEADERS) == (frames.PING, 0, 0, b"dynamo-k")
+
+
+async def test_clients_without_calls_may_not_ping_where_that_is_not_permitted() -> None:
+    ping = encode_frame(frames.PING, 0, 0, bytes(8))
+    async with serving(keepalive_permit_without_calls=False, client_ping_interval_s=0) as edge:
+        async with connected(edge.server.port) as busy:
+            busy.send(headers(1, pairs=to("Hold")), ping * 10, call(3))
+            assert await busy.status(3) == "0"
+        async with connected(edge.server.port) as idle:
+            idle.send(ping * 10)
+            await ends_with(idle, CALM)
+
+
+async def test_a_connection_is_pinged_no_more_often_than_permitted_until_a_response_is_sent() -> None:
+    acknowledgement = encode_frame(frames.PING, frames.ACK, 0, b"dynamo-k")
+    async with serving(keepalive_s=60, max_pings_without_data=2) as edge, connected(edge.server.port) as client:
+        await greeted(edge, client)
+        (connection,) = edge.server.connections
+        for later_s, is_sent in ((1000, True), (2000, True), (3000, False)):
+            connection.check(monotonic() + later_s)
+            assert connection.awaits_ping is is_sent
+            client.send(acknowledgement)
+            await until(lambda: not connection.awaits_ping)
+        client.send(call(3))
+        assert await client.status(3) == "0"
+        connection.check(monotonic() + 4000)
+        assert connection.awaits_ping
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+async def test_a_call_of_one_request_that_has_two_messages_is_refused(guarded: bool) -> None:
+    async with serving(guarded=guarded) as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Say")), data(1, message(b"a") + message(b"b"), ends=False))
+        received, _ = await client.response(1)
+        assert (received["grpc-status"], received["grpc-message"]) == ("12", "the call has more than one message")
+        await edge.assert_serving()
+        assert edge.capacity.buffered_bytes == 0
+
+
+async def test_a_second_message_ends_a_handler_that_runs() -> None:
+    async with serving() as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Keep")), data(1, message(b"a"), ends=False))
+        await until(lambda: bool(edge.service.kept))
+        client.send(data(1, message(b"b")))
+        assert await client.status(1) == "12"
+        await until(lambda: not edge.server.calls)
+
+
 async def test_a_message_that_arrives_too_slowly_fails_its_call() -> None:
     async with serving() as edge, connected(edge.server.port) as client:
         client.send(headers(1), data(1, message(b"abc", size=MIB), ends=False), call(3))

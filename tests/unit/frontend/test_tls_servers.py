@@ -72,10 +72,11 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @asynccontextmanager
-async def serving(protocol: str, server: Pair, client_ca: Path | None = None) -> AsyncIterator[int]:
+async def serving(protocol: str, server: Pair, client_ca: Path | None = None, ciphers: str | None = None) -> AsyncIterator[int]:
     """The port of a server that speaks TLS."""
     files = {"tls_cert_file": str(server.cert), "tls_key_file": str(server.key)}
     files |= {"tls_client_ca_file": str(client_ca)} if client_ca else {}
+    files |= {"tls_ciphers": ciphers} if ciphers else {}
     if protocol == "http":
         async with serve_http(HttpOptions(port=0, **files), hello) as http:
             yield http.port
@@ -142,6 +143,29 @@ async def test_old_versions_of_tls_are_refused(protocol: str, authority: Authori
         context.set_ciphers("ALL:@SECLEVEL=0")
         with pytest.raises((ssl.SSLError, ConnectionError)):
             await asyncio.open_connection("127.0.0.1", port, ssl=context)
+
+
+@pytest.mark.parametrize("protocol", ["http", "http2"])
+async def test_only_the_permitted_cipher_suites_are_spoken(protocol: str, authority: Authority) -> None:
+    async with serving(protocol, authority.server, ciphers="ECDHE+AESGCM") as port:
+        context = authority.context()
+        context.maximum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["h2", "http/1.1"])
+        context.set_ciphers("ECDHE+CHACHA20")
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        context.set_ciphers("ECDHE+AESGCM")
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        name, _, _ = writer.get_extra_info("cipher")
+        assert "GCM" in name
+        writer.close()
+
+
+@pytest.mark.parametrize("protocol", ["http", "http2"])
+async def test_cipher_suites_that_do_not_exist_stop_the_start(protocol: str, authority: Authority) -> None:
+    with pytest.raises(ConfigError, match="the cipher suites 'NOTHING' name none that OpenSSL has"):
+        async with serving(protocol, authority.server, ciphers="NOTHING"):
+            raise AssertionError("it serves")
 
 
 @PROTOCOLS
@@ -258,6 +282,15 @@ def test_a_port_may_have_a_certificate_of_its_own() -> None:
     assert config.grpc.tls == TlsFiles(cert="gc", key="gk")
 
 
+def test_a_port_may_have_cipher_suites_of_its_own() -> None:
+    common = ("--cert-file", "c", "--key-file", "k", "--tls-ciphers", "ECDHE+AESGCM")
+    config = configured("--grpc", *common)
+    assert config.http.tls == config.grpc.tls == TlsFiles(cert="c", key="k", ciphers="ECDHE+AESGCM")
+    own = ("--grpc-tls-cert-file", "gc", "--grpc-tls-key-file", "gk", "--grpc-tls-ciphers", "AESGCM")
+    config = configured("--grpc", *common, *own)
+    assert config.grpc.tls == TlsFiles(cert="gc", key="gk", ciphers="AESGCM")
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -265,6 +298,11 @@ def test_a_port_may_have_a_certificate_of_its_own() -> None:
         (["--use-tls", "--grpc", "--http-tls-cert-file", "c", "--http-tls-key-file", "k"], "--use-tls needs --cert-file"),
         (["--cert-file", "c"], "--cert-file and --key-file are only useful together"),
         (["--client-ca-file", "a"], "--client-ca-file needs --cert-file and --key-file"),
+        (["--tls-ciphers", "AESGCM"], "--tls-ciphers needs --cert-file and --key-file"),
+        (
+            ["--grpc-server", "grpcio", "--cert-file", "c", "--key-file", "k", "--tls-ciphers", "AESGCM"],
+            "--grpc-server grpcio takes cipher suites from GRPC_SSL_CIPHER_SUITES",
+        ),
     ],
 )
 def test_half_of_a_tls_configuration_is_refused(argv: list[str], words: str) -> None:

@@ -21,6 +21,8 @@ class TlsFiles:
     key: str
     client_ca: str | None = None
     """Clients must show a certificate signed by one of these."""
+    ciphers: str | None = None
+    """Suites for TLS 1.2 in OpenSSL's notation; None for OpenSSL's own choice."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -55,11 +57,21 @@ def read_context(files: TlsFiles, protocols: Sequence[str] = ()) -> ssl.SSLConte
     if protocols:
         context.set_alpn_protocols(protocols)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if files.ciphers is not None:
+        _set_ciphers(context, files.ciphers)
     load_pair(context, files.cert, files.key)
     if files.client_ca is not None:
         load_roots(context, files.client_ca, "client CA")
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _set_ciphers(context: ssl.SSLContext, ciphers: str) -> None:
+    """Raises ConfigError."""
+    try:
+        context.set_ciphers(ciphers)
+    except ssl.SSLError as error:
+        raise ConfigError(f"the cipher suites '{ciphers}' name none that OpenSSL has") from error
 
 
 def load_pair(context: ssl.SSLContext, cert: str, key: str) -> None:

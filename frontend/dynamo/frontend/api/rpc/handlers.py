@@ -52,7 +52,7 @@ class PendingMessage:
         """Receive the message. Aborts the call if the client sent none. Raises DynamoError for one that is refused."""
         data: object = await self._context.read()
         if not isinstance(data, bytes | memoryview):
-            await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message")
+            await self._context.abort(grpc.StatusCode.UNIMPLEMENTED, "the call has no message")
         if self.on_received is not None:
             self.on_received(len(data))
         return data

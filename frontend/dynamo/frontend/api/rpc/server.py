@@ -68,7 +68,8 @@ def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[s
         ("grpc.max_concurrent_streams", options.max_concurrent_streams),
         ("grpc.keepalive_time_ms", int(options.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(options.keepalive_timeout_s * 1000)),
-        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_permit_without_calls", int(options.keepalive_permit_without_calls)),
+        ("grpc.http2.max_pings_without_data", options.max_pings_without_data),
         ("grpc.http2.min_ping_interval_without_data_ms", int(options.client_ping_interval_s * 1000)),
         # A port taken by someone else must be an error, unless it is one of our own processes that shares it.
         ("grpc.so_reuseport", int(share_port)),

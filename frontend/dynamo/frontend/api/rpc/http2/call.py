@@ -219,7 +219,7 @@ class Call:
             self._reader.drop()
             self._refuse(InvalidRequest("the call ended within a message"))
         elif self.task is None:
-            self._refuse(InvalidRequest("the call has no message"))
+            self._refuse(Unsupported("the call has no message"))
         self._wake()
 
     def cancel(self) -> None:
@@ -281,7 +281,7 @@ class Call:
         if self._method.reads_stream:
             counted = size + _MESSAGE_BYTES
         elif self._queue or (self.task is not None and not self._method.reads_late):
-            return self._refuse(InvalidRequest("the call has more than one message"))
+            return self._refuse_further_message()
         else:
             counted = size if size > _UNCOUNTED_BYTES else 0
         try:
@@ -290,6 +290,11 @@ class Call:
             return self._refuse(error)
         self._held_bytes += counted
         return True
+
+    def _refuse_further_message(self) -> bool:
+        """End a unary call that has a second message, as gRPC's table of statuses has it: its handler may run already."""
+        self.end(grpc.StatusCode.UNIMPLEMENTED, "the call has more than one message")
+        return False
 
     def message_memory(self, size: int) -> MessageMemory:
         if more := self.window.grant(size):

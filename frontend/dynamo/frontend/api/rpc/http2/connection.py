@@ -10,7 +10,7 @@ What a client may cost is bounded, with a key or without:
 | streams that were reset, by the client or for a fault of its | `_RESETS` at once, `_RESETS_PER_S` on average | GOAWAY |
 | SETTINGS | `_SETTINGS` at once, one a second on average | GOAWAY |
 | frames without content between two that have some | `_IDLE_FRAMES` a second | GOAWAY |
-| PINGs while nothing is sent | one in `client_ping_interval_s`, twice more often | GOAWAY |
+| PINGs while nothing is sent | one in `client_ping_interval_s` or, by option, in two hours; twice more often | GOAWAY |
 | acknowledgements and calls while the client does not read | `_UNREAD_FRAMES`, and `max_concurrent_streams` | GOAWAY |
 | frames that have come | a few milliseconds, then other connections have their turn | |
 | messages | `max_message_bytes` each, and the capacity together | the call fails |
@@ -57,6 +57,8 @@ _FRAMES_PER_WRITE: Final = 4
 _UNREAD_FRAMES: Final = 1000
 _UNREAD_S: Final = 300.0
 _PING_STRIKES: Final = 2
+_LONG_PING_INTERVAL_S: Final = 7200.0
+"""Between pings of clients without calls, where these are not permitted: gRPC's, from TCP's interval."""
 _GREETING_S: Final = 10.0
 _READ_BYTES: Final = 2 * 2**20
 """Read of one connection before all others have their turn."""
@@ -154,6 +156,9 @@ class Connection(asyncio.BufferedProtocol):
         self._ends_at = self._opened_at + server.max_age_s()
         self._keepalive_at: float | None = None
         """When a PING was sent that was not acknowledged."""
+        self._keepalives = 0
+        """PINGs that were sent since the last response, of which there were `_responses_at_keepalive`."""
+        self._responses_at_keepalive = 0
         self._paused_at: float | None = None
         self._drains_at: float | None = None
         """When the second GOAWAY is due, infinite once it was sent; None before the first."""
@@ -168,6 +173,11 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def stream_window_bytes(self) -> int:
         return self._server.stream_window_bytes
+
+    @property
+    def awaits_ping(self) -> bool:
+        """Whether a keepalive PING was sent that was not acknowledged."""
+        return self._keepalive_at is not None
 
     # Called by the event loop
 
@@ -283,9 +293,17 @@ class Connection(asyncio.BufferedProtocol):
             if now - self._keepalive_at > self.options.keepalive_timeout_s:
                 _log.info("%r is closed: a ping was not acknowledged within %g s", self, self.options.keepalive_timeout_s)
                 self._transport.abort()
-        elif self._has_settings and now - self._read_at >= self.options.keepalive_s:
+        elif self._has_settings and now - self._read_at >= self.options.keepalive_s and self._may_ping():
             self._keepalive_at = now
+            self._keepalives += 1
             self.sender.control(frames.encode_frame(frames.PING, 0, 0, _KEEPALIVE))
+
+    def _may_ping(self) -> bool:
+        if self.sender.responses != self._responses_at_keepalive:
+            self._keepalives, self._responses_at_keepalive = 0, self.sender.responses
+        most = self.options.max_pings_without_data
+        has_reason = self.options.keepalive_permit_without_calls or bool(self._calls)
+        return has_reason and (not most or self._keepalives < most)
 
     def start_draining(self) -> None:
         """Let the client go elsewhere with new calls; the connection ends with the last of those it has. Idempotent."""
@@ -502,7 +520,9 @@ class Connection(asyncio.BufferedProtocol):
         """Clients measure the way by pings while data flows; without data, pings have a least interval."""
         now = monotonic()
         has_sent = self.sender.responses != self._responses_at_ping
-        if has_sent or not self._pinged_at or now - self._pinged_at >= self.options.client_ping_interval_s:
+        is_idle = not self._calls and not self.options.keepalive_permit_without_calls
+        interval_s = _LONG_PING_INTERVAL_S if is_idle else self.options.client_ping_interval_s
+        if has_sent or not self._pinged_at or now - self._pinged_at >= interval_s:
             self._ping_strikes = 0 if has_sent else self._ping_strikes
         else:
             self._ping_strikes += 1
