@@ -67,7 +67,9 @@ def filled_registry() -> CollectorRegistry:
     worker.follow(SimEngine(SimConfig()))
     worker.generated(Summary())
     worker.started(1)
-    worker.finished(1, 1, Code.INTERNAL)
+    worker.failed("1", 1, 1, Code.INTERNAL)
+    worker.started(1)
+    worker.succeeded("1", 1, 1, 0)
     return registry
 
 

@@ -28,6 +28,7 @@ LABELS = {
     "worker_id": "ab",
     "model": "m",
 }
+SUCCESS = {"version": "1", "status": "success"}
 TENSORS = (TensorSpec(name="X", datatype="FP32", shape=(-1, 2)),)
 
 Read = Callable[..., float | None]
@@ -89,17 +90,21 @@ async def test_a_tensor_request_counts_with_its_bytes(registry: CollectorRegistr
     incoming = FakeIncoming(body)
     await service(registry, EchoTensors(), tensor_card()).infer(incoming)
     assert incoming.final is not None
-    assert read("requests_total") == 1
+    assert read("requests_total", **SUCCESS) == 1
+    assert read("requests_total", version="1", status="error") == 0, "shown before the first, for its rate"
+    assert read("queue_seconds_count") == 1
     assert read("inflight_requests") == 0
     assert read("request_bytes_total") == len(body)
     assert read("response_bytes_total") == len(incoming.final)
-    assert read("request_duration_seconds_count") == 1
+    assert read("request_duration_seconds_count", **SUCCESS) == 1
 
 
 async def test_a_failed_request_counts_under_its_kind_of_error(registry: CollectorRegistry, read: Read) -> None:
     with pytest.raises(EngineError):
         await service(registry, Broken(), tensor_card()).infer(FakeIncoming(infer_request()))
     assert read("errors_total", error_type="internal") == 1
+    assert read("requests_total", version="1", status="error") == 1
+    assert read("queue_seconds_count") is None, "it is of requests that succeeded"
     assert read("inflight_requests") == 0
 
 
@@ -139,10 +144,21 @@ def test_names_that_loads_choose_cannot_make_labels_without_end(registry: Collec
         for _ in range(2):  # the second time it is known
             model = worker.for_model(f"m{number}")
             model.started(10)
-            model.finished(0.1, 20)
-    assert read("requests_total", model="m2") == 2
-    assert read("requests_total", model="other") == 94
-    assert read("requests_total", model="m3") is None
+            model.succeeded("1", 0.1, 20, 0.0)
+    assert read("requests_total", model="m2", **SUCCESS) == 2
+    assert read("requests_total", model="other", **SUCCESS) == 94
+    assert read("requests_total", model="m3", **SUCCESS) is None
+
+
+def test_versions_that_loads_choose_cannot_make_labels_without_end(registry: CollectorRegistry, read: Read) -> None:
+    model = WorkerMetrics(registry, Endpoint(), InstanceId(0xAB)).for_model("m")
+    for number in range(50):
+        for _ in range(2):
+            model.started(10)
+            model.succeeded(str(number), 0.1, 20, 0.0)
+    assert read("requests_total", version="15", status="success") == 2
+    assert read("requests_total", version="16", status="success") is None
+    assert read("requests_total", version="other", status="success") == 68
 
 
 def test_language_models_that_share_a_label_add_up(registry: CollectorRegistry, read: Read) -> None:

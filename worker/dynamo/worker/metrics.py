@@ -17,6 +17,11 @@ from dynamo.worker.engine.base import Engine, EngineLoad, TensorEngine
 
 _NAMES = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
 _BY_MODEL = (*_NAMES, "model")
+_BY_OUTCOME = (*_BY_MODEL, "version", "status")
+_SUCCESS, _ERROR, _CANCELLED = _STATUSES = ("success", "error", "cancelled")
+_MAX_VERSIONS = 16
+"""Of a model over the life of a process; further ones share a label, since load requests choose versions."""
+OTHER_VERSION = "other"
 
 
 class WorkerMetrics:
@@ -29,12 +34,12 @@ class WorkerMetrics:
         self._registry = registry
         self.tally = Tally(registry)
         self._labels = (endpoint.namespace, endpoint.component, endpoint.name, f"{instance:x}")
-        self.requests = self._counter("requests", "Requests taken.")
+        self.requests = self._counter("requests", "Requests that have ended.", _BY_OUTCOME)
         self.inflight = self._gauge("inflight_requests", "Requests being worked on.")
         self.request_bytes = self._counter("request_bytes", "Bytes of requests.")
         self.response_bytes = self._counter("response_bytes", "Bytes of responses.")
-        self.duration = self._histogram("request_duration_seconds", "From arrival to the end.")
-        self.queue_time = self._histogram("queue_seconds", "Of generations: waiting for the engine.")
+        self.duration = self._histogram("request_duration_seconds", "From arrival to the end.", _BY_OUTCOME)
+        self.queue_time = self._histogram("queue_seconds", "Of requests that succeeded: waiting for the engine.")
         self.prefill_time = self._histogram("prefill_seconds", "Of generations: computing the prompt.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of generations.")
         self.cached_tokens = self._counter("cached_tokens", "Prompt tokens found in the prefix cache.")
@@ -77,8 +82,18 @@ class WorkerMetrics:
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"dynamo_component_{name}", help, _BY_MODEL, registry=self._registry)
 
-    def _histogram(self, name: str, help: str) -> Histogram:
-        return Histogram(f"dynamo_component_{name}", help, _BY_MODEL, registry=self._registry, buckets=SECONDS)
+    def _histogram(self, name: str, help: str, labels: tuple[str, ...] = _BY_MODEL) -> Histogram:
+        return Histogram(f"dynamo_component_{name}", help, labels, registry=self._registry, buckets=SECONDS)
+
+
+class _Outcome:
+    """Requests of one version of a model that ended with one status."""
+
+    __slots__ = ("duration", "requests")
+
+    def __init__(self, worker: WorkerMetrics, labels: tuple[str, ...]) -> None:
+        self.requests = worker.tally.amount(worker.requests.labels(*labels))
+        self.duration = worker.tally.spread(worker.duration, *labels)
 
 
 class WorkerModelMetrics:
@@ -88,11 +103,12 @@ class WorkerModelMetrics:
         self._worker = worker
         self._labels = labels
         tally = worker.tally
-        self._requests = tally.amount(worker.requests.labels(*labels))
+        self._outcomes: dict[tuple[str, str], _Outcome] = {}
+        """By version and status."""
         self._inflight = tally.amount(worker.inflight.labels(*labels))
         self._request_bytes = tally.amount(worker.request_bytes.labels(*labels))
         self._response_bytes = tally.amount(worker.response_bytes.labels(*labels))
-        self._duration = tally.spread(worker.duration, *labels)
+        self._queue_time = tally.spread(worker.queue_time, *labels)
         self._cancellations = tally.amount(worker.cancellations.labels(*labels))
         self._mismatches = tally.amount(worker.mismatches.labels(*labels))
         self._generations: _Generations | None = None
@@ -101,20 +117,42 @@ class WorkerModelMetrics:
         """Count a response with an output other than declared."""
         self._mismatches.value += 1
 
+    def show(self, version: str) -> None:
+        """Show a version before it has had requests, so that the rates of its first ones are right."""
+        for status in _STATUSES:
+            self._outcome(version, status)
+
     def started(self, request_bytes: int) -> None:
-        self._requests.value += 1
         self._inflight.value += 1
         self._request_bytes.value += request_bytes
 
-    def finished(self, duration_s: float, response_bytes: int, error: Code | None = None) -> None:
-        """Count the end of a request, exactly once for each `started`."""
-        self._inflight.value -= 1
-        self._duration.observe(duration_s)
-        self._response_bytes.value += response_bytes
+    def succeeded(self, version: str, duration_s: float, response_bytes: int, queue_s: float) -> None:
+        """Count the end of a request: this, or `failed`, exactly once for each `started`."""
+        self._ended(version, _SUCCESS, duration_s, response_bytes)
+        self._queue_time.observe(queue_s)
+
+    def failed(self, version: str, duration_s: float, response_bytes: int, error: Code) -> None:
         if error is Code.CANCELLED:
+            self._ended(version, _CANCELLED, duration_s, response_bytes)
             self._cancellations.value += 1
-        elif error is not None:
+        else:
+            self._ended(version, _ERROR, duration_s, response_bytes)
             self._worker.errors.labels(*self._labels, error_type(error)).inc()
+
+    def _ended(self, version: str, status: str, duration_s: float, response_bytes: int) -> None:
+        outcome = self._outcomes.get((version, status)) or self._outcome(version, status)
+        outcome.requests.value += 1
+        outcome.duration.observe(duration_s)
+        self._inflight.value -= 1
+        self._response_bytes.value += response_bytes
+
+    def _outcome(self, version: str, status: str) -> _Outcome:
+        known = {version for version, _ in self._outcomes}
+        label = version if version in known or len(known) < _MAX_VERSIONS else OTHER_VERSION
+        outcome = self._outcomes.get((label, status))
+        if outcome is None:
+            outcome = self._outcomes[label, status] = _Outcome(self._worker, (*self._labels, label, status))
+        return outcome
 
     def follow(self, engine: Engine | TensorEngine) -> None:
         """Export the load of an engine that reports one. It is read at each scrape."""
@@ -142,7 +180,6 @@ class _Generations:
 
     def __init__(self, worker: WorkerMetrics, labels: tuple[str, ...]) -> None:
         tally = worker.tally
-        self._queue_time = tally.spread(worker.queue_time, *labels)
         self._prefill_time = tally.spread(worker.prefill_time, *labels)
         self._output = tally.amount(worker.output_tokens.labels(*labels))
         self._prompt = tally.amount(worker.prompt_tokens.labels(*labels))
@@ -151,7 +188,6 @@ class _Generations:
         tally.show(worker.hit_rate.labels(*labels), lambda: _share(self._cached_ever, self._prompt_ever))
 
     def add(self, summary: Summary) -> None:
-        self._queue_time.observe(summary.queue_ms / 1000)
         self._prefill_time.observe(summary.prefill_ms / 1000)
         self._output.value += summary.output_tokens
         self._prompt.value += summary.prompt_tokens

@@ -67,7 +67,7 @@ class RequestRecord:
         if error is None:
             self._statistics.succeeded(taken_ns, self.timings)
             log.debug("request ends after %.1f ms: success", taken_ns / 1e6)
-            self.metrics.finished(taken_ns / 1e9, self.sent_bytes)
+            self.metrics.succeeded(self._statistics.version, taken_ns / 1e9, self.sent_bytes, self.timings.queue_ns / 1e9)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             self._statistics.cancelled(taken_ns, self._responses, self.timings)
             self._fail(taken_ns, Code.CANCELLED)
@@ -88,6 +88,6 @@ class RequestRecord:
 
     def _fail(self, taken_ns: int, code: Code) -> None:
         log.debug("request ends after %.1f ms: %s", taken_ns / 1e6, code)
-        self.metrics.finished(taken_ns / 1e9, self.sent_bytes, code)
+        self.metrics.failed(self._statistics.version, taken_ns / 1e9, self.sent_bytes, code)
         if self.span is not None:
             self.span.end(code)

@@ -162,6 +162,8 @@ class Service:
         if card.name not in self._measured:
             self._measured[card.name] = self._metrics.for_model(card.name)
             self._measured[card.name].follow(engine)
+        for version in card.versions:
+            self._measured[card.name].show(version)
         if llm is not None and former is None:
             self._canaries[card.name] = Canary(card.name, llm, takes_text=card.llm is not None and card.llm.takes_text)
         for name in model.names:
