@@ -399,23 +399,45 @@ class RequestTimer:
 class ConnectionMetrics:
     """The connections of one protocol."""
 
-    def __init__(self, connections: Gauge, ages: Histogram) -> None:
+    def __init__(self, connections: Gauge, open_ages: Gauge, ages: Histogram, clock: Callable[[], float]) -> None:
         self._connections = connections
+        self._open_ages = open_ages
         self._ages = ages
+        self._clock = clock
+        self._count = 0
+        self._opened_at = 0.0
+        """The times at which the open ones were opened, added up."""
 
     def opened(self) -> None:
         self._connections.inc()
+        self._count += 1
+        self._opened_at += self._clock()
 
     def closed(self, age_s: float) -> None:
         self._connections.dec()
         self._ages.observe(age_s)
+        self._count -= 1
+        self._opened_at -= self._clock() - age_s
+
+    def show(self) -> None:
+        """Set the ages of those that are open. Called about once a second."""
+        self._open_ages.set(self._count * self._clock() - self._opened_at if self._count else 0.0)
 
 
-def connection_metrics(registry: CollectorRegistry) -> tuple[ConnectionMetrics, ConnectionMetrics]:
+def connection_metrics(
+    registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic
+) -> tuple[ConnectionMetrics, ConnectionMetrics]:
     """Return the metrics of HTTP and of gRPC. The `grpcio` server keeps its connections to itself, and counts none."""
     connections = Gauge(
         "dynamo_frontend_connections",
         "Connections that are open.",
+        ("protocol",),
+        registry=registry,
+        multiprocess_mode="livesum",
+    )
+    open_ages = Gauge(
+        "dynamo_frontend_open_connection_seconds",
+        "Ages of the open connections, added up; by their number, the mean age.",
         ("protocol",),
         registry=registry,
         multiprocess_mode="livesum",
@@ -427,7 +449,10 @@ def connection_metrics(registry: CollectorRegistry) -> tuple[ConnectionMetrics, 
         registry=registry,
         buckets=_AGES_S,
     )
-    http, grpc = (ConnectionMetrics(connections.labels(protocol), ages.labels(protocol)) for protocol in ("http", "grpc"))
+    http, grpc = (
+        ConnectionMetrics(connections.labels(protocol), open_ages.labels(protocol), ages.labels(protocol), clock)
+        for protocol in ("http", "grpc")
+    )
     return http, grpc
 
 

@@ -16,9 +16,11 @@ from dynamo.common.generation import Summary
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
-from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, GrpcServerMetrics, RequestType
+from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, GrpcServerMetrics, RequestType, connection_metrics
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.metrics import WorkerMetrics
+from dynamo.worker.statistics import VersionStatistics
+from dynamo.worker.triton_metrics import TritonMetrics
 from tests.support.promql import ADDED_BY_PROMETHEUS, DASHBOARDS, all_expressions, dashboard_expressions, parsed, rules, selectors
 
 
@@ -59,6 +61,9 @@ def filled_registry() -> CollectorRegistry:
     memory = Memory({"lent": 1}, {"full": 1})
     SharedMemoryMetrics(registry, "dynamo_frontend").show(memory)
     EventMetrics(registry)
+    _, grpc = connection_metrics(registry)
+    grpc.closed(1)
+    registry.register(TritonMetrics(lambda: [VersionStatistics("m", "1")]))
     GrpcServerMetrics(registry).for_method("s", "m", "unary").handled("OK", 1)
     workers = WorkerMetrics(registry, Endpoint(), new_instance_id())
     workers.link.follow("requests", Nats())

@@ -50,3 +50,23 @@ async def test_open_connections_are_counted_and_the_ages_of_closed_ones_observed
     assert (value("connections"), value("connection_seconds_count")) == (0, 3)
     for writer in writers:
         writer.close()
+
+
+def test_the_ages_of_open_connections_add_up() -> None:
+    registry = CollectorRegistry()
+    now = 1000.0
+    http, _ = connection_metrics(registry, lambda: now)
+
+    def ages() -> float | None:
+        http.show()
+        return registry.get_sample_value("dynamo_frontend_open_connection_seconds", {"protocol": "http"})
+
+    http.opened()
+    now = 1010.0
+    http.opened()
+    now = 1015.0
+    assert ages() == 15 + 5
+    http.closed(age_s=15)
+    assert ages() == 5
+    http.closed(age_s=5)
+    assert ages() == 0

@@ -52,6 +52,8 @@ class Metrics:
             while True:
                 self.runtime.etcd_stale.set(links.etcd is not LinkState.CONNECTED)
                 self.runtime.nats_connected.set(links.nats is LinkState.CONNECTED)
+                self.http_connections.show()
+                self.grpc_connections.show()
                 if links.client is not None:
                     open_streams, free = links.client.open_streams, links.client.free_budget_bytes
                     self.link.show(clock(), open_streams=open_streams, free_credit_bytes=free)
