@@ -183,13 +183,10 @@ def test_allowed_tools_are_those_of_the_chat_request() -> None:
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
-        ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
     ],
 )
 async def test_unsupported_fields_are_rejected(wrong: dict[str, Any], param: str) -> None:

@@ -74,6 +74,19 @@ async def ids(text_model: TextModel, request: TextRequest) -> list[int]:
     return list((await text_model.to_generate(request)).tokens)
 
 
+async def test_a_conversation_without_room_for_its_response_loses_its_oldest_messages() -> None:
+    text_model = await model()
+    messages = [{"role": "system", "content": "be"}] + [{"role": "user", "content": f"message {n}"} for n in range(9)]
+    request = TextRequest(model="talker", messages=messages, drops_messages=True, stop=Stop(max_tokens=20))
+    prompt = text_model.tokenizer.decode(await ids(text_model, request), skip_special_tokens=False)
+    assert prompt == "system: be\nuser: message 6\nuser: message 7\nuser: message 8\nassistant: "
+    assert len(prompt) + 20 <= CONTEXT < len(prompt) + len("user: message 5\n") + 20
+    too_long = [{"role": "user", "content": "x" * CONTEXT}]
+    for refused in (replace(request, drops_messages=False), replace(request, messages=too_long)):
+        with pytest.raises(ContextExceeded):
+            await text_model.to_generate(refused)
+
+
 async def test_a_prompt_becomes_tokens_and_everything_else_is_passed_on() -> None:
     text_model = await model()
     sampling = Sampling(temperature=0.5, seed=3)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import pytest
@@ -22,56 +19,12 @@ from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS
 from tests.support.fake_records import FakeRecords
 from tests.support.fakes import FakeStream
-from tests.support.http_edge import HttpEdge, Speaker, open_http_edge
+from tests.support.http_edge import Speaker
+from tests.support.storing import storing
 from tests.support.waiting import until
 
 PATH = "/v1/responses"
 HELLO: dict[str, Any] = {"model": "talker", "input": "Hi"}
-
-
-@dataclass
-class Storing:
-    """An edge that stores responses in memory."""
-
-    edge: HttpEdge
-    records: FakeRecords
-    now: list[float] = field(default_factory=lambda: [1000.0])
-
-    async def create(self, **fields: Any) -> dict[str, Any]:
-        response = await self.edge.post(PATH, HELLO | fields)
-        assert response.status_code == 200, response.text
-        created: dict[str, Any] = response.json()
-        return created
-
-    async def read(self, id: str) -> dict[str, Any]:
-        response = await self.edge.http.get(f"{PATH}/{id}")
-        assert response.status_code == 200, response.text
-        read: dict[str, Any] = response.json()
-        return read
-
-
-@asynccontextmanager
-async def storing(
-    respond: Callable[[FakeStream], None],
-    *,
-    by_default: bool = True,
-    beat_s: float = 60.0,
-    capacity: CapacityOptions | None = None,
-) -> AsyncIterator[Storing]:
-    records, now = FakeRecords(), [1000.0]
-    made: list[BackgroundResponses] = []
-
-    def background(metrics: FrontendMetrics) -> BackgroundResponses:
-        store: Any = records
-        stored = StoredResponses(lambda: store, "ns", metrics, by_default=by_default, clock=lambda: now[0])
-        made.append(BackgroundResponses(stored, beat_s=beat_s))
-        return made[0]
-
-    async with open_http_edge(respond=respond, background=background, capacity=capacity) as edge:
-        try:
-            yield Storing(edge, records, now)
-        finally:
-            await made[0].drain(0.0)
 
 
 async def test_a_conversation_goes_on_by_the_id_of_its_last_response() -> None:
@@ -122,7 +75,7 @@ async def test_openais_client_reads_lists_and_deletes_what_it_stored() -> None:
     [
         ({"background": True, "store": False}, "store", "needs 'store'"),
         ({"background": True, "stream": True}, "stream", "cannot be combined"),
-        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation", "exclude each other"),
     ],
 )
 async def test_what_cannot_be_combined_is_refused(fields: dict[str, Any], param: str, words: str) -> None:
@@ -146,7 +99,7 @@ async def test_only_the_key_that_made_a_response_has_it() -> None:
     response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="completed")
     await stored.save("a", response, [])
     assert (await stored.read("a", response.id))["id"] == response.id
-    for operation in (stored.read, stored.items, stored.conversation, stored.delete, stored.cancel):
+    for operation in (stored.read, stored.items, stored.history, stored.delete, stored.cancel):
         with pytest.raises(ResponseNotFound):
             await operation("b", response.id)
 
@@ -321,4 +274,4 @@ async def test_a_response_that_runs_cannot_be_continued() -> None:
     response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="in_progress")
     await stored.save("", response, [])
     with pytest.raises(InvalidRequest, match="in_progress"):
-        await stored.conversation("", response.id)
+        await stored.history("", response.id)

@@ -25,6 +25,7 @@ from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
 from dynamo.frontend.preprocess.detokenize import CONTEXT_TOKENS, Detokenizer
 from dynamo.frontend.preprocess.offload import Offload
+from dynamo.frontend.preprocess.shortening import fitting
 from dynamo.frontend.preprocess.template import ChatTemplate
 from dynamo.frontend.preprocess.template_budget import OutOfTime
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
@@ -174,8 +175,7 @@ class TextModel:
         prompt = request.prompt
         cuts = request.truncate_prompt_tokens is not None
         if prompt is None:
-            text = await self.render(request)
-            tokens: Sequence[int] = await self._encode(text, special_tokens=bool(request.add_special_tokens), cuts=cuts)
+            tokens: Sequence[int] = await self._conversation(request, cuts=cuts)
         elif isinstance(prompt, str):
             tokens = await self._encode(prompt, special_tokens=request.add_special_tokens is not False, cuts=cuts)
         else:
@@ -189,6 +189,19 @@ class TextModel:
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
         return tokens
+
+    async def _conversation(self, request: TextRequest, *, cuts: bool) -> list[int]:
+        """Return the tokens of a conversation, shortened if the request wants that."""
+
+        async def attempt(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+            text = await self.render(msgspec.structs.replace(request, messages=messages))
+            tokens = await self._encode(text, special_tokens=bool(request.add_special_tokens), cuts=cuts)
+            if request.drops_messages:
+                self._stop(request.stop, len(tokens))
+            return tokens
+
+        messages = request.messages or ()
+        return await fitting(messages, attempt) if request.drops_messages and not request.media else await attempt(messages)
 
     def _truncated(self, tokens: Sequence[int], request: TextRequest, count: int) -> Sequence[int]:
         room = self._info.context_length - max(1, request.stop.max_tokens or 0)

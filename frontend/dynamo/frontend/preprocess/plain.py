@@ -97,6 +97,7 @@ class PlainTextModel:
             "chat_template": bool(request.chat_template),
             "continue_final_message": request.continues_last,
             "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
+            "truncation": request.drops_messages,
             "bad_words": bool(request.bad_words),
             "logprobs": request.logprobs is not None,
             "prompt_logprobs": request.prompt_logprobs is not None,

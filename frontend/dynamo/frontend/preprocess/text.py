@@ -34,6 +34,8 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to add the tokens that the tokenizer puts around a text, such as BOS. None: to a prompt, not to a conversation."""
     truncate_prompt_tokens: int | None = None
     """Keep so many tokens of the prompt; -1: as many as leave room for the response."""
+    drops_messages: bool = False
+    """Drop the oldest messages of a conversation that leaves no room for the response. One with media is not shortened."""
     truncates_end: bool = False
     """Drop the end of a prompt that is too long, instead of its beginning."""
     sampling: Sampling = Sampling()

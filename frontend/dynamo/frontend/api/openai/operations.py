@@ -27,14 +27,10 @@ from dynamo.frontend.api.openai.response_objects import (
     Completion,
     Detokenized,
     Embeddings,
-    InputTokens,
     Tokenized,
     TokenizerDescription,
 )
-from dynamo.frontend.api.openai.responses.endpoint import Responses
-from dynamo.frontend.api.openai.responses.events import ResponseObject
-from dynamo.frontend.api.openai.responses.operations import StoredOperations
-from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
+from dynamo.frontend.api.openai.responses.operations import response_operations
 from dynamo.frontend.api.openai.text_task_objects import (
     ClassifyRequest,
     ClassifyResponse,
@@ -64,7 +60,6 @@ def openai_operations(edge: Edge) -> list[Operation]:
     infer = partial(describe, surface=Surface.INFERENCE, group="OpenAI")
     tokens = partial(describe, surface=Surface.METADATA, group="Tokens")
     tokenize, detokenize = Tokenize(edge), Detokenize(edge)
-    responses, stored = Responses(edge), StoredOperations(edge)
     return [
         infer(
             path="/v1/chat/completions",
@@ -84,42 +79,7 @@ def openai_operations(edge: Edge) -> list[Operation]:
             response=Completion,
             streams=True,
         ),
-        infer(
-            path="/v1/responses",
-            endpoint="responses",
-            handle=responses,
-            summary="Continue a conversation, by the Responses API",
-            request=ResponsesRequest,
-            response=ResponseObject,
-            streams=True,
-        ),
-        tokens(
-            path="/v1/responses/input_tokens",
-            handle=responses.count,
-            summary="The length of a response's input, in tokens",
-            request=ResponsesRequest,
-            response=InputTokens,
-        ),
-        infer(
-            method="GET",
-            path="/v1/responses/{id}",
-            handle=stored.read,
-            summary="A stored response",
-            response=ResponseObject,
-        ),
-        infer(method="DELETE", path="/v1/responses/{id}", handle=stored.delete, summary="Delete a stored response"),
-        infer(
-            path="/v1/responses/{id}/cancel",
-            handle=stored.cancel,
-            summary="Cancel a response in the background",
-            response=ResponseObject,
-        ),
-        infer(
-            method="GET",
-            path="/v1/responses/{id}/input_items",
-            handle=stored.items,
-            summary="The conversation that a stored response continues",
-        ),
+        *response_operations(edge, infer, tokens),
         infer(
             path="/v1/embeddings",
             endpoint="embeddings",

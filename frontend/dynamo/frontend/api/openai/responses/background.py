@@ -11,7 +11,8 @@ import msgspec
 from dynamo.common.background import Tasks, awaited
 from dynamo.common.errors import Code, DynamoError, Overloaded, Unavailable
 from dynamo.frontend.api.openai.responses.events import ResponseObject
-from dynamo.frontend.api.openai.responses.stored import BEAT_S, Item, StoredResponses
+from dynamo.frontend.api.openai.responses.storage import Item
+from dynamo.frontend.api.openai.responses.stored import BEAT_S, StoredResponses
 from dynamo.frontend.api.statuses import log_failure, public_message
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""POST /v1/responses: the Responses API. What is stored is read and changed by `operations`."""
+"""POST /v1/responses: the Responses API. What is stored is read and changed by `stored_operations`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from dynamo.frontend.api.openai.response_objects import InputTokens, TokenLogpro
 from dynamo.frontend.api.openai.responses.background import FAILURES
 from dynamo.frontend.api.openai.responses.events import ResponseObject, ResponseWriter
 from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
-from dynamo.frontend.api.openai.responses.stored import Item, new_response_id
+from dynamo.frontend.api.openai.responses.storage import Item, ItemIds
+from dynamo.frontend.api.openai.responses.stored import new_response_id
 from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, session_of
 from dynamo.frontend.api.statuses import log_failure, public_message
 from dynamo.frontend.api.text.named import serve_by_name
@@ -51,6 +52,8 @@ class _Work:
     account: Account
     items: Sequence[Item] | None
     """What the response is stored with; None: it is not stored."""
+    added: Sequence[Item]
+    """What is added to the conversation, before the response's own items."""
 
     @property
     def owner(self) -> str:
@@ -75,17 +78,19 @@ class Responses:
         request = await self._reader.read(exchange)
         request.check()
         caller = exchange.identified(caller, request.request_id)
-        continued, items = await self._with_conversation(exchange, request)
+        id = new_response_id()
+        continued, items, added = await self._with_history(exchange, request, id)
         chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, continued.to_chat), exchange.account)
         work = _Work(
             request=request,
             chat=chat,
-            id=new_response_id(),
+            id=id,
             started=started,
             is_large=exchange.has_large_body,
             endpoint=exchange.endpoint,
             account=exchange.account,
             items=items,
+            added=added,
         )
         if request.background:
             response = await self._start(work, caller)
@@ -106,7 +111,8 @@ class Responses:
         edge = self._edge
         exchange.caller()
         request = await self._reader.read(exchange)
-        continued, _ = await self._with_conversation(exchange, msgspec.structs.replace(request, store=False, background=None))
+        request = msgspec.structs.replace(request, store=False, background=None)
+        continued, *_ = await self._with_history(exchange, request, new_response_id())
         with exchange.account.occupy():
             chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, continued.to_chat), exchange.account)
             card = edge.plane.card(exchange.account, chat.model_name)
@@ -117,23 +123,31 @@ class Responses:
             tokens = await text.tokenizer.encode(rendered, special_tokens=False)
         await exchange.respond(msgspec.json.encode(InputTokens(input_tokens=len(tokens))))
 
-    async def _with_conversation(
-        self, exchange: Exchange, request: ResponsesRequest
-    ) -> tuple[ResponsesRequest, list[Item] | None]:
-        """Return the request with the conversation that it continues, and the items to be stored; None: nothing is."""
-        edge, owner = self._edge, exchange.account.name
-        is_stored = edge.stored is not None and edge.stored.wants(True if request.background else request.store)
-        if edge.stored is None and (request.store or request.background or request.previous_response_id):
-            raise Unsupported("this server does not store responses")
-        if edge.stored is None or not (is_stored or request.previous_response_id):
-            return request, None
-        items: list[Item] = [*await edge.offload.run_if(exchange.has_large_body, request.items)]
-        if request.previous_response_id:
-            with exchange.account.occupy():  # what is read may be far larger than the request, which is not admitted yet
-                earlier = await edge.stored.conversation(owner, request.previous_response_id, exchange.hold)
-            items = [*earlier, *items]
-            request = await edge.offload.run(request.with_items, items)
-        return request, items if is_stored else None
+    async def _with_history(
+        self, exchange: Exchange, request: ResponsesRequest, id: str
+    ) -> tuple[ResponsesRequest, list[Item] | None, list[Item]]:
+        """Return the request with what it continues, the items to be stored (None: nothing is), and those that are new."""
+        edge, owner, stored = self._edge, exchange.account.name, self._edge.stored
+        reads = bool(request.previous_response_id or request.conversation_id or request.has_references)
+        if stored is None:
+            if request.store or request.background or reads:
+                raise Unsupported("this server does not store responses")
+            return request, None, []
+        is_stored = stored.wants(True if request.background else request.store)
+        if not (is_stored or reads):
+            return request, None, []
+        new: list[Item] = [*await edge.offload.run_if(exchange.has_large_body, request.items, ItemIds(id, output=False))]
+        if not reads:
+            return request, new, new
+        with exchange.account.occupy():  # what is read may be far larger than the request, which is not admitted yet
+            history: list[dict[str, Any]] = []
+            if request.previous_response_id:
+                history = await stored.history(owner, request.previous_response_id, exchange.hold)
+            elif request.conversation_id:
+                history = await stored.conversations.items(owner, request.conversation_id, exchange.hold)
+            new = await stored.resolved(owner, new, history, exchange.hold)
+        items: list[Item] = [*history, *new]
+        return await edge.offload.run(request.with_items, items), items if is_stored else None, new
 
     async def _start(self, work: _Work, caller: Caller) -> ResponseObject:
         """Begin a response in the background, and return it as it is then."""
@@ -146,8 +160,10 @@ class Responses:
                 return await _read_all(generation, feeder, edge.clock)
 
         async def generate() -> ResponseObject:
-            session, user = session_of(chat), chat.user
-            return await serve_by_name(edge.plane, detached, chat.model_name, attempt, lambda: False, session=session, user=user)
+            session, user, name = session_of(chat), chat.user, chat.model_name
+            response = await serve_by_name(edge.plane, detached, name, attempt, lambda: False, session=session, user=user)
+            await self._add_to_conversation(work, response)
+            return response
 
         plane, account = edge.plane, work.account
         plane.described(account, chat.model_name)  # what is not there fails now
@@ -161,7 +177,8 @@ class Responses:
         chat = msgspec.structs.replace(work.chat, model=model)
         card = edge.plane.card(work.account, model)
         prepared = await edge.offload.run_if(work.is_large, chat_to_text, chat, card, edge.parsers, edge.limits)
-        async with edge.plane.generate(prepared.texts[0], call_of(chat, caller, work.endpoint)) as generation:
+        text = msgspec.structs.replace(prepared.texts[0], drops_messages=request.truncation == "auto")
+        async with edge.plane.generate(text, call_of(chat, caller, work.endpoint)) as generation:
             texts = None
             if request.wants_logprobs:
                 texts = TokenTexts((await edge.plane.text_model(work.account, model)).tokenizer)
@@ -196,6 +213,7 @@ class Responses:
 
     async def _save(self, work: _Work, response: ResponseObject) -> None:
         """Store a response that is to be. Only where the request says so explicitly, a failure is the request's."""
+        await self._add_to_conversation(work, response)
         stored = self._edge.stored
         if work.items is None or stored is None:
             return
@@ -205,6 +223,11 @@ class Responses:
             if work.request.store:
                 raise
             log.warning("response %s is not stored: %s", response.id, error)
+
+    async def _add_to_conversation(self, work: _Work, response: ResponseObject) -> None:
+        id, stored = work.request.conversation_id, self._edge.stored
+        if id is not None and stored is not None:
+            await stored.conversations.add(work.owner, id, [*work.added, *response.output])
 
 
 async def _read_all(generation: Generation, feeder: _Feeder, clock: Callable[[], float]) -> ResponseObject:
@@ -262,7 +285,9 @@ def _response(work: _Work, model: str) -> ResponseObject:
         id=work.id,
         background=bool(request.background),
         previous_response_id=request.previous_response_id,
+        conversation=None if request.conversation_id is None else {"id": request.conversation_id},
         store=work.items is not None,
+        truncation=request.truncation or "disabled",
         created_at=int(work.started),
         model=model,
         instructions=request.instructions,

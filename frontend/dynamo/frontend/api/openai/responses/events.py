@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from msgspec import Struct
 
 from dynamo.common.generation import FinishReason, Summary
 from dynamo.frontend.api.openai.response_objects import TokenLogprob
+from dynamo.frontend.api.openai.responses.storage import ItemIds
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
 from dynamo.frontend.api.text.rules import new_tool_call_id
 from dynamo.frontend.preprocess.parsers import Content, Part, Reasoning, ToolCall
@@ -36,6 +36,7 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     output: Sequence[dict[str, Any]] = ()
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
+    conversation: dict[str, str] | None = None
     reasoning: dict[str, Any]
     service_tier: str = "default"
     store: bool = False
@@ -45,7 +46,7 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     tools: Sequence[dict[str, Any]] = ()
     top_logprobs: int = 0
     top_p: float | None = None
-    truncation: str = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: dict[str, Any] | None = None
     user: str | None = None
     metadata: dict[str, str] = {}
@@ -67,6 +68,7 @@ class ResponseWriter:
     def __init__(self, response: ResponseObject, *, stream: bool) -> None:
         self.reasoning = ReasoningTokenCounter()
         self._response = response
+        self._ids = ItemIds(response.id, output=True)
         self._stream = stream
         self._sequence = 0
         self._events: list[bytes] = []
@@ -136,7 +138,7 @@ class ResponseWriter:
     def _open_text(self, kind: str, part: Content | Reasoning) -> None:
         self._close("completed")
         is_message = isinstance(part, Content)
-        item: dict[str, Any] = {"id": _new_id("msg" if is_message else "rs"), "type": kind, "status": "in_progress"}
+        item: dict[str, Any] = {"id": self._ids.new("msg" if is_message else "rs"), "type": kind, "status": "in_progress"}
         item |= {"role": "assistant", "content": []} if is_message else {"summary": [], "content": []}
         self._begin(item, "response.output_text.delta" if is_message else "response.reasoning_text.delta", content_index=0)
         self._emit(
@@ -150,7 +152,7 @@ class ResponseWriter:
     def _open_call(self, name: str) -> None:
         self._close("completed")
         item = {
-            "id": _new_id("fc"),
+            "id": self._ids.new("fc"),
             "type": "function_call",
             "status": "in_progress",
             "call_id": new_tool_call_id(),
@@ -201,7 +203,3 @@ def _part(kind: str, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, A
     if kind == "message":
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     return {"type": "reasoning_text", "text": text}
-
-
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(16)}"

@@ -1,48 +1,86 @@
-"""GET and DELETE /v1/responses/{id}, its input items, and cancelling."""
+"""The operations of the Responses API and of conversations."""
 
 from __future__ import annotations
 
-from dynamo.common.errors import InvalidRequest, Unsupported
-from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.openai.chunks import encode
+from collections.abc import Callable
+
+from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.edge import Edge
-from dynamo.frontend.api.openai.pages import page_of_query
-from dynamo.frontend.api.openai.responses.stored import StoredResponses
+from dynamo.frontend.api.openai.response_objects import InputTokens
+from dynamo.frontend.api.openai.responses.conversation_operations import (
+    AddItems,
+    ConversationOperations,
+    CreateConversation,
+    UpdateConversation,
+)
+from dynamo.frontend.api.openai.responses.conversations import ConversationObject
+from dynamo.frontend.api.openai.responses.endpoint import Responses
+from dynamo.frontend.api.openai.responses.events import ResponseObject
+from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
+from dynamo.frontend.api.openai.responses.stored_operations import StoredOperations
+
+Describe = Callable[..., Operation]
 
 
-class StoredOperations:
-    """What can be done with a stored response. A key has only those that it made."""
+def response_operations(edge: Edge, infer: Describe, tokens: Describe) -> list[Operation]:
+    responses, stored = Responses(edge), StoredOperations(edge)
+    return [
+        infer(
+            path="/v1/responses",
+            endpoint="responses",
+            handle=responses,
+            summary="Continue a conversation, by the Responses API",
+            request=ResponsesRequest,
+            response=ResponseObject,
+            streams=True,
+        ),
+        tokens(
+            path="/v1/responses/input_tokens",
+            handle=responses.count,
+            summary="The length of a response's input, in tokens",
+            request=ResponsesRequest,
+            response=InputTokens,
+        ),
+        infer(
+            method="GET",
+            path="/v1/responses/{id}",
+            handle=stored.read,
+            summary="A stored response",
+            response=ResponseObject,
+        ),
+        infer(method="DELETE", path="/v1/responses/{id}", handle=stored.delete, summary="Delete a stored response"),
+        infer(
+            path="/v1/responses/{id}/cancel",
+            handle=stored.cancel,
+            summary="Cancel a response in the background",
+            response=ResponseObject,
+        ),
+        infer(
+            method="GET",
+            path="/v1/responses/{id}/input_items",
+            handle=stored.items,
+            summary="The conversation that a stored response continues",
+        ),
+        *_conversation_operations(ConversationOperations(edge), infer),
+    ]
 
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
 
-    @property
-    def _stored(self) -> StoredResponses:
-        if self._edge.stored is None:
-            raise Unsupported("this server does not store responses")
-        return self._edge.stored
-
-    async def read(self, exchange: Exchange) -> None:
-        if exchange.query.get("stream", "").lower() == "true":
-            raise InvalidRequest("stored responses are not streamed", param="stream")
-        with exchange.account.occupy():
-            response = await self._stored.read(exchange.account.name, exchange.parameters["id"])
-        await exchange.respond(encode(response))
-
-    async def delete(self, exchange: Exchange) -> None:
-        exchange.caller()
-        id = exchange.parameters["id"]
-        with exchange.account.occupy():
-            await self._stored.delete(exchange.account.name, id)
-        await exchange.respond(encode({"id": id, "object": "response", "deleted": True}))
-
-    async def cancel(self, exchange: Exchange) -> None:
-        exchange.caller()
-        with exchange.account.occupy():
-            response = await self._stored.cancel(exchange.account.name, exchange.parameters["id"])
-        await exchange.respond(encode(response))
-
-    async def items(self, exchange: Exchange) -> None:
-        with exchange.account.occupy():
-            items = await self._stored.items(exchange.account.name, exchange.parameters["id"])
-        await exchange.respond(encode(page_of_query(items, exchange.query)))
+def _conversation_operations(handlers: ConversationOperations, infer: Describe) -> list[Operation]:
+    one, items, item = "/v1/conversations/{id}", "/v1/conversations/{id}/items", "/v1/conversations/{id}/items/{item}"
+    shown = ConversationObject
+    return [
+        infer(
+            path="/v1/conversations",
+            handle=handlers.create,
+            summary="Begin a conversation that is stored",
+            request=CreateConversation,
+            response=shown,
+        ),
+        infer(method="GET", path=one, handle=handlers.read, summary="A conversation", response=shown),
+        infer(path=one, handle=handlers.update, summary="Set its metadata", request=UpdateConversation, response=shown),
+        infer(method="DELETE", path=one, handle=handlers.delete, summary="Delete a conversation with its items"),
+        infer(path=items, handle=handlers.add_items, summary="Add items to a conversation", request=AddItems),
+        infer(method="GET", path=items, handle=handlers.items, summary="The items of a conversation"),
+        infer(method="GET", path=item, handle=handlers.item, summary="An item of a conversation"),
+        infer(method="DELETE", path=item, handle=handlers.delete_item, summary="Delete an item", response=shown),
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -40,6 +39,7 @@ from dynamo.frontend.api.openai.requests import (
     Text,
     Tool,
 )
+from dynamo.frontend.api.openai.responses.storage import ItemIds
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
@@ -116,6 +116,10 @@ class ReasoningConfig(Struct, kw_only=True, frozen=True):
     generate_summary: str | None = None
 
 
+class ConversationId(Struct, kw_only=True, frozen=True):
+    id: Annotated[str, Meta(max_length=80)]
+
+
 class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     """POST /v1/responses"""
 
@@ -139,11 +143,20 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     prompt_cache_key: str | None = None
     prompt_cache_options: Json | None = None
     prompt_cache_retention: str | None = None
-    truncation: Literal["auto", "disabled"] | None = None
+    truncation: Annotated[
+        Literal["auto", "disabled"] | None,
+        Meta(description="`auto`: drop the oldest items of a conversation that is too long for the model."),
+    ] = None
     include: list[str] | None = None
     top_logprobs: Count | None = None
     previous_response_id: Annotated[str, Meta(max_length=80, description="A stored response that is continued.")] | None = None
-    conversation: str | Json | None = None
+    conversation: (
+        Annotated[
+            Annotated[str, Meta(max_length=80)] | ConversationId,
+            Meta(description="A conversation that goes before the input, and takes both the input and the response."),
+        ]
+        | None
+    ) = None
     background: Annotated[bool, Meta(description="Respond at once, and generate meanwhile.")] | None = None
     prompt: Json | None = None
     max_tool_calls: int | None = None
@@ -179,13 +192,11 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     def check(self) -> None:
         """Raises InvalidRequest for fields that are not supported."""
         unsupported = {
-            "conversation": (self.conversation, "continue a response by 'previous_response_id'"),
             "prompt": (self.prompt, "prompts are not stored; send 'instructions' and 'input'"),
             "max_tool_calls": (self.max_tool_calls, "tools are called by the client, which can count the calls"),
             "moderation": (self.moderation, "moderation is not supported"),
             "access_programs": (self.access_programs, "there are no access programs"),
             "image": (self.image, "images are not generated"),
-            "truncation": (self.truncation == "auto", "conversations are not truncated"),
         }
         for name, (value, message) in unsupported.items():
             if value:
@@ -193,18 +204,26 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
         for wanted in self.include or ():
             if wanted not in _INCLUDED:
                 raise InvalidRequest(f"'include' of {wanted[:80]!r} is not supported", param="include")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise InvalidRequest("'conversation' and 'previous_response_id' exclude each other", param="conversation")
         if self.background and self.store is False:
             raise InvalidRequest("'background' needs 'store': the response can only be read later", param="store")
         if self.background and self.stream:
             raise InvalidRequest("'background' cannot be combined with 'stream'", param="stream")
 
-    def items(self) -> list[dict[str, Any]]:
-        """Return the input as items with ids, in the form in which they are stored."""
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
+
+    @property
+    def has_references(self) -> bool:
+        """Whether items of the input only name stored ones."""
+        return not isinstance(self.input, str) and any(item.type == "item_reference" for item in self.input)
+
+    def items(self, ids: ItemIds) -> list[dict[str, Any]]:
+        """Return the input as items with ids, in the form in which they are stored. Raises InvalidRequest."""
         input = self.input
-        if isinstance(input, str):
-            input = [InputItem(role="user", content=[InputPart(type="input_text", text=input)])]
-        items = [_without_nulls(msgspec.to_builtins(item)) for item in input]
-        return [{"id": f"{_ID_PREFIXES.get(item['type'], 'item')}_{secrets.token_hex(16)}", **item} for item in items]
+        return items_to_store([InputItem(role="user", content=input)] if isinstance(input, str) else input, ids)
 
     def with_items(self, items: Sequence[Mapping[str, Any]]) -> ResponsesRequest:
         """Return the request with stored items, its own among them, as its input."""
@@ -244,6 +263,19 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
             priority=self.priority,
             session_id=self.session_id,
         )
+
+
+def items_to_store(input: Sequence[InputItem], ids: ItemIds) -> list[dict[str, Any]]:
+    """Return items with ids, in the form in which they are stored. Raises InvalidRequest."""
+    items = []
+    for index, item in enumerate(input):
+        if item.type == "item_reference" and item.id is None:
+            raise InvalidRequest("an 'item_reference' needs 'id'", param=f"input[{index}]")
+        stored = _without_nulls(msgspec.to_builtins(item))
+        if item.type == "message" and isinstance(item.content, str):
+            stored["content"] = [{"type": "output_text" if item.role == "assistant" else "input_text", "text": item.content}]
+        items.append(stored if item.id else {"id": ids.new(_ID_PREFIXES[item.type]), **stored})
+    return items
 
 
 def _without_nulls(value: Any) -> Any:
@@ -326,7 +358,7 @@ def _add(item: InputItem, conversation: _Conversation, where: str) -> None:
             parts = item.content if isinstance(item.content, list) else ()
             conversation.reasoning("".join(part.text or "" for part in parts))
         case "item_reference":
-            raise InvalidRequest("items are not stored, so they cannot be referenced", param=where)
+            raise AssertionError("references are replaced by the items that they name before")
 
 
 def _content(content: str | Sequence[InputPart], where: str) -> str | list[ContentPart]:

@@ -11,20 +11,19 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from dynamo.common.errors import DynamoError, InvalidRequest, NotFound, PayloadTooLarge, Unavailable
+from dynamo.common.errors import InvalidRequest, NotFound, Unavailable
 from dynamo.common.messaging.records import RecordStore
-from dynamo.common.names import encode
+from dynamo.frontend.api.openai.responses.conversations import Conversations
 from dynamo.frontend.api.openai.responses.events import ResponseObject
+from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded, response_of
 from dynamo.frontend.metrics import FrontendMetrics
 
-MAX_BYTES = 16 << 20
-"""Of the items of a conversation, and of a response."""
 BEAT_S = 5.0
 LOST_S = 30.0
 """A response in the background that was not written for so long belongs to a frontend that died."""
@@ -32,9 +31,8 @@ RUNNING = frozenset({"queued", "in_progress"})
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _ATTEMPTS = 5
 
-Item = Mapping[str, Any]
-Hold = Callable[[int], None]
-"""Counts bytes as held for a request. Raises Overloaded."""
+_MAX_REFERENCED = 64
+"""Responses to whose items one request refers."""
 
 
 class ResponseNotFound(NotFound):
@@ -69,17 +67,15 @@ class StoredResponses:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`records` raises Unavailable until there is a connection. `by_default`: for requests that do not say `store`."""
-        self._records = records
-        self._prefix = encode(namespace, "namespace")
-        self._metrics = metrics
+        self._storage = Storage(records, namespace, metrics, clock)
         self._by_default = by_default
-        self._clock = clock
+        self.conversations = Conversations(self._storage)
 
     def wants(self, store: bool | None) -> bool:
         """Return whether a response is stored, which by default depends on whether it can be. Raises Unavailable if it cannot."""
         if store is None:
-            return self._by_default and self._records().is_ready
-        if store and not self._records().is_ready:
+            return self._by_default and self._storage.records.is_ready
+        if store and not self._storage.records.is_ready:
             raise Unavailable("responses cannot be stored now: JetStream does not respond")
         return store
 
@@ -87,11 +83,11 @@ class StoredResponses:
         self, owner: str, response: ResponseObject, items: Sequence[Item] | None, *, last: int | None = None
     ) -> int | None:
         """Write a response and, unless None, what it responded to; return its revision. With `last`: see `RecordStore.put`."""
-        async with _Counted(self._metrics, "save"):
+        with self._storage.counted("save"):
             if items is not None:
-                await self._records().put(self._items_key(response.id), _bounded(msgspec.json.encode(items)), last=0)
-            data = msgspec.json.encode({"owner": owner, "response": response, "written_at": self._clock()})
-            return await self._records().put(self._key(response.id), _bounded(data), last=last)
+                await self._storage.records.put(self._items_key(response.id), bounded(msgspec.json.encode(items)), last=0)
+            data = msgspec.json.encode({"owner": owner, "response": response, "written_at": self._storage.clock()})
+            return await self._storage.records.put(self._storage.key(response.id), bounded(data), last=last)
 
     async def running_revision(self, owner: str, id: str) -> int | None:
         """Return the revision of a response that is being generated; None if it was cancelled or deleted."""
@@ -103,7 +99,7 @@ class StoredResponses:
 
     async def read(self, owner: str, id: str) -> dict[str, Any]:
         """Return a response. Raises ResponseNotFound."""
-        async with _Counted(self._metrics, "read"):
+        with self._storage.counted("read"):
             stored, _ = await self._load(owner, id)
             return self._shown(stored)
 
@@ -112,15 +108,15 @@ class StoredResponses:
 
         `hold` is called with the number of bytes that they take, before they are parsed.
         """
-        async with _Counted(self._metrics, "read"):
+        with self._storage.counted("read"):
             await self._load(owner, id)
-            record = await self._records().get(self._items_key(id))
+            record = await self._storage.records.get(self._items_key(id))
             if record is None:
                 raise ResponseNotFound(id)
             hold(len(record.value))
             return _items_decoder.decode(record.value)
 
-    async def conversation(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
+    async def history(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
         """Return all items up to the end of a response; `hold` as for `items`.
 
         Raises ResponseNotFound; InvalidRequest if it has not ended well.
@@ -131,16 +127,49 @@ class StoredResponses:
         output: list[dict[str, Any]] = response["output"]
         return [*await self.items(owner, id, hold), *output]
 
+    async def resolved(
+        self, owner: str, items: Sequence[Item], history: Sequence[Item], hold: Hold = lambda size_bytes: None
+    ) -> list[Item]:
+        """Return items with each reference replaced by the item that it names, in `history` or in a stored response.
+
+        Raises NotFound, and InvalidRequest for references to too many responses; `hold` as for `items`.
+        """
+        named: dict[Any, Item] = {item.get("id"): item for item in history}
+        looked_into: set[str] = set()
+        resolved: list[Item] = []
+        for item in items:
+            if item["type"] != "item_reference":
+                resolved.append(item)
+                continue
+            response_id = response_of(item["id"])
+            if item["id"] not in named and response_id is not None and response_id not in looked_into:
+                if len(looked_into) == _MAX_REFERENCED:
+                    raise InvalidRequest(f"a request may refer to items of {_MAX_REFERENCED} responses", param="input")
+                looked_into.add(response_id)
+                for stored in await self._all_items(owner, response_id, hold):
+                    named.setdefault(stored.get("id"), stored)
+            if item["id"] not in named:
+                raise NotFound(f"item '{item['id'][:80]}' is not found; items are kept as long as their response is stored")
+            resolved.append(named[item["id"]])
+        return resolved
+
+    async def _all_items(self, owner: str, id: str, hold: Hold) -> list[dict[str, Any]]:
+        try:
+            response = await self.read(owner, id)
+            return [*await self.items(owner, id, hold), *response["output"]]
+        except ResponseNotFound:
+            return []
+
     async def delete(self, owner: str, id: str) -> None:
         """Delete a response. Raises ResponseNotFound."""
-        async with _Counted(self._metrics, "delete"):
+        with self._storage.counted("delete"):
             await self._load(owner, id)
-            await self._records().delete(self._key(id))
-            await self._records().delete(self._items_key(id))
+            await self._storage.records.delete(self._storage.key(id))
+            await self._storage.records.delete(self._items_key(id))
 
     async def cancel(self, owner: str, id: str) -> dict[str, Any]:
         """End a response in the background, and return it as it is then. Raises ResponseNotFound, InvalidRequest."""
-        async with _Counted(self._metrics, "cancel"):
+        with self._storage.counted("cancel"):
             for _ in range(_ATTEMPTS):
                 stored, revision = await self._load(owner, id)
                 response = self._shown(stored)
@@ -149,13 +178,13 @@ class StoredResponses:
                 if response["status"] not in RUNNING:
                     return response
                 response["status"] = "cancelled"
-                data = msgspec.json.encode(_Stored(owner, response, self._clock()))
-                if await self._records().put(self._key(id), data, last=revision) is not None:
+                data = msgspec.json.encode(_Stored(owner, response, self._storage.clock()))
+                if await self._storage.records.put(self._storage.key(id), data, last=revision) is not None:
                     return response
             raise InvalidRequest(f"response '{id}' changes too fast to be cancelled; try again")
 
     async def _load(self, owner: str, id: str) -> tuple[_Stored, int]:
-        record = await self._records().get(self._key(id)) if _ID.fullmatch(id) else None
+        record = await self._storage.records.get(self._storage.key(id)) if _ID.fullmatch(id) else None
         if record is None:
             raise ResponseNotFound(id)
         stored = _decoder.decode(record.value)
@@ -165,37 +194,14 @@ class StoredResponses:
 
     def _shown(self, stored: _Stored) -> dict[str, Any]:
         response = dict(stored.response)
-        if response["status"] in RUNNING and self._clock() - stored.written_at > LOST_S:
+        if response["status"] in RUNNING and self._storage.clock() - stored.written_at > LOST_S:
             error = {"code": "server_error", "message": "the frontend that generated the response has ended"}
             response |= {"status": "failed", "error": error}
         return response
 
-    def _key(self, id: str) -> str:
-        return f"{self._prefix}.{id}"
-
     def _items_key(self, id: str) -> str:
-        return f"{self._prefix}.{id}.items"
+        return self._storage.key(f"{id}.items")
 
 
 def new_response_id() -> str:
     return f"resp_{secrets.token_hex(16)}"
-
-
-def _bounded(data: bytes) -> bytes:
-    if len(data) > MAX_BYTES:
-        raise PayloadTooLarge(f"the conversation has {len(data)} bytes; responses are stored up to {MAX_BYTES}")
-    return data
-
-
-class _Counted:
-    """Counts an operation on the store by its outcome."""
-
-    def __init__(self, metrics: FrontendMetrics, operation: str) -> None:
-        self._metrics = metrics
-        self._operation = operation
-
-    async def __aenter__(self) -> None: ...
-
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        outcome = "success" if error is None else error.code.value if isinstance(error, DynamoError) else "internal"
-        self._metrics.stored_response(self._operation, outcome)

@@ -1,0 +1,123 @@
+"""The endpoints under /v1/conversations: a conversation, its metadata and its items."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from dynamo.common.errors import NotFound, Unsupported
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.request_reader import RequestReader
+from dynamo.frontend.api.openai.chunks import encode
+from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.pages import listed, page_of_query
+from dynamo.frontend.api.openai.responses.conversations import Conversations
+from dynamo.frontend.api.openai.responses.requests import InputItem, items_to_store
+from dynamo.frontend.api.openai.responses.storage import Item, ItemIds
+from dynamo.frontend.api.openai.responses.stored import new_response_id
+
+_Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+_Items = Annotated[list[InputItem], Meta(max_length=20)]
+
+
+class CreateConversation(Struct, kw_only=True, frozen=True):
+    """POST /v1/conversations"""
+
+    items: _Items | None = None
+    metadata: _Metadata | None = None
+
+
+class UpdateConversation(Struct, kw_only=True, frozen=True):
+    """POST /v1/conversations/{id}"""
+
+    metadata: _Metadata
+
+
+class AddItems(Struct, kw_only=True, frozen=True):
+    """POST /v1/conversations/{id}/items"""
+
+    items: _Items
+
+
+class ConversationOperations:
+    """What can be done with a conversation. A key has only those that it made."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._create = RequestReader(CreateConversation)
+        self._update = RequestReader(UpdateConversation)
+        self._add = RequestReader(AddItems)
+
+    async def create(self, exchange: Exchange) -> None:
+        exchange.caller()
+        request = await self._create.read(exchange)
+        with exchange.account.occupy():
+            items = await self._to_store(exchange, request.items or [], [])
+            created = await self._conversations.create(exchange.account.name, items, request.metadata or {})
+        await exchange.respond(encode(created))
+
+    async def read(self, exchange: Exchange) -> None:
+        with exchange.account.occupy():
+            conversation = await self._conversations.read(exchange.account.name, exchange.parameters["id"])
+        await exchange.respond(encode(conversation))
+
+    async def update(self, exchange: Exchange) -> None:
+        exchange.caller()
+        request = await self._update.read(exchange)
+        with exchange.account.occupy():
+            updated = await self._conversations.update(exchange.account.name, exchange.parameters["id"], request.metadata)
+        await exchange.respond(encode(updated))
+
+    async def delete(self, exchange: Exchange) -> None:
+        exchange.caller()
+        id = exchange.parameters["id"]
+        with exchange.account.occupy():
+            await self._conversations.delete(exchange.account.name, id)
+        await exchange.respond(encode({"id": id, "object": "conversation.deleted", "deleted": True}))
+
+    async def add_items(self, exchange: Exchange) -> None:
+        exchange.caller()
+        request = await self._add.read(exchange)
+        id = exchange.parameters["id"]
+        with exchange.account.occupy():
+            refers = any(item.type == "item_reference" for item in request.items)
+            items = await self._to_store(exchange, request.items, await self._items(exchange) if refers else [])
+            await self._conversations.add(exchange.account.name, id, items)
+        await exchange.respond(encode(listed(items)))
+
+    async def items(self, exchange: Exchange) -> None:
+        with exchange.account.occupy():
+            items = await self._items(exchange)
+        await exchange.respond(encode(page_of_query(items, exchange.query)))
+
+    async def item(self, exchange: Exchange) -> None:
+        wanted = exchange.parameters["item"]
+        with exchange.account.occupy():
+            found = [item for item in await self._items(exchange) if item.get("id") == wanted]
+        if not found:
+            raise NotFound(f"item '{wanted[:80]}' is not found in the conversation")
+        await exchange.respond(encode(found[0]))
+
+    async def delete_item(self, exchange: Exchange) -> None:
+        exchange.caller()
+        id, item = exchange.parameters["id"], exchange.parameters["item"]
+        with exchange.account.occupy():
+            conversation = await self._conversations.delete_item(exchange.account.name, id, item, exchange.hold)
+        await exchange.respond(encode(conversation))
+
+    @property
+    def _conversations(self) -> Conversations:
+        if self._edge.stored is None:
+            raise Unsupported("this server does not store conversations")
+        return self._edge.stored.conversations
+
+    async def _items(self, exchange: Exchange) -> list[dict[str, Any]]:
+        return await self._conversations.items(exchange.account.name, exchange.parameters["id"], exchange.hold)
+
+    async def _to_store(self, exchange: Exchange, items: list[InputItem], history: list[dict[str, Any]]) -> list[Item]:
+        """Return items with ids, and with those in place of references that they name."""
+        if self._edge.stored is None:
+            raise Unsupported("this server does not store conversations")
+        new = items_to_store(items, ItemIds(new_response_id(), output=False))
+        return await self._edge.stored.resolved(exchange.account.name, new, history, exchange.hold)

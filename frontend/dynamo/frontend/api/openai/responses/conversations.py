@@ -1,0 +1,145 @@
+"""Conversations: items under an id of their own, to which responses add what they responded to and what they said.
+
+A conversation is one record, which is written only as it was read; so of responses that end at once each adds its items.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from dynamo.common.errors import NotFound, Overloaded
+from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded
+
+_ID = re.compile(r"conv_[0-9a-f]{32}")
+_ATTEMPTS = 10
+
+
+class ConversationNotFound(NotFound):
+    """There is no such conversation, or it is another key's."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"conversation '{id[:80]}' is not found")
+
+
+class ConversationObject(Struct, frozen=True, kw_only=True):
+    """What clients see of a conversation; its items are listed apart."""
+
+    id: str
+    object: str = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+class _Stored(Struct, frozen=True):
+    owner: str
+    """The name of the API key; empty without one."""
+    shown: ConversationObject
+    items: Raw
+    """A JSON array, which is parsed only by those who look into it."""
+
+
+_decoder = msgspec.json.Decoder(_Stored)
+_items_decoder = msgspec.json.Decoder(list[dict[str, Any]])
+
+
+class Conversations:
+    """The conversations of a namespace. All methods raise Unavailable without JetStream."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    async def create(self, owner: str, items: Sequence[Item], metadata: Mapping[str, str]) -> ConversationObject:
+        storage = self._storage
+        with storage.counted("create_conversation"):
+            id = f"conv_{secrets.token_hex(16)}"
+            shown = ConversationObject(id=id, created_at=int(storage.clock()), metadata=dict(metadata))
+            stored = _Stored(owner, shown, Raw(msgspec.json.encode(items)))
+            await storage.records.put(storage.key(id), bounded(msgspec.json.encode(stored)), last=0)
+            return shown
+
+    async def read(self, owner: str, id: str) -> ConversationObject:
+        """Raises ConversationNotFound."""
+        with self._storage.counted("read_conversation"):
+            return (await self._load(owner, id))[0].shown
+
+    async def items(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
+        """Return all items, oldest first. Raises ConversationNotFound.
+
+        `hold` is called with the number of bytes that they take, before they are parsed.
+        """
+        with self._storage.counted("read_conversation"):
+            stored, _ = await self._load(owner, id)
+            hold(len(memoryview(stored.items)))
+            return _items_decoder.decode(stored.items)
+
+    async def add(self, owner: str, id: str, items: Sequence[Item]) -> None:
+        """Add items at the end. Raises ConversationNotFound, PayloadTooLarge; Overloaded if others write all the time."""
+        added = msgspec.json.encode(items)
+
+        def change(stored: _Stored) -> _Stored:
+            return msgspec.structs.replace(stored, items=_joined(stored.items, added))
+
+        await self._change("add_items", owner, id, change)
+
+    async def delete_item(self, owner: str, id: str, item_id: str, hold: Hold = lambda size_bytes: None) -> ConversationObject:
+        """Delete an item. Raises ConversationNotFound; NotFound if there is no such item."""
+
+        def change(stored: _Stored) -> _Stored:
+            hold(len(memoryview(stored.items)))
+            items = _items_decoder.decode(stored.items)
+            rest = [item for item in items if item.get("id") != item_id]
+            if len(rest) == len(items):
+                raise NotFound(f"item '{item_id[:80]}' is not found in conversation '{id}'")
+            return msgspec.structs.replace(stored, items=Raw(msgspec.json.encode(rest)))
+
+        return await self._change("delete_item", owner, id, change)
+
+    async def update(self, owner: str, id: str, metadata: Mapping[str, str]) -> ConversationObject:
+        """Replace the metadata. Raises ConversationNotFound."""
+
+        def change(stored: _Stored) -> _Stored:
+            return msgspec.structs.replace(stored, shown=msgspec.structs.replace(stored.shown, metadata=dict(metadata)))
+
+        return await self._change("update_conversation", owner, id, change)
+
+    async def delete(self, owner: str, id: str) -> None:
+        """Delete a conversation with its items. Raises ConversationNotFound."""
+        storage = self._storage
+        with storage.counted("delete_conversation"):
+            await self._load(owner, id)
+            await storage.records.delete(storage.key(id))
+
+    async def _change(self, operation: str, owner: str, id: str, change: Callable[[_Stored], _Stored]) -> ConversationObject:
+        storage = self._storage
+        with storage.counted(operation):
+            for _ in range(_ATTEMPTS):
+                stored, revision = await self._load(owner, id)
+                changed = change(stored)
+                data = bounded(msgspec.json.encode(changed))
+                if await storage.records.put(storage.key(id), data, last=revision) is not None:
+                    return changed.shown
+            raise Overloaded(f"conversation '{id}' changes too fast; try again")
+
+    async def _load(self, owner: str, id: str) -> tuple[_Stored, int]:
+        storage = self._storage
+        record = await storage.records.get(storage.key(id)) if _ID.fullmatch(id) else None
+        if record is None:
+            raise ConversationNotFound(id)
+        stored = _decoder.decode(record.value)
+        if stored.owner != owner:
+            raise ConversationNotFound(id)
+        return stored, record.revision
+
+
+def _joined(items: Raw, added: bytes) -> Raw:
+    """Return one JSON array of two."""
+    first = bytes(items)
+    if first == b"[]" or added == b"[]":
+        return Raw(added if first == b"[]" else first)
+    return Raw(first[:-1] + b"," + added[1:])

@@ -1,0 +1,82 @@
+"""What stored responses and conversations share: records of a namespace, bounded, and counted by their outcome."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from dynamo.common.errors import DynamoError, PayloadTooLarge
+from dynamo.common.messaging.records import RecordStore
+from dynamo.common.names import encode
+from dynamo.frontend.metrics import FrontendMetrics
+
+MAX_BYTES = 16 << 20
+"""Of the items of a conversation, and of a response."""
+
+Item = Mapping[str, Any]
+Hold = Callable[[int], None]
+"""Counts bytes as held for a request. Raises Overloaded."""
+
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,9}")
+
+
+class Storage:
+    """The records of a namespace. `records` raises Unavailable until there is a connection."""
+
+    def __init__(
+        self,
+        records: Callable[[], RecordStore],
+        namespace: str,
+        metrics: FrontendMetrics,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._records = records
+        self._prefix = encode(namespace, "namespace")
+        self._metrics = metrics
+        self.clock = clock
+        """Unix time, seconds."""
+
+    @property
+    def records(self) -> RecordStore:
+        return self._records()
+
+    def key(self, id: str) -> str:
+        return f"{self._prefix}.{id}"
+
+    @contextmanager
+    def counted(self, operation: str) -> Iterator[None]:
+        """Count an operation by its outcome."""
+        try:
+            yield
+        except BaseException as error:
+            self._metrics.stored_response(operation, error.code.value if isinstance(error, DynamoError) else "internal")
+            raise
+        self._metrics.stored_response(operation, "success")
+
+
+def bounded(data: bytes) -> bytes:
+    """Return what is to be stored. Raises PayloadTooLarge."""
+    if len(data) > MAX_BYTES:
+        raise PayloadTooLarge(f"the conversation has {len(data)} bytes; responses are stored up to {MAX_BYTES}")
+    return data
+
+
+class ItemIds:
+    """New ids for the items of a response. They name it, so that a reference to an item finds where it is stored."""
+
+    def __init__(self, response_id: str, *, output: bool) -> None:
+        self._end = f"{response_id.partition('_')[2]}{'o' if output else 'i'}"
+        self._count = 0
+
+    def new(self, prefix: str) -> str:
+        self._count += 1
+        return f"{prefix}_{self._end}{self._count - 1}"
+
+
+def response_of(item_id: str) -> str | None:
+    """Return the id of the response that an item belongs to; None if the item's id is none of `ItemIds`."""
+    match = _ITEM_ID.fullmatch(item_id)
+    return None if match is None else f"resp_{match[1]}"

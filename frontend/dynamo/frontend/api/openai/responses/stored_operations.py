@@ -1,0 +1,48 @@
+"""GET and DELETE /v1/responses/{id}, its input items, and cancelling."""
+
+from __future__ import annotations
+
+from dynamo.common.errors import InvalidRequest, Unsupported
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.openai.chunks import encode
+from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.pages import page_of_query
+from dynamo.frontend.api.openai.responses.stored import StoredResponses
+
+
+class StoredOperations:
+    """What can be done with a stored response. A key has only those that it made."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    @property
+    def _stored(self) -> StoredResponses:
+        if self._edge.stored is None:
+            raise Unsupported("this server does not store responses")
+        return self._edge.stored
+
+    async def read(self, exchange: Exchange) -> None:
+        if exchange.query.get("stream", "").lower() == "true":
+            raise InvalidRequest("stored responses are not streamed", param="stream")
+        with exchange.account.occupy():
+            response = await self._stored.read(exchange.account.name, exchange.parameters["id"])
+        await exchange.respond(encode(response))
+
+    async def delete(self, exchange: Exchange) -> None:
+        exchange.caller()
+        id = exchange.parameters["id"]
+        with exchange.account.occupy():
+            await self._stored.delete(exchange.account.name, id)
+        await exchange.respond(encode({"id": id, "object": "response", "deleted": True}))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        exchange.caller()
+        with exchange.account.occupy():
+            response = await self._stored.cancel(exchange.account.name, exchange.parameters["id"])
+        await exchange.respond(encode(response))
+
+    async def items(self, exchange: Exchange) -> None:
+        with exchange.account.occupy():
+            items = await self._stored.items(exchange.account.name, exchange.parameters["id"])
+        await exchange.respond(encode(page_of_query(items, exchange.query)))

@@ -1,0 +1,65 @@
+"""An HTTP edge that stores responses in memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamo.frontend.api.openai.responses.background import BackgroundResponses
+from dynamo.frontend.api.openai.responses.stored import StoredResponses
+from dynamo.frontend.config import CapacityOptions
+from dynamo.frontend.metrics import FrontendMetrics
+from tests.support.fake_records import FakeRecords
+from tests.support.fakes import FakeStream
+from tests.support.http_edge import HttpEdge, open_http_edge
+
+PATH = "/v1/responses"
+HELLO: dict[str, Any] = {"model": "talker", "input": "Hi"}
+
+
+@dataclass
+class Storing:
+    """An edge that stores responses in memory."""
+
+    edge: HttpEdge
+    records: FakeRecords
+    now: list[float] = field(default_factory=lambda: [1000.0])
+
+    async def create(self, **fields: Any) -> dict[str, Any]:
+        response = await self.edge.post(PATH, HELLO | fields)
+        assert response.status_code == 200, response.text
+        created: dict[str, Any] = response.json()
+        return created
+
+    async def read(self, id: str) -> dict[str, Any]:
+        response = await self.edge.http.get(f"{PATH}/{id}")
+        assert response.status_code == 200, response.text
+        read: dict[str, Any] = response.json()
+        return read
+
+
+@asynccontextmanager
+async def storing(
+    respond: Callable[[FakeStream], None],
+    *,
+    by_default: bool = True,
+    beat_s: float = 60.0,
+    capacity: CapacityOptions | None = None,
+    records: FakeRecords | None = None,
+) -> AsyncIterator[Storing]:
+    records, now = records or FakeRecords(), [1000.0]
+    made: list[BackgroundResponses] = []
+
+    def background(metrics: FrontendMetrics) -> BackgroundResponses:
+        store: Any = records
+        stored = StoredResponses(lambda: store, "ns", metrics, by_default=by_default, clock=lambda: now[0])
+        made.append(BackgroundResponses(stored, beat_s=beat_s))
+        return made[0]
+
+    async with open_http_edge(respond=respond, background=background, capacity=capacity) as edge:
+        try:
+            yield Storing(edge, records, now)
+        finally:
+            await made[0].drain(0.0)

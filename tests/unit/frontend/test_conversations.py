@@ -1,0 +1,202 @@
+"""Conversations: made, continued by responses, listed, changed, and items that requests only refer to."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, NotFoundError
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import InvalidRequest, NotFound, Overloaded, PayloadTooLarge
+from dynamo.common.messaging.records import Record
+from dynamo.frontend.api.openai.responses import storage as storage_module
+from dynamo.frontend.api.openai.responses.conversations import ConversationNotFound, Conversations
+from dynamo.frontend.api.openai.responses.events import ResponseObject
+from dynamo.frontend.api.openai.responses.storage import ItemIds, Storage
+from dynamo.frontend.api.openai.responses.stored import StoredResponses, new_response_id
+from dynamo.frontend.metrics import FrontendMetrics
+from tests.support.fake_records import FakeRecords
+from tests.support.http_edge import Speaker
+from tests.support.storing import Storing, storing
+
+PATH = "/v1/responses"
+
+
+def conversations(records: FakeRecords) -> Conversations:
+    store: Any = records
+    return Conversations(Storage(lambda: store, "ns", FrontendMetrics(CollectorRegistry())))
+
+
+def client_of(s: Storing) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{s.edge.url}/v1", api_key="none", max_retries=0)
+
+
+async def test_a_response_continues_its_conversation_and_becomes_part_of_it() -> None:
+    speaker = Speaker()
+    async with storing(speaker) as s, client_of(s) as client:
+        conversation = await client.conversations.create(
+            items=[{"type": "message", "role": "user", "content": "I am Ada."}], metadata={"topic": "names"}
+        )
+        first = await client.responses.create(model="talker", input="Who am I?", conversation=conversation.id)
+        assert speaker.prompt == "<user>I am Ada.\n<user>Who am I?\n<assistant>"
+        assert first.conversation is not None and first.conversation.id == conversation.id
+        await client.responses.create(model="talker", input="And you?", conversation={"id": conversation.id}, store=False)
+        assert speaker.prompt.startswith("<user>I am Ada.\n<user>Who am I?\n<assistant>Hello you\n<user>And you?")
+        items = (await client.conversations.items.list(conversation.id, order="asc")).data
+        texts = [item.content[0].text for item in items if item.type == "message"]  # type: ignore[union-attr]
+        assert texts == ["I am Ada.", "Who am I?", "Hello you", "And you?", "Hello you"]
+        assert len({item.id for item in items}) == len(items)
+
+
+@pytest.mark.parametrize("fields", [{"stream": True}, {"background": True}])
+async def test_a_response_is_added_before_it_is_complete(fields: dict[str, Any]) -> None:
+    async with storing(Speaker()) as s, client_of(s) as client:
+        conversation = await client.conversations.create()
+        created = await s.edge.post(PATH, {"model": "talker", "input": "Hi", "conversation": conversation.id} | fields)
+        if "background" in fields:
+            async with asyncio.timeout(5):
+                while (await s.read(created.json()["id"]))["status"] == "queued":
+                    await asyncio.sleep(0)
+        else:
+            assert "response.completed" in created.text
+        items = await client.conversations.items.list(conversation.id)
+        assert [item.role for item in items.data if item.type == "message"] == ["assistant", "user"]
+
+
+async def test_openais_client_reads_changes_and_deletes_conversations_and_items() -> None:
+    async with storing(Speaker()) as s, client_of(s) as client:
+        made = await client.conversations.create(metadata={"a": "1"})
+        added = await client.conversations.items.create(
+            made.id, items=[{"type": "message", "role": "user", "content": text} for text in ("one", "two", "three")]
+        )
+        assert (await client.conversations.update(made.id, metadata={"b": "2"})).metadata == {"b": "2"}
+        second = added.data[1].id or ""
+        item: Any = await client.conversations.items.retrieve(second, conversation_id=made.id)
+        assert item.content[0].text == "two"
+        await client.conversations.items.delete(second, conversation_id=made.id)
+        with pytest.raises(NotFoundError, match=r"item '.*' is not found"):
+            await client.conversations.items.retrieve(second, conversation_id=made.id)
+        left = [item async for item in client.conversations.items.list(made.id, limit=1)]
+        assert [item.content[0].text for item in left if item.type == "message"] == ["three", "one"]  # type: ignore[union-attr]
+        assert (await client.conversations.delete(made.id)).deleted
+        with pytest.raises(NotFoundError, match=r"conversation '.*' is not found"):
+            await client.conversations.retrieve(made.id)
+        with pytest.raises(NotFoundError, match=r"conversation '.*' is not found"):
+            await client.responses.create(model="talker", input="Hi", conversation=made.id)
+
+
+async def test_a_response_whose_conversation_is_deleted_meanwhile_fails() -> None:
+    records = FakeRecords()
+    talker = Speaker()
+
+    def respond(stream: Any) -> None:
+        records.records.clear()
+        talker(stream)
+
+    async with storing(respond, records=records) as s, client_of(s) as client:
+        for stream in (False, True):
+            made = await client.conversations.create()
+            response = await s.edge.post(PATH, {"model": "talker", "input": "Hi", "conversation": made.id, "stream": stream})
+            assert f"conversation '{made.id}' is not found" in response.text
+            assert "response.completed" not in response.text
+
+
+async def test_items_of_stored_responses_are_referred_to() -> None:
+    """As clients do that keep the ids of what they got, and send these instead of the items."""
+    speaker = Speaker()
+    async with storing(speaker) as s:
+        first = await s.create(input="Hi")
+        asked = (await s.edge.http.get(f"{PATH}/{first['id']}/input_items")).json()["data"][0]["id"]
+        references = [{"type": "item_reference", "id": id} for id in (asked, first["output"][0]["id"])]
+        second = await s.create(input=[*references, {"role": "user", "content": "More"}])
+        assert speaker.prompt == "<user>Hi\n<assistant>Hello you\n<user>More\n<assistant>"
+        await s.edge.http.delete(f"{PATH}/{first['id']}")
+        gone = await s.edge.post(PATH, {"model": "talker", "input": references})
+        assert (gone.status_code, "items are kept as long as their response" in gone.text) == (404, True)
+        await s.create(input="Again", previous_response_id=second["id"])
+        assert speaker.prompt.count("<user>Hi\n") == 1  # stored with the second response
+        nameless = await s.edge.error(PATH, {"model": "talker", "input": [{"type": "item_reference"}]})
+        assert nameless["message"] == "an 'item_reference' needs 'id'"
+
+
+async def test_a_request_refers_to_a_bounded_number_of_responses() -> None:
+    store: Any = FakeRecords()
+    stored = StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry()))
+    references = []
+    for _ in range(65):
+        id = new_response_id()
+        item = {"id": ItemIds(id, output=False).new("msg")}
+        response = ResponseObject(id=id, created_at=1, model="m", reasoning={}, text={}, status="completed")
+        await stored.save("", response, [item])
+        references.append(item | {"type": "item_reference"})
+    assert len(await stored.resolved("", references[:64], [])) == 64
+    with pytest.raises(InvalidRequest, match="64 responses"):
+        await stored.resolved("", references, [])
+    with pytest.raises(NotFound):
+        await stored.resolved("another key", references[:1], [])
+
+
+async def test_only_the_key_that_made_a_conversation_has_it() -> None:
+    store = conversations(FakeRecords())
+    id = (await store.create("a", [], {})).id
+    for attempt in (
+        store.read("b", id),
+        store.items("b", id),
+        store.add("b", id, []),
+        store.update("b", id, {}),
+        store.delete_item("b", id, "msg_1"),
+        store.delete("b", id),
+    ):
+        with pytest.raises(ConversationNotFound):
+            await attempt
+    assert await store.items("a", id) == []
+
+
+async def test_responses_that_end_at_once_all_add_their_items() -> None:
+    store = conversations(FakeRecords())
+    id = (await store.create("", [{"id": "0"}], {})).id
+    await asyncio.gather(*(store.add("", id, [{"id": str(number)}]) for number in range(1, 8)))
+    await store.add("", id, [])
+    assert sorted(item["id"] for item in await store.items("", id)) == [str(number) for number in range(8)]
+    await store.delete_item("", id, "5")
+    with pytest.raises(NotFound, match="item '5' is not found"):
+        await store.delete_item("", id, "5")
+
+
+async def test_a_conversation_that_others_change_all_the_time_is_refused() -> None:
+    class Changing(FakeRecords):
+        async def get(self, key: str) -> Record | None:
+            record = await super().get(key)
+            if record is not None:
+                await super().put(key, record.value)
+            return record
+
+    store = conversations(Changing())
+    id = (await store.create("", [], {})).id
+    with pytest.raises(Overloaded, match="changes too fast"):
+        await store.add("", id, [{}])
+
+
+async def test_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "MAX_BYTES", 1000)
+    store = conversations(FakeRecords())
+    id = (await store.create("", [], {})).id
+    await store.add("", id, [{"text": "x" * 500}])
+    with pytest.raises(PayloadTooLarge, match="1000"):
+        await store.add("", id, [{"text": "x" * 500}])
+    assert len(await store.items("", id)) == 1
+
+
+async def test_what_openai_refuses_of_conversations_is_refused() -> None:
+    item = {"role": "user", "content": "x"}
+    async with storing(Speaker()) as s:
+        for body in (
+            {"items": [item] * 21},
+            {"metadata": {str(number): "" for number in range(17)}},
+            {"metadata": {"a": "x" * 513}},
+        ):
+            assert (await s.edge.post("/v1/conversations", body)).status_code == 400
+        s.records.is_away = True
+        assert (await s.edge.post("/v1/conversations", {})).status_code == 503

@@ -1,0 +1,63 @@
+"""Conversations that are shortened until they fit into a model's context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynamo.frontend.preprocess.shortening import Message, fitting, shortenings
+from dynamo.frontend.preprocess.text import ContextExceeded
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def conversation(roles: str) -> list[dict[str, Any]]:
+    """Of the first letters of roles."""
+    names = {name[0]: name for name in ROLES}
+    return [{"role": names[letter], "content": str(index)} for index, letter in enumerate(roles)]
+
+
+def letters(messages: Sequence[Message]) -> str:
+    return "".join(message["role"][0] for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("whole", "choices"),
+    [
+        ("u", ["u"]),
+        ("suau", ["suau", "sau", "su"]),
+        ("sduattu", ["sduattu", "sdattu", "sdu"]),
+        ("uatt", ["uatt", "att"]),
+        ("tu", ["tu", "u"]),
+        ("s", ["s"]),
+        ("uas", ["uas", "as", "s"]),
+        ("", [""]),
+    ],
+)
+def test_instructions_stay_and_no_result_of_a_tool_comes_first(whole: str, choices: list[str]) -> None:
+    assert [letters(messages) for messages in shortenings(conversation(whole))] == choices
+
+
+@given(st.text("suat", min_size=1, max_size=20), st.integers(0, 25))
+async def test_as_much_is_left_as_fits(roles: str, room: int) -> None:
+    attempts = 0
+
+    async def attempt(messages: Sequence[Message]) -> int:
+        nonlocal attempts
+        attempts += 1
+        if len(messages) > room:
+            raise ContextExceeded("too long")
+        return len(messages)
+
+    choices = shortenings(conversation(roles))
+    best = max((len(choice) for choice in choices if len(choice) <= room), default=None)
+    if best is None:
+        with pytest.raises(ContextExceeded):
+            await fitting(conversation(roles), attempt)
+    else:
+        assert await fitting(conversation(roles), attempt) == best
+    assert attempts <= 2 + len(choices).bit_length()
