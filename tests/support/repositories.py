@@ -69,7 +69,8 @@ async def opened(
     repository: Path, *load: str, also: Sequence[Path] = (), memory: SharedMemory | None = None, **settings: Any
 ) -> AsyncIterator[RepositoryModels]:
     """Open the models of `repository` and of those in `also`, and load some; raises if one does not load."""
-    models = RepositoryModels(RepositorySettings(folders=(repository, *also), drain_s=5.0, **settings))
+    copies = repository.with_name(f"{repository.name}-copies")
+    models = RepositoryModels(RepositorySettings(folders=(repository, *also), copies=copies, drain_s=5.0, **settings))
     if memory is not None:
         models.use_shared_memory(memory)
     try:

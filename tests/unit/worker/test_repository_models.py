@@ -496,7 +496,7 @@ class FlakyModels(RepositoryModels):
 
 
 async def test_polling_continues_after_errors_of_the_file_system(tmp_path: Path) -> None:
-    settings = RepositorySettings(folders=(tmp_path,))
+    settings = RepositorySettings(folders=(tmp_path,), copies=tmp_path)
     engine = RepositoryEngine(settings, ControlMode.POLL)
     engine.models = models = FlakyModels(settings)
     python_model(tmp_path, "double")

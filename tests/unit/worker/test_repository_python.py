@@ -29,6 +29,8 @@ from dynamo.common.repository import LoadRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository import wire
+from dynamo.worker.repository.content_cache import ContentCache
+from dynamo.worker.repository.environments import Environments
 from dynamo.worker.repository.execution import ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.python_backend import PythonBackend
 from dynamo.worker.repository.responses import MAX_UNREAD
@@ -718,7 +720,8 @@ async def test_an_unforeseen_error_of_a_called_model_reaches_the_caller(tmp_path
     )
     folder = python_model(tmp_path, "caller", code)
     config = text_format.Parse((folder / "config.pbtxt").read_text(), ModelConfig())
-    model = await PythonBackend(BrokenModels(error)).open(Version("caller", "1", config, folder))
+    environments = Environments(ContentCache(tmp_path, 0), 0)
+    model = await PythonBackend(BrokenModels(error), environments).open(Version("caller", "1", config, folder))
     try:
         async with asyncio.timeout(20):
             [response] = [await model.respond(ModelRequest(x(1), Context("r")))]

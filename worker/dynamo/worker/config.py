@@ -164,7 +164,23 @@ class RepositoryOptions:
         env=("DYN_MODEL_PATH_MAX_BYTES",),
         parse=parse_bytes,
         minimum=1,
-        help="Largest model that is copied from an object store.",
+        help="Largest model that is copied from an object store, and largest EXECUTION_ENV_PATH archive, unpacked.",
+    )
+    copies: Path = option(
+        Path("~/.cache/dynamo/repository"),
+        flags=("--repository-cache",),
+        env=("DYN_REPOSITORY_CACHE",),
+        metavar="FOLDER",
+        help="Where EXECUTION_ENV_PATH archives are unpacked, and models of object stores are copied to; several workers of one "
+        "user may share it.",
+    )
+    copies_bytes: int = option(
+        64 * 1024 * MIB,
+        flags=("--repository-cache-byte-size",),
+        env=("DYN_REPOSITORY_CACHE_BYTE_SIZE",),
+        parse=parse_bytes,
+        minimum=0,
+        help="Bytes of that folder; beyond them what is not in use is removed, least recently used first.",
     )
 
     def __post_init__(self) -> None:

@@ -195,6 +195,8 @@ def make_repository(options: RepositoryOptions, folders: tuple[Path, ...], drain
         drain_s=drain_s,
         path_roots=options.path_roots,
         path_max_bytes=options.path_max_bytes,
+        copies=options.copies.expanduser(),
+        copies_bytes=options.copies_bytes,
         on_request=options.control_mode is ControlMode.EXPLICIT,
         cache_bytes=options.cache_bytes,
         rate_limiter=None if options.rate_limit is RateLimit.OFF else RateLimiter(options.provided_resources()),

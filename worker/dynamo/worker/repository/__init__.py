@@ -13,6 +13,8 @@
 | `pipeline`, `responses` | the requests of a Python-backend model on their way through its processes |
 | `stub_process`, `link`, `wire` | one such process as the worker sees it; the socket to it; the messages on it |
 | `stub`, `pb_utils` | what runs in the process |
+| `environments`, `stub_launcher` | Python environments that models bring; what starts `stub` in one |
+| `content_cache` | folders on this machine that are made once and shared |
 | `process_memory`, `stub_memory` | tensors in shared memory, seen from the worker and from the process |
 | `loaded`, `warmup` | a model that is served; the requests that warm it up before |
 | `models`, `engine` | loading, unloading and their order; the engine that the serving loop sees |

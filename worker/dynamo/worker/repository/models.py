@@ -24,8 +24,10 @@ from dynamo.common.repository import MAX_REASON_CHARS, NOT_LOADED, UNLOADED, Ind
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.config_checks import check_settings
+from dynamo.worker.repository.content_cache import ContentCache
 from dynamo.worker.repository.custom_metrics import CustomMetrics
 from dynamo.worker.repository.ensemble import EnsembleBackend, labels_in, models_in
+from dynamo.worker.repository.environments import Environments
 from dynamo.worker.repository.execution import (
     Executable,
     ModelBackend,
@@ -89,12 +91,15 @@ class Host(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositorySettings:
     folders: tuple[Path, ...]
+    copies: Path
+    """Where unpacked environments and models of object stores are kept."""
     auto_complete: bool = True
     default_max_batch_size: int = 4
     drain_s: float = 30.0
     """How long, in seconds, open requests of an unloaded model may still take."""
     path_roots: tuple[str, ...] = ()
     path_max_bytes: int = 16 * 2**30
+    copies_bytes: int = 64 * 2**30
     on_request: bool = True
     """Whether requests may load and unload models."""
     strict_outputs: bool = False
@@ -142,7 +147,8 @@ class RepositoryModels:
         self._lock = asyncio.Lock()
         self._host: Host | None = None
         self.cache = ResponseCache(settings.cache_bytes) if settings.cache_bytes else None
-        self._python = PythonBackend(self, settings.rate_limiter)
+        copies = ContentCache(settings.copies, settings.copies_bytes)
+        self._python = PythonBackend(self, Environments(copies, settings.path_max_bytes), settings.rate_limiter)
         self._backends: dict[str, ModelBackend] = {
             "onnxruntime": OnnxBackend(settings.default_max_batch_size if settings.auto_complete else 0, settings.rate_limiter),
             "python": self._python,

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from dynamo.worker.paths import relative_path
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.batches import batch_policy, submit
 from dynamo.worker.repository.custom_metrics import CustomMetrics, MetricOwner
+from dynamo.worker.repository.environments import Environments, Interpreter
 from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.model_config import ModelInstance, config_from_json, config_to_json, instances_of
 from dynamo.worker.repository.pb_utils import (
@@ -49,12 +50,13 @@ _RESTART_WAIT_S = 10.0
 class PythonBackend:
     """Loads models for one worker. They call its other models by `models`."""
 
-    def __init__(self, models: ModelRegistry, limiter: RateLimiter | None = None) -> None:
+    def __init__(self, models: ModelRegistry, environments: Environments, limiter: RateLimiter | None = None) -> None:
         self.memory: SharedMemory | None = None
         """Of this worker, for the tensors of models that are opened from now on."""
         self.metrics = CustomMetrics()
         """Of all models."""
         self._models = models
+        self._environments = environments
         self._limiter = limiter
 
     def _handlers(self, metrics: MetricOwner) -> CallHandlers:
@@ -63,13 +65,15 @@ class PythonBackend:
     async def complete(self, version: Version) -> ModelConfig:
         file = _file_of(version)
         metrics = self.metrics.owner()
-        stub = await open_stub(version.name, self._handlers(metrics))
-        try:
-            await stub.start(file, version.folder)
-            completed = await stub.complete(config_to_json(version.config))
-        finally:
-            await stub.end()
-            metrics.close()
+        with ExitStack() as environment:
+            interpreter = await self._interpreter(version, environment)
+            stub = await open_stub(version.name, self._handlers(metrics), interpreter=interpreter)
+            try:
+                await stub.start(file, version.folder)
+                completed = await stub.complete(config_to_json(version.config))
+            finally:
+                await stub.end()
+                metrics.close()
         return config_from_json(completed) if completed else version.config
 
     async def open(self, version: Version) -> PythonModel:
@@ -82,12 +86,19 @@ class PythonBackend:
     async def _open(self, version: Version, groups: Sequence[Sequence[ModelInstance]]) -> Sequence[PythonModel]:
         """Return a model for each group of instances."""
         file = _file_of(version)
-        owners = [self.metrics.owner() for _ in groups]
-        limits = limits_of(self._limiter, groups)
-        models = [
-            PythonModel(version, file, self._handlers(metrics), self.memory, group, metrics, each)
-            for group, metrics, each in zip(groups, owners, limits, strict=True)
-        ]
+        environments = [ExitStack() for _ in groups]
+        try:
+            interpreters = [await self._interpreter(version, environment) for environment in environments]
+            limits = limits_of(self._limiter, groups)
+        except BaseException:
+            for environment in environments:
+                environment.close()
+            raise
+        models = []
+        for group, each, interpreter, environment in zip(groups, limits, interpreters, environments, strict=True):
+            metrics = self.metrics.owner()
+            handlers = self._handlers(metrics)
+            models.append(PythonModel(version, file, handlers, self.memory, group, metrics, each, interpreter, environment))
         try:
             await asyncio.gather(*(model.start() for model in models))
         except BaseException:
@@ -95,10 +106,12 @@ class PythonBackend:
             raise
         return models
 
+    async def _interpreter(self, version: Version, environment: ExitStack) -> Interpreter:
+        """Return the Python for a model, which is there until `environment` is closed."""
+        return await asyncio.to_thread(environment.enter_context, self._environments.open(version.config, version.folder))
+
 
 def _file_of(version: Version) -> Path:
-    if "EXECUTION_ENV_PATH" in version.config.parameters:
-        raise InvalidRequest("EXECUTION_ENV_PATH is not supported: start a worker with that environment's Python instead")
     file = version.path / relative_path(version.config.default_model_filename or DEFAULT_FILE)
     if not file.is_file():
         raise InvalidRequest(f"there is no file {version.version}/{file.name}")
@@ -117,7 +130,10 @@ class PythonModel:
         instances: Sequence[ModelInstance],
         metrics: MetricOwner,
         limits: ExecutionLimits,
+        interpreter: Interpreter,
+        environment: ExitStack,
     ) -> None:
+        """`environment`: holds `interpreter`, and is closed with the model."""
         self._version = version
         self._file = file
         self._handlers = handlers
@@ -126,6 +142,8 @@ class PythonModel:
         self._instances = instances
         self._metrics = metrics
         self._limits = limits
+        self._interpreter = interpreter
+        self._environment = environment
         self._pipeline = Pipeline(version.name)
         self._keeping: list[asyncio.Task[None]] = []
         policy = batch_policy(version.config, len(self._instances), ahead=len(self._instances))
@@ -160,10 +178,11 @@ class PythonModel:
         await asyncio.gather(*(stub.close() for stub in self.processes), *self._keeping, return_exceptions=True)
         self._metrics.close()
         self._limits.close()
+        self._environment.close()
 
     async def _start(self, instance: ModelInstance) -> StubProcess:
         version = self._version
-        stub = await open_stub(version.name, self._handlers, self._memory)
+        stub = await open_stub(version.name, self._handlers, self._memory, self._interpreter)
         arguments = {
             "model_config": config_to_json(version.config),
             "model_instance_kind": instance.kind,

@@ -9,7 +9,6 @@ import mmap
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from dynamo.common.errors import (
 )
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.worker.repository import wire
+from dynamo.worker.repository.environments import OWN, Interpreter
 from dynamo.worker.repository.execution import ModelRequest, ModelResult
 from dynamo.worker.repository.link import Link
 from dynamo.worker.repository.pb_utils import TritonError
@@ -49,7 +49,6 @@ _PATIENCE_S = 0.05
 """What a process has not begun is withdrawn if no execution has returned for so long, or for up to twice as long."""
 _QUIET_S = 0.01
 """After this time a process that has begun an execution has been seen to, or it has seen that the execution was withdrawn."""
-_MODULE = "dynamo.worker.repository.stub"
 
 _TO_CODE = {
     Code.INVALID_REQUEST: TritonError.INVALID_ARG,
@@ -521,7 +520,9 @@ def _unsigned(value: object) -> int:
     return value % 2**64 if isinstance(value, int) else 0
 
 
-async def open_stub(name: str, handlers: CallHandlers, memory: SharedMemory | None = None) -> StubProcess:
+async def open_stub(
+    name: str, handlers: CallHandlers, memory: SharedMemory | None = None, interpreter: Interpreter = OWN
+) -> StubProcess:
     """Start a process for one instance of the model `name`. The model is not loaded yet.
 
     Large tensors of frontends on this host, and large outputs, lie in `memory` if that is given.
@@ -534,7 +535,8 @@ async def open_stub(name: str, handlers: CallHandlers, memory: SharedMemory | No
         passed = (theirs.fileno(), shared)
         # Not by asyncio, whose loop forks: the fork handlers of gRPC crash a process that has other threads. Popen does not.
         process = subprocess.Popen(  # noqa: ASYNC220, S603
-            [sys.executable, "-P", "-m", _MODULE, *map(str, passed)],
+            [*interpreter.command, *map(str, passed)],
+            env=interpreter.variables,
             stdin=subprocess.DEVNULL,
             pass_fds=passed,
             start_new_session=True,  # Ctrl-C is for the worker, which lets requests finish first
