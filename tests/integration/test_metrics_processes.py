@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fleet import echo_request
 from tests.support.processes import frontend, worker
-from tests.support.servers import EtcdServer, NatsServer
+from tests.support.servers import EtcdServer, NatsServer, free_ports
 
 
 async def total(port: int, name: str, **labels: str) -> float:
@@ -59,9 +59,11 @@ def cpu_s(pid: int) -> float:
 
 @pytest.mark.timeout(120)
 async def test_a_scrape_shows_what_all_processes_counted(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:
+    [metrics_port] = free_ports(1)
     flags = ("--processes", "2", "--grpc-server", "grpcio", "--settle-s", "0")
+    flags += ("--prometheus-port", str(metrics_port), "--grafana-folder", str(tmp_path))
     async with (
         worker(etcd_server, nats_server, namespace, "--model", "echo"),
         frontend(etcd_server.endpoint, nats_server.url, namespace, *flags) as front,
@@ -78,6 +80,11 @@ async def test_a_scrape_shows_what_all_processes_counted(
         await becomes(front.http_port, 48, "grpc_server_handled_total", grpc_method="ModelInfer", grpc_code="OK")
         await becomes(front.http_port, 48, "dynamo_frontend_router_decisions_total", model="echo")
         await becomes(front.http_port, 0, "dynamo_frontend_inflight_requests", model="echo")
+        await becomes(metrics_port, 48, "dynamo_frontend_requests_total", model="echo", status="success")
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{metrics_port}") as http:
+            statuses = [(await http.get(path)).status_code for path in ("/live", "/health", "/v1/models")]
+        assert statuses == [200, 200, 404], "that port is for monitoring alone"
+        assert (tmp_path / "dashboards" / "kserve.json").exists()
         assert await total(front.http_port, "dynamo_frontend_model_instances", model="echo") == 1, "a fact is no sum"
 
         children = children_of(front.process.pid)

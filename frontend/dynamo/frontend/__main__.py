@@ -8,6 +8,7 @@ from dynamo.common.config import ConfigError, exit_with, load_or_exit
 from dynamo.common.lifecycle import run
 from dynamo.common.logs import setup_logging
 from dynamo.frontend.config import FrontendConfig
+from dynamo.frontend.grafana import write_dashboards
 
 PROGRAM = "dynamo-frontend"
 
@@ -15,6 +16,11 @@ PROGRAM = "dynamo-frontend"
 def main() -> None:
     config = load_or_exit(FrontendConfig, program=PROGRAM)
     setup_logging(config.log)
+    if config.grafana_folder is not None:
+        try:
+            write_dashboards(config.grafana_folder, config.grafana, config.prometheus)
+        except ConfigError as error:
+            exit_with(PROGRAM, error)
     if config.processes > 1:
         from dynamo.frontend.processes import supervise
 

@@ -57,6 +57,8 @@ class Frontend:
     http_port: int
     grpc_port: int | None
     """None without the gRPC side."""
+    metrics_port: int | None
+    """None without `--prometheus-port`."""
     plane: DataPlane
     readiness: Readiness
 
@@ -135,7 +137,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             readiness.attach(plane)
             batches = start(http.batches.run(), "batches")
             stack.push_async_callback(_drain, config, readiness, drain, http.server, grpc, background, batches)
-            yield Frontend(http.server.port, None if grpc is None else grpc.port, plane, readiness)
+            yield Frontend(http.server.port, None if grpc is None else grpc.port, http.metrics_port, plane, readiness)
 
 
 async def _drain(

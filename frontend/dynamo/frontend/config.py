@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -171,8 +172,23 @@ def _grpc_section(value: object) -> bool:
     return True
 
 
-def _ignored(value: object) -> None:
-    return None
+def _parse_url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError("is not a URL that begins with http:// or https://")
+    return text
+
+
+def _parse_interval(text: str) -> str:
+    """An interval in Prometheus' notation."""
+    if not re.fullmatch(r"([0-9]+(ms|[smhdwy]))+", text):
+        raise ValueError("is not an interval such as 15s or 1m30s")
+    return text
+
+
+def _parse_datasource(text: str) -> str:
+    if not re.fullmatch(r"[\w. -]{1,40}", text):
+        raise ValueError("is not a name of up to 40 letters, digits, dots, spaces, - and _")
+    return text
 
 
 def is_local(host: str) -> bool:
@@ -554,6 +570,45 @@ class GrpcOptions:
         if self.enabled is not None:
             return self.enabled
         return self.section or self.port is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrometheusOptions:
+    """Who reads the metrics, and where."""
+
+    enabled: bool = option(True, flags=("--prometheus",), env=("DYN_PROMETHEUS",), help="Serve `/metrics`.")
+    host: str = option("127.0.0.1", help="Address that `--prometheus-port` is opened on.")
+    port: int | None = option(
+        None,
+        parse=parse_port,
+        help="A port for `/metrics`, `/health` and `/live` alone, with the keys and the TLS of the HTTP port, which has them,"
+        " too. 0 lets the system choose. Default: none.",
+    )
+    endpoint: str | None = option(
+        None, parse=_parse_url, metavar="URL", help="Where the Prometheus server is, for the data source that Grafana gets."
+    )
+    scrape_interval: str = option("15s", parse=_parse_interval, help="How often it scrapes, for the same.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrafanaOptions:
+    """Dashboards for Grafana."""
+
+    folder: Path | None = option(
+        None,
+        help="Write the dashboards and what Grafana needs to find them here when the process starts. Default: nowhere, or, if one"
+        " of the other two is given, the folder `grafana` of `--cache-dir`.",
+    )
+    dashboard_name: str | None = option(
+        None, flags=("--grafana-dashboard-name",), file_key="grafana.dashboard.name", help="Grafana's folder for them: dynamo."
+    )
+    datasources: tuple[str, ...] = option(
+        (),
+        repeatable=True,
+        parse=_parse_datasource,
+        file_key="grafana.dashboard.datasources",
+        help="Names of the data sources that the dashboards offer: prometheus. The first is the one at `--prometheus-endpoint`.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -984,18 +1039,12 @@ class FrontendConfig:
         metavar="SIZE",
         help="What files and batches take up at most; those that are large, as much again. The first frontend sets it.",
     )
-    elsewhere: None = option(
-        None,
-        flags=(),
-        env=(),
-        file_key=("prometheus", "grafana"),
-        from_file=_ignored,
-        help="Sections that describe other programs; accepted, without effect here.",
-    )
     http: HttpOptions = group("HTTP", prefix="http", default=HttpOptions)
     capacity: CapacityOptions = group("Capacity", default=CapacityOptions)
     kserve: KserveOptions = group("KServe", default=KserveOptions)
     grpc: GrpcOptions = group("KServe gRPC", prefix="grpc", default=GrpcOptions)
+    prometheus: PrometheusOptions = group("Prometheus", prefix="prometheus", default=PrometheusOptions)
+    grafana: GrafanaOptions = group("Grafana", prefix="grafana", default=GrafanaOptions)
     tls: TlsOptions = group("TLS", prefix="tls", default=TlsOptions)
     access: AccessOptions = group("Access", prefix="access", default=AccessOptions)
     text: TextOptions = group("Text", prefix="text", default=TextOptions)
@@ -1019,9 +1068,20 @@ class FrontendConfig:
             raise ValueError("--tls-ciphers needs --cert-file and --key-file")
         if self.processes > 1 and (self.http.port == 0 or (self.grpc.wanted and self.grpc.listen_port == 0)):
             raise ValueError("--processes shares ports between processes, so they need fixed --http-port and --grpc-port")
+        if self.processes > 1 and self.prometheus.port == 0:
+            raise ValueError("--processes shares ports between processes, so they need a fixed --prometheus-port")
+        if self.prometheus.port is not None and not self.prometheus.enabled:
+            raise ValueError("--prometheus-port and --no-prometheus exclude each other")
         same = self.grpc.wanted and self.http.port == self.grpc.listen_port != 0
         if same and self.http.host == self.grpc.host:
             raise ValueError(f"--http-port and --grpc-port are both {self.http.port}")
+
+    @property
+    def grafana_folder(self) -> Path | None:
+        """Where dashboards are written; None for nowhere."""
+        if self.grafana.folder is None and (self.grafana.dashboard_name is not None or self.grafana.datasources):
+            return self.cache_dir.expanduser() / "grafana"
+        return self.grafana.folder
 
 
 def _with_tls(port: P, tls: TlsOptions) -> P:

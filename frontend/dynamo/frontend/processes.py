@@ -56,6 +56,8 @@ def supervise(config: FrontendConfig, program: str) -> int:
         watch_keys(config.access.keys_file)
     # The children share the ports, which hides that another process listens there already.
     open_listener(config.http.host, config.http.port, flag="--http-port").close()
+    if config.prometheus.port is not None:
+        open_listener(config.prometheus.host, config.prometheus.port, flag="--prometheus-port").close()
     if config.grpc.wanted:
         check_grpc(config.grpc)
     if config.http.tls is not None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,31 @@ def test_the_flags_of_the_source_documents_work_together() -> None:
 def test_http2_windows_have_their_variables() -> None:
     grpc = read(DYN_GRPC_INITIAL_CONNECTION_WINDOW_SIZE="16MiB", DYN_GRPC_INITIAL_STREAM_WINDOW_SIZE="1048576").grpc
     assert (grpc.initial_connection_window_size, grpc.initial_stream_window_size) == (16 * 2**20, 2**20)
+
+
+def test_sections_about_monitoring_take_effect(tmp_path: Path) -> None:
+    config = from_file(tmp_path, f"{SAMPLE}\ncache_dir: {tmp_path}")
+    assert config.prometheus.endpoint == "http://prometheus:9090"
+    assert (config.grafana.dashboard_name, config.grafana.datasources) == ("Metrics", ("prometheus",))
+    assert config.grafana_folder == tmp_path / "grafana"
+    assert read("--grafana-folder", "boards").grafana_folder == Path("boards")
+    assert read().grafana_folder is None
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("prometheus: {endpoint: prometheus}", "is not a URL that begins with http:// or https://"),
+        ("prometheus: {scrape_interval: often}", "is not an interval such as 15s"),
+        ("prometheus: {ports: 1}", "unknown key 'prometheus.ports'"),
+        ("grafana: {dashboard: {datasources: ['a|b']}}", "is not a name"),
+        ("prometheus: {port: 9, enabled: false}", "--prometheus-port and --no-prometheus exclude each other"),
+        ("{prometheus: {port: 0}, http: {port: 1}, processes: 2}", "a fixed --prometheus-port"),
+    ],
+)
+def test_what_is_wrong_in_them_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        from_file(tmp_path, text)
 
 
 def test_the_sample_file_of_the_field_is_valid(tmp_path: Path) -> None:

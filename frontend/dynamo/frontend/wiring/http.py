@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 
 from dynamo.common.http_server import HttpServer
 from dynamo.frontend.api.capacity import Capacity
@@ -42,6 +42,8 @@ class HttpSide:
 
     server: HttpServer
     batches: BatchRunner
+    metrics_port: int | None
+    """The port of `--prometheus-port`, if it is open."""
 
 
 @asynccontextmanager
@@ -69,10 +71,13 @@ async def open_http(
     batches = Batches(links.stored_batches, config.namespace)
     by_path = {operation.path: operation for operation in protocols if operation.method == "POST"}
     runner = BatchRunner(files, batches, links.leases_of_batches, by_path, settings, guard.account_named, metrics.frontend)
-    operations = [
+    monitoring = [
         *health_operations(readiness, links),
+        *(metrics_operations(metrics.scrape) if config.prometheus.enabled else ()),
+    ]
+    operations = [
+        *monitoring,
         *process_operations(),
-        *metrics_operations(metrics.scrape),
         *model_operations(readiness, time.time()),
         *protocols,
         *BatchOperations(files, batches, runner.poke).operations(),
@@ -82,8 +87,15 @@ async def open_http(
     ]
     operations += openapi_operations(operations)
     app = HttpApp(operations, settings, HttpGuard(guard), metrics.frontend.refused)
-    async with serve_http(config.http, app, share_port=share_port, observer=metrics.http_connections) as server:
-        yield HttpSide(server, runner)
+    async with AsyncExitStack() as stack:
+        metrics_port = None
+        if config.prometheus.port is not None:
+            monitored = HttpApp(monitoring, settings, HttpGuard(guard), metrics.frontend.refused)
+            options = replace(config.http, host=config.prometheus.host, port=config.prometheus.port)
+            port = serve_http(options, monitored, flag="--prometheus-port", share_port=share_port)
+            metrics_port = (await stack.enter_async_context(port)).port
+        port = serve_http(config.http, app, share_port=share_port, observer=metrics.http_connections)
+        yield HttpSide(await stack.enter_async_context(port), runner, metrics_port)
 
 
 def _console_operations(config: FrontendConfig, readiness: Readiness, loads: LoadWatch) -> list[Operation]:

@@ -33,11 +33,16 @@ def limits_of(options: HttpOptions) -> HttpLimits:
 
 @asynccontextmanager
 async def serve_http(
-    options: HttpOptions, app: ASGIApp, *, share_port: bool = False, observer: ConnectionObserver | None = None
+    options: HttpOptions,
+    app: ASGIApp,
+    *,
+    flag: str = "--http-port",
+    share_port: bool = False,
+    observer: ConnectionObserver | None = None,
 ) -> AsyncIterator[HttpServer]:
-    """Serves `app` until the context is left. Raises ConfigError if the port or the certificate cannot be used."""
+    """Serve `app` until the context is left. Raises ConfigError if the port, set by `flag`, or the certificate cannot be used."""
     context = None if options.tls is None else server_context(options.tls)
-    listener = open_listener(options.host, options.port, flag="--http-port", reuse_port=share_port)
+    listener = open_listener(options.host, options.port, flag=flag, reuse_port=share_port)
     async with serve_asgi(listener, app, context, limits_of(options), observer) as server:
         _log.info("HTTP on %s:%d, %s", options.host, server.port, "no TLS" if context is None else "TLS")
         yield server
