@@ -170,12 +170,22 @@ async def test_the_page_shows_the_fleet_and_tries_models(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path, width: int, dark: bool
 ) -> None:
     async with fleet(etcd_server, nats_server, namespace) as front, load(front):
+        rule = {
+            "targets": [{"model": "sim", "weight": 3}, {"model": "classifier"}],
+            "fallbacks": [{"model": "small", "on": ["prompt_too_long"]}],
+            "shadows": [{"model": "next", "share": 0.1}],
+            "sticky": "user",
+        }
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client:
+            assert (await client.put("/v1/names/chat", json=rule)).status_code == 200
 
         async def look(driver: Chrome) -> None:
             await asyncio.to_thread(driver.get, f"http://127.0.0.1:{front.http_port}/console")
             await until(lambda: "healthy" in _text(driver, "#state") and "%" in _text(driver, "#models"))
             await until(lambda: "TOKENS" in _text(driver, "#tiles").upper() and "TTFT" in _text(driver, "#tiles"))
             await until(lambda: "blocks cached" in _text(driver, "#decisions"))
+            named = ("chat", "sim 75 %, classifier 25 %", "small (prompt too long)", "next 10 %", "user")
+            assert all(part in _text(driver, "#names") for part in named)
             await asyncio.to_thread(_send, driver, "sim")
             assert "tokens, the first after" in await until(lambda: _figures(driver))
             await asyncio.to_thread(_send, driver, "classifier")

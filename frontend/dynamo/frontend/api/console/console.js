@@ -221,6 +221,21 @@ function drawModels(fleet) {
   byId("models").replaceChildren(...(drawn.length ? drawn : [element("p", { class: "quiet" }, "No worker has registered a model.")]));
 }
 
+// Names of operators
+
+const percent = (share) => `${Number((100 * share).toPrecision(3))} %`;
+
+function drawNames(names) {
+  const cell = (parts) => element("td", {}, parts.join(", ") || "–");
+  byId("names-section").hidden = !names.length;
+  byId("names").replaceChildren(...names.map((name) => element("tr", {},
+    element("td", {}, name.name),
+    cell(name.targets.map(({ model, share }) => (share === 1 ? model : `${model} ${percent(share)}`))),
+    cell(name.fallbacks.map(({ model, on }) => `${model} (${on.join(", ").replaceAll("_", " ")})`)),
+    cell(name.shadows.map(({ model, share }) => `${model} ${percent(share)}`)),
+    element("td", {}, name.sticky ?? "–"))));
+}
+
 // Routing decisions
 
 function candidateRow(candidate, chosen, least, most) {
@@ -386,6 +401,7 @@ function drawFleet(fleet) {
   byId("processes").textContent = `Hit rates and routing decisions are those of whichever of ${fleet.processes} processes answers; ` +
     "all else is of all of them.";
   drawModels(fleet);
+  drawNames(fleet.names);
   drawChoices();
 }
 

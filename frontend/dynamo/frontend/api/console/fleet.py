@@ -1,4 +1,4 @@
-"""The state of the fleet: models, their instances, and the load of each.
+"""The state of the fleet: models, their instances, the load of each, and the names that operators gave.
 
 Load reports are received only while a console is open, so that a closed one costs nothing.
 """
@@ -23,6 +23,7 @@ from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, instance_of, loads_subject
 from dynamo.frontend.fleet.event_bus import Closable
+from dynamo.frontend.names.rules import Fallback, Rule, Sticky
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
 
@@ -75,6 +76,22 @@ class ModelState(Struct, frozen=True, kw_only=True):
     instances: tuple[InstanceState, ...]
 
 
+class ShareState(Struct, frozen=True):
+    model: str
+    share: float
+    """Of the requests by a name, 0 to 1."""
+
+
+class NameState(Struct, frozen=True, kw_only=True):
+    """A name of the operator's; models that the caller may not use are left out."""
+
+    name: str
+    targets: tuple[ShareState, ...]
+    fallbacks: tuple[Fallback, ...]
+    shadows: tuple[ShareState, ...]
+    sticky: Sticky | None
+
+
 class FleetState(Struct, frozen=True, kw_only=True):
     version: str
     namespace: str
@@ -87,6 +104,7 @@ class FleetState(Struct, frozen=True, kw_only=True):
     processes: int
     """Processes on this port, each with its own decisions and hit rates."""
     models: tuple[ModelState, ...]
+    names: tuple[NameState, ...]
 
 
 class LoadWatch:
@@ -135,6 +153,18 @@ class LoadWatch:
             return self._unreadable.drop(subject, error)
         if key in self._reports or len(self._reports) < _MAX_REPORTS:
             self._reports[key] = message.report
+
+
+def name_state(name: str, rule: Rule, account: Account) -> NameState:
+    whole = sum(target.weight for target in rule.targets)
+    permits = account.permits
+    return NameState(
+        name=name,
+        targets=tuple(ShareState(each.model, each.weight / whole) for each in rule.targets if permits(each.model)),
+        fallbacks=tuple(each for each in rule.fallbacks if permits(each.model)),
+        shadows=tuple(ShareState(each.model, each.share) for each in rule.shadows if permits(each.model)),
+        sticky=rule.sticky,
+    )
 
 
 def model_state(

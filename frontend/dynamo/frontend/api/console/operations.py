@@ -1,7 +1,7 @@
 """`/console` and what the page reads.
 
     GET /console           the page; it needs nothing from anywhere else
-    GET /console/fleet     models and instances now (`fleet.FleetState`)
+    GET /console/fleet     models, instances and names now (`fleet.FleetState`)
 
 The page also reads `/metrics` and `/v1/routing/decisions`, and sends requests to models like any other client.
 """
@@ -14,7 +14,7 @@ from importlib.resources import files
 import msgspec
 
 from dynamo.common.config import project_version
-from dynamo.frontend.api.console.fleet import FleetState, LoadWatch, model_state
+from dynamo.frontend.api.console.fleet import FleetState, LoadWatch, model_state, name_state
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import JSON, Exchange
@@ -61,7 +61,7 @@ class Console:
     def fleet(self, account: Account) -> FleetState:
         """Raises Unavailable while the process starts."""
         plane = self._readiness.plane
-        reports = self._loads.read()
+        reports, rules = self._loads.read(), plane.names.rules
         return FleetState(
             version=project_version(),
             namespace=self._namespace,
@@ -71,6 +71,7 @@ class Console:
             asks_keys=self._asks_keys,
             processes=self._processes,
             models=tuple(model_state(plane, account, card, reports, time.time()) for card in plane.cards(account)),
+            names=tuple(name_state(name, rules[name], account) for name in sorted(filter(account.permits, rules))),
         )
 
 
