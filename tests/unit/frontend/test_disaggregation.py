@@ -234,6 +234,37 @@ async def test_a_pin_names_the_decode_instance() -> None:
         assert f.engines.sent_to == [PREFILL, OTHER_DECODE, BOTH]
 
 
+async def test_a_request_may_name_the_instance_that_computes_its_prompt() -> None:
+    async with front(*PAIR, (OTHER_PREFILL, Role.PREFILL), min_prompt_tokens=1000) as f:
+        for named in (OTHER_PREFILL, PREFILL):
+            await f.generate(call=Call(account=ANONYMOUS, request_id="r", prefill_instance=named))
+        assert f.engines.sent_to == [OTHER_PREFILL, DECODE, PREFILL, DECODE], "however short the prompt is"
+
+
+async def test_a_prefill_instance_that_is_named_is_not_made_up_for() -> None:
+    async with front(*PAIR) as f:
+        with pytest.raises(Unavailable, match="instance b does not serve model 'talker' now"):
+            await f.generate(call=Call(account=ANONYMOUS, request_id="r", prefill_instance=DECODE))
+        f.engines.failures[PREFILL] = gone(PREFILL)
+        with pytest.raises(InstanceGone):
+            await f.generate(call=Call(account=ANONYMOUS, request_id="r", prefill_instance=PREFILL))
+    async with front((BOTH, Role.AGGREGATED)) as f:
+        with pytest.raises(Unavailable, match="instance 15 computes no prompts of model 'talker' for other instances now"):
+            await f.generate(call=Call(account=ANONYMOUS, request_id="r", prefill_instance=BOTH))
+
+
+async def test_a_generation_tells_which_instance_computed_its_prompt() -> None:
+    async with (
+        front(*PAIR) as f,
+        f.plane.generate(TextRequest(model="talker", prompt=PROMPT, stop=Stop(max_tokens=2)), CALL) as g,
+    ):
+        assert g.prefill_instance is None
+        while await g.read():
+            pass
+        assert g.decision is not None
+        assert (g.prefill_instance, g.decision.instance.id) == (PREFILL, DECODE)
+
+
 async def test_log_probabilities_of_the_prompt_need_one_instance_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     to_generate: Callable[..., Any] = FakeText.to_generate
 

@@ -489,7 +489,7 @@ async def test_nvext_changes_how_a_request_runs_and_what_is_reported() -> None:
     assert 'event: request_id\n: "mine"\n\n' in response.text
     assert "event: llm_metrics\n" in response.text
     last = json.loads(events_of(response.text)[-2][1])
-    assert last["nvext"]["worker_id"] == {"decode_worker_id": "1"}
+    assert last["nvext"]["worker_id"] == {"prefill_worker_id": "1", "decode_worker_id": "1"}
     assert text_of(last["nvext"]["completion_token_ids"]) == "Hi"
     assert last["nvext"]["timing"]["total_ms"] >= 0
 
@@ -507,6 +507,12 @@ async def test_an_instance_in_a_header_takes_precedence_over_one_in_the_body() -
         await edge.post(CHAT, body, headers={"x-dynamo-instance": "2"})
         assert edge.client.streams[-1].instance == InstanceId(2)
         assert request_decoder.decode(edge.client.streams[-1].body).model == "talker"
+        await edge.post(CHAT, HELLO | {"nvext": {"backend_instance_id": "2", "decode_worker_id": "1"}})
+        assert edge.client.streams[-1].instance == InstanceId(1)
+        for named in ({"headers": {"x-prefill-instance-id": "1"}}, {"json": HELLO | {"nvext": {"prefill_worker_id": "1"}}}):
+            response = await edge.http.post(CHAT, **{"json": HELLO, **named})
+            assert response.status_code == 503
+            assert "instance 1 computes no prompts" in response.text
 
 
 async def test_comments_keep_a_silent_stream_alive() -> None:

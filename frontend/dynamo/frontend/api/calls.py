@@ -41,6 +41,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float | None = None
     """Absolute, on the event loop's clock."""
     instance: InstanceId | None = None
+    prefill_instance: InstanceId | None = None
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     priority: int = 0
     session: str = ""
@@ -63,7 +64,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Caller:
         """Read headers with lower-case names; `remaining_s` are the seconds until the deadline. Raises InvalidRequest."""
         request_id = session = ""
-        instance = None
+        instance = prefill_instance = None
         priority = 0
         grpc_errors = False
         explanation = None
@@ -84,6 +85,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
                 continue
             elif name in ("x-dynamo-instance", "x-worker-instance-id"):
                 instance = parse_instance(value)
+            elif name == "x-prefill-instance-id":
+                prefill_instance = parse_instance(value)
             elif name == "x-dynamo-request-priority":
                 priority = _whole_number(name, value)
             elif name == TIMEOUT:
@@ -103,6 +106,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             request_id=request_id,
             deadline=None if remaining_s is None else _deadline(remaining_s),
             instance=instance,
+            prefill_instance=prefill_instance,
             headers=passed_on,
             priority=priority,
             session=session,
@@ -126,6 +130,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             request_id=self.request_id or usable_id(request_id) or secrets.token_hex(8),
             deadline=self.deadline,
             instance=self.instance,
+            prefill_instance=self.prefill_instance,
             headers=self.headers,
             priority=self.priority or _from_triton(triton_priority),
             session=self.session,

@@ -43,6 +43,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute, on the event loop's clock."""
     instance: InstanceId | None = None
     """The only instance that may serve this."""
+    prefill_instance: InstanceId | None = None
+    """The only instance that may compute the prompt for it, which is computed apart then."""
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     """`traceparent`, `tracestate` and the like: passed to the worker."""
     priority: int = 0

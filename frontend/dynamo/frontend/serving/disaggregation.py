@@ -8,7 +8,7 @@ that the request goes to a decode instance, chosen by load alone. A prompt goes 
 2. fewer than `min_prompt_tokens` of its tokens are missing there: moving the blocks would take longer than computing them.
 
 Where that cannot work, no request fails: without a prefill instance that can take it, or after a decode instance failed, one
-instance does both. `enforce` forbids that.
+instance does both. `enforce` forbids that. A request that names its prefill instance has it computed there, or fails.
 """
 
 from __future__ import annotations
@@ -78,18 +78,21 @@ class Disaggregation:
         Raises DynamoError: why the prefill instance rejected the request, and Unavailable, Overloaded or InvalidRequest if one
         instance would have to do both and may not.
         """
+        named = call.prefill_instance
         decode = self._decode_instances(work, prompt, call)
         if not decode:
+            if named is not None:
+                raise Unavailable(f"instance {named:x} computes no prompts of model '{work.model}' for other instances now")
             return Placed(work)
         enforce = self._settings.enforce
         decoding = msgspec.structs.replace(work, role=Role.DECODE, otherwise=None if enforce else work)
-        if not await self._is_worth_moving(work, prompt, decode):
+        if named is None and not await self._is_worth_moving(work, prompt, decode):
             decoding.hashes = work.hashes
             return Placed(decoding)
         try:
             prefill = await self._prefill(work, prompt, call)
         except (Unavailable, Overloaded) as error:
-            if enforce:
+            if enforce or named is not None:
                 raise
             log.info("no prefill instance of model '%s' takes a prompt, one instance does both: %s", work.model, error)
             return Placed(work)
@@ -136,8 +139,8 @@ class Disaggregation:
         )
         body = request_encoder.encode(request)
         first = msgspec.structs.replace(work, body=body, role=Role.PREFILL, expected_output_tokens=1)
-        any_instance = msgspec.structs.replace(call, instance=None, session="")  # the named one is to respond
-        async with self._dispatcher.stream(first, any_instance) as stream:
+        computing = msgspec.structs.replace(call, instance=call.prefill_instance, session="")  # `call.instance` is to respond
+        async with self._dispatcher.stream(first, computing) as stream:
             while True:
                 try:
                     while await stream.read():

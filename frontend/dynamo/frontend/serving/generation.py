@@ -39,6 +39,7 @@ from dynamo.common.generation import (
 )
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
+from dynamo.common.names import InstanceId
 from dynamo.frontend.metrics import ModelMetrics
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RoutingDecision
@@ -165,6 +166,13 @@ class Generation:
     def decision(self) -> RoutingDecision | None:
         """Where the request is and why; None before the first `read`."""
         return self._stream.decision
+
+    @property
+    def prefill_instance(self) -> InstanceId | None:
+        """The instance that computed the prompt; None before the first `read`."""
+        if self._prefill is not None:
+            return self._prefill.instance
+        return None if self.decision is None else self.decision.instance.id
 
     async def __aenter__(self) -> Self:
         self._call = self._scope.__enter__().call
@@ -393,7 +401,7 @@ class Generation:
                 cached_tokens=min(summary.cached_tokens, prompt_tokens),
                 prompt_logprobs=summary.prompt_logprobs and summary.prompt_logprobs[:prompt_tokens],
             )
-        prefill, decision = self._prefill, self._stream.decision
+        prefill = self._prefill
         if prefill is not None and not self._migrated:  # to the decode instance, all of the prompt was cached
             summary = msgspec.structs.replace(
                 summary,
@@ -402,8 +410,7 @@ class Generation:
                 prefill_ms=prefill.summary.prefill_ms,
             )
         self.summary = summary
-        computed_at = prefill.instance if prefill is not None else decision.instance.id if decision is not None else None
-        if computed_at is not None:
+        if (computed_at := self.prefill_instance) is not None:
             self._dispatcher.reuse.add(computed_at, summary.prompt_tokens, summary.cached_tokens)
         self._scope.succeed(cached_tokens=summary.cached_tokens)
 

@@ -172,8 +172,9 @@ class Extras:
     def fields(self, source: TextSource) -> dict[str, Any] | None:
         """Return the response's `nvext`; None if no field is selected."""
         fields: dict[str, Any] = {}
-        if "worker_id" in self._fields and source.decision is not None:
-            fields["worker_id"] = {"decode_worker_id": f"{source.decision.instance.id:x}"}
+        if "worker_id" in self._fields and source.decision is not None and source.prefill_instance is not None:
+            decode, prefill = source.decision.instance.id, source.prefill_instance
+            fields["worker_id"] = {"prefill_worker_id": f"{prefill:x}", "decode_worker_id": f"{decode:x}"}
         if "timing" in self._fields:
             fields["timing"] = {
                 "queue_ms": source.summary.queue_ms,

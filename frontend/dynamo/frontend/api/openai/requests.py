@@ -100,6 +100,10 @@ class NvExt(Struct, kw_only=True, frozen=True):
     extra_fields: Annotated[list[ExtraField], Meta(max_length=16, description="Fields of the response's `nvext`.")] | None = None
     token_data: Annotated[list[TokenId], Meta(min_length=1, description="Token ids that replace the prompt.")] | None = None
     backend_instance_id: Annotated[str, Meta(max_length=16, description="The instance to route to, in hex.")] | None = None
+    decode_worker_id: Annotated[str, Meta(max_length=16, description="The same by another name.")] | None = None
+    prefill_worker_id: (
+        Annotated[str, Meta(max_length=16, description="The instance that computes the prompt for the other one, in hex.")] | None
+    ) = None
     priority: Annotated[int, Meta(ge=-INT32, le=INT32, description="Higher is more important.")] | None = None
     session_id: (
         Annotated[str, Meta(max_length=MAX_ID_CHARS, description="Requests of one session go to one instance.")] | None

@@ -11,7 +11,7 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard
-from dynamo.common.names import parse_instance
+from dynamo.common.names import InstanceId, parse_instance
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.json_scan import check_json
 from dynamo.frontend.api.openai.requests import (
@@ -266,11 +266,20 @@ def call_of(request: TextGenerationRequest, caller: Caller, endpoint: str) -> Ca
     if nvext.router is not None:
         given = {name: value for name, value in msgspec.structs.asdict(nvext.router).items() if value is not None}
         overrides = {**read_overrides(given), **overrides}
-    instance = call.instance
-    if instance is None and nvext.backend_instance_id is not None:
-        instance = parse_instance(nvext.backend_instance_id)
-    priority = priority or nvext.priority or hinted or 0
-    return msgspec.structs.replace(call, priority=priority, overrides=overrides, instance=instance, session=session)
+    return msgspec.structs.replace(
+        call,
+        priority=priority or nvext.priority or hinted or 0,
+        overrides=overrides,
+        instance=_named_instance(
+            call.instance, nvext.backend_instance_id if nvext.decode_worker_id is None else nvext.decode_worker_id
+        ),
+        prefill_instance=_named_instance(call.prefill_instance, nvext.prefill_worker_id),
+        session=session,
+    )
+
+
+def _named_instance(by_header: InstanceId | None, by_body: str | None) -> InstanceId | None:
+    return parse_instance(by_body) if by_header is None and by_body is not None else by_header
 
 
 def _common(request: TextGenerationRequest, limits: TextLimits, max_tokens: int | None) -> TextRequest:

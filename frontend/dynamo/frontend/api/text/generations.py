@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from dynamo.common.background import awaited
 from dynamo.common.generation import Summary
+from dynamo.common.names import InstanceId
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.serving.data_plane import Generation
@@ -29,6 +30,9 @@ class TextSource(Protocol):
 
     @property
     def decision(self) -> RoutingDecision | None: ...
+
+    @property
+    def prefill_instance(self) -> InstanceId | None: ...
 
     @property
     def summary(self) -> Summary: ...
@@ -70,6 +74,11 @@ class ParallelGenerations:
     def decision(self) -> RoutingDecision | None:
         """The routing decision of the first prompt."""
         return self._generations[0].decision
+
+    @property
+    def prefill_instance(self) -> InstanceId | None:
+        """The instance that computed the first prompt."""
+        return self._generations[0].prefill_instance
 
     @property
     def summary(self) -> Summary:
