@@ -74,7 +74,6 @@ async def test_openais_client_reads_lists_and_deletes_what_it_stored() -> None:
     ("fields", "param", "words"),
     [
         ({"background": True, "store": False}, "store", "needs 'store'"),
-        ({"background": True, "stream": True}, "stream", "cannot be combined"),
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation", "exclude each other"),
     ],
 )

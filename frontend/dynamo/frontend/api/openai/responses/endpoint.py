@@ -21,6 +21,7 @@ from dynamo.frontend.api.openai.logprobs import chat_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_objects import InputTokens, TokenLogprob
 from dynamo.frontend.api.openai.responses.background import FAILURES
+from dynamo.frontend.api.openai.responses.event_log import EventLog, follow
 from dynamo.frontend.api.openai.responses.events import ResponseObject, ResponseWriter
 from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
 from dynamo.frontend.api.openai.responses.storage import Item, ItemIds
@@ -94,7 +95,7 @@ class Responses:
         )
         if request.background:
             response = await self._start(work, caller)
-            return await exchange.respond(encode(response))
+            return await (self.follow(exchange, id) if request.stream else exchange.respond(encode(response)))
 
         async def attempt(model: str, caller: Caller) -> None:
             async with exchange.attended(), self._generating(work, model, caller) as (generation, feeder):
@@ -105,6 +106,16 @@ class Responses:
 
         session, user = session_of(chat), chat.user
         await serve_by_name(edge.plane, caller, chat.model_name, attempt, exchange.has_begun, session=session, user=user)
+
+    async def follow(self, exchange: Exchange, id: str, first: int = 0) -> None:
+        """Write the events of a stored response from the number `first` on, as they come."""
+        stored = self._edge.stored
+        if stored is None:
+            raise Unsupported("this server does not store responses")
+        async with exchange.attended(), exchange.events() as stream:
+            async for events in follow(stored, exchange.account.name, id, first):
+                await stream.write(events)
+            await stream.end(b"")
 
     async def count(self, exchange: Exchange) -> None:
         """Respond with the number of tokens that the input of a response would have."""
@@ -157,11 +168,16 @@ class Responses:
 
         async def attempt(model: str, caller: Caller) -> ResponseObject:
             async with self._generating(work, model, caller) as (generation, feeder):
-                return await _read_all(generation, feeder, edge.clock)
+                if not work.request.stream:
+                    return await _read_all(generation, feeder, edge.clock)
+                async with events.writing():
+                    return await _read_all(generation, feeder, edge.clock, events.add)
+
+        events = EventLog(edge.background.stored, work.id)
 
         async def generate() -> ResponseObject:
             session, user, name = session_of(chat), chat.user, chat.model_name
-            response = await serve_by_name(edge.plane, detached, name, attempt, lambda: False, session=session, user=user)
+            response = await serve_by_name(edge.plane, detached, name, attempt, lambda: events.begun, session=session, user=user)
             await self._add_to_conversation(work, response)
             return response
 
@@ -200,8 +216,9 @@ class Responses:
                     reason = feeder.add(deltas) or reason
                     await stream.write(writer.take())
                 response = writer.finish(_finished(reason), generation.summary, self._edge.clock())
-                events = writer.take()
                 await self._save(work, response)
+                writer.end(response)
+                events = writer.take()
             except Exception as error:
                 if not stream.begun or exchange.client_left:  # it can still fail with a status, or the client is gone
                     raise
@@ -230,11 +247,19 @@ class Responses:
             await stored.conversations.add(work.owner, id, [*work.added, *response.output])
 
 
-async def _read_all(generation: Generation, feeder: _Feeder, clock: Callable[[], float]) -> ResponseObject:
-    reason = None
+async def _read_all(
+    generation: Generation, feeder: _Feeder, clock: Callable[[], float], on_events: Callable[[bytes], None] | None = None
+) -> ResponseObject:
+    """Return the whole response; `on_events` gets the events before the last one."""
+    reason, writer = None, feeder.writer
     while deltas := await generation.read():
         reason = feeder.add(deltas) or reason
-    return feeder.writer.finish(_finished(reason), generation.summary, clock())
+        if on_events is not None:
+            on_events(writer.take())
+    response = writer.finish(_finished(reason), generation.summary, clock())
+    if on_events is not None:
+        on_events(writer.take())
+    return response
 
 
 class _Feeder:

@@ -124,8 +124,11 @@ class ResponseWriter:
             output=self._output,
             usage=usage_of(summary, self.reasoning.count),
         )
-        self._emit("response.incomplete" if is_cut else "response.completed", response=response)
         return response
+
+    def end(self, response: ResponseObject) -> None:
+        """End with a whole response, which `finish` returned."""
+        self._emit(f"response.{response.status}", response=response)
 
     def fail(self, code: str, message: str) -> None:
         """End the response with an error."""
@@ -194,9 +197,13 @@ class ResponseWriter:
     def _emit(self, kind: str, **fields: object) -> None:
         if not self._stream:
             return
-        body = encode({"type": kind, "sequence_number": self._sequence, **fields})
-        self._events.append(b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n")
+        self._events.append(event(kind, self._sequence, **fields))
         self._sequence += 1
+
+
+def event(kind: str, number: int, **fields: object) -> bytes:
+    """Return one event, whose number in its stream is `number`."""
+    return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, "sequence_number": number, **fields}) + b"\n\n"
 
 
 def _part(kind: str, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:

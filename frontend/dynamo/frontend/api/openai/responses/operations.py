@@ -23,7 +23,8 @@ Describe = Callable[..., Operation]
 
 
 def response_operations(edge: Edge, infer: Describe, tokens: Describe) -> list[Operation]:
-    responses, stored = Responses(edge), StoredOperations(edge)
+    responses = Responses(edge)
+    stored = StoredOperations(edge, responses)
     return [
         infer(
             path="/v1/responses",

@@ -208,8 +208,6 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
             raise InvalidRequest("'conversation' and 'previous_response_id' exclude each other", param="conversation")
         if self.background and self.store is False:
             raise InvalidRequest("'background' needs 'store': the response can only be read later", param="store")
-        if self.background and self.stream:
-            raise InvalidRequest("'background' cannot be combined with 'stream'", param="stream")
 
     @property
     def conversation_id(self) -> str | None:

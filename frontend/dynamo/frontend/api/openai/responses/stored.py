@@ -103,6 +103,25 @@ class StoredResponses:
             stored, _ = await self._load(owner, id)
             return self._shown(stored)
 
+    async def current(self, owner: str, id: str) -> dict[str, Any]:
+        """Return a response, without counting that as an operation. Raises ResponseNotFound."""
+        stored, _ = await self._load(owner, id)
+        return self._shown(stored)
+
+    async def add_events(self, id: str, first: int, events: bytes) -> None:
+        """Write a chunk of the events of a response; `first` is the number of the first of them."""
+        await self._storage.records.put(self._events_key(id, first), bounded(events))
+
+    async def events(self, id: str, first: int) -> bytes | None:
+        """Return the chunk that begins with the event `first`."""
+        record = await self._storage.records.get(self._events_key(id, first))
+        return None if record is None else record.value
+
+    async def chunks_of_events(self, id: str) -> list[int]:
+        """Return the numbers with which chunks begin."""
+        keys = await self._storage.records.keys(self._storage.key(f"{id}.events.*"))
+        return [int(key.rpartition(".")[2]) for key in keys]
+
     async def items(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
         """Return what a response responded to, from the beginning of the conversation. Raises ResponseNotFound.
 
@@ -166,6 +185,8 @@ class StoredResponses:
             await self._load(owner, id)
             await self._storage.records.delete(self._storage.key(id))
             await self._storage.records.delete(self._items_key(id))
+            for first in await self.chunks_of_events(id):
+                await self._storage.records.delete(self._events_key(id, first))
 
     async def cancel(self, owner: str, id: str) -> dict[str, Any]:
         """End a response in the background, and return it as it is then. Raises ResponseNotFound, InvalidRequest."""
@@ -201,6 +222,9 @@ class StoredResponses:
 
     def _items_key(self, id: str) -> str:
         return self._storage.key(f"{id}.items")
+
+    def _events_key(self, id: str, first: int) -> str:
+        return self._storage.key(f"{id}.events.{first}")
 
 
 def new_response_id() -> str:

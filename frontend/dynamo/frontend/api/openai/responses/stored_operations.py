@@ -7,14 +7,16 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.pages import page_of_query
+from dynamo.frontend.api.openai.responses.endpoint import Responses
 from dynamo.frontend.api.openai.responses.stored import StoredResponses
 
 
 class StoredOperations:
     """What can be done with a stored response. A key has only those that it made."""
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: Edge, responses: Responses) -> None:
         self._edge = edge
+        self._responses = responses
 
     @property
     def _stored(self) -> StoredResponses:
@@ -24,7 +26,9 @@ class StoredOperations:
 
     async def read(self, exchange: Exchange) -> None:
         if exchange.query.get("stream", "").lower() == "true":
-            raise InvalidRequest("stored responses are not streamed", param="stream")
+            first = _first_event(exchange.query.get("starting_after"))
+            with exchange.account.occupy():
+                return await self._responses.follow(exchange, exchange.parameters["id"], first)
         with exchange.account.occupy():
             response = await self._stored.read(exchange.account.name, exchange.parameters["id"])
         await exchange.respond(encode(response))
@@ -46,3 +50,12 @@ class StoredOperations:
         with exchange.account.occupy():
             items = await self._stored.items(exchange.account.name, exchange.parameters["id"])
         await exchange.respond(encode(page_of_query(items, exchange.query)))
+
+
+def _first_event(after: str | None) -> int:
+    """Return the number of the first event to be sent. Raises InvalidRequest."""
+    if after is None:
+        return 0
+    if not after.isdecimal() or len(after) > 9:
+        raise InvalidRequest("'starting_after' must be the number of an event", param="starting_after")
+    return int(after) + 1

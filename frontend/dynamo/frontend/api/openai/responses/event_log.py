@@ -1,0 +1,87 @@
+"""The events of a response in the background: stored in chunks while it is generated, and followed from any frontend.
+
+A chunk is a record under the number of its first event, so a reader finds the next chunk by counting events. The last event is
+not stored: the response is, and a reader makes the event of it; so each stream has one, also where the writer died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from dynamo.common.background import running
+from dynamo.common.errors import Unavailable
+from dynamo.frontend.api.openai.responses.events import event
+from dynamo.frontend.api.openai.responses.stored import RUNNING, StoredResponses
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 0.1
+"""Between two chunks, and between two looks for the next one."""
+_END = b"\n\n"
+
+
+class EventLog:
+    """Stores the events of one response. While JetStream is away they wait; after that they are left out."""
+
+    def __init__(self, stored: StoredResponses, id: str) -> None:
+        self.begun = False
+        """There are events, so the response cannot be generated anew."""
+        self._stored = stored
+        self._id = id
+        self._waiting: list[bytes] = []
+        self._chunk = b""
+        """What is being written: the same bytes again after a failure, which may have been that of the confirmation only."""
+        self._written = 0
+        """Events in chunks that were written."""
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Write while the body runs, and what is left after it."""
+        async with running(self._write_periodically(), f"events of {self._id}"):
+            yield
+        await self._write()
+
+    def add(self, events: bytes) -> None:
+        self.begun = True
+        self._waiting.append(events)
+
+    async def _write_periodically(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            await self._write()
+
+    async def _write(self) -> None:
+        try:
+            while self._chunk or self._waiting:
+                if not self._chunk:
+                    self._chunk, self._waiting = b"".join(self._waiting), []
+                await self._stored.add_events(self._id, self._written, self._chunk)
+                self._written += self._chunk.count(_END)
+                self._chunk = b""
+        except Unavailable as error:
+            log.warning("events of response %s cannot be stored now: %s", self._id, error)
+
+
+async def follow(stored: StoredResponses, owner: str, id: str, first: int) -> AsyncIterator[bytes]:
+    """Yield the events of a response from the number `first` on, and the one that ends it. Raises ResponseNotFound."""
+    await stored.current(owner, id)
+    at = max((number for number in await stored.chunks_of_events(id) if number <= first), default=0) if first else 0
+    while True:
+        chunk = await stored.events(id, at)
+        if chunk is not None:
+            events = chunk.split(_END)[:-1]
+            shown = events[max(0, first - at) :]
+            at += len(events)
+            if shown:
+                yield _END.join(shown) + _END
+            continue
+        response = await stored.current(owner, id)
+        if response["status"] in RUNNING:
+            await asyncio.sleep(PERIOD_S)
+        elif await stored.events(id, at) is None:  # none came between the two looks
+            if first <= at:
+                yield event(f"response.{response['status']}", at, response=response)
+            return

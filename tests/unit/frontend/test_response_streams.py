@@ -1,0 +1,159 @@
+"""Responses in the background whose events are stored, and followed from any frontend."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import EngineError, Unavailable
+from dynamo.frontend.api.openai.responses.event_log import EventLog
+from dynamo.frontend.api.openai.responses.stored import LOST_S, StoredResponses, new_response_id
+from dynamo.frontend.metrics import FrontendMetrics
+from tests.support.fake_records import FakeRecords
+from tests.support.fakes import FakeStream
+from tests.support.http_edge import Speaker
+from tests.support.storing import Storing, storing
+from tests.support.waiting import until
+
+PATH = "/v1/responses"
+KINDS = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.delta",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    "response.completed",
+]
+
+
+def client_of(s: Storing) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{s.edge.url}/v1", api_key="none", max_retries=0)
+
+
+async def test_a_streamed_response_in_the_background_is_followed_to_its_end_and_read_again_from_any_event() -> None:
+    async with storing(Speaker()) as s, client_of(s) as client:
+        events = [
+            event async for event in await client.responses.create(model="talker", input="Hi", background=True, stream=True)
+        ]
+        assert [event.type for event in events] == KINDS
+        assert [event.sequence_number for event in events] == list(range(len(KINDS)))
+        final: Any = events[-1]
+        assert (final.response.status, final.response.output_text) == ("completed", "Hello you")
+        for after in (0, 4, len(KINDS) - 2, len(KINDS) - 1, 99):
+            again = await client.responses.retrieve(final.response.id, stream=True, starting_after=after)
+            assert [event async for event in again] == events[after + 1 :]
+        assert [event async for event in await client.responses.retrieve(final.response.id, stream=True)] == events
+
+
+async def test_who_reads_before_the_end_gets_what_comes() -> None:
+    held: list[FakeStream] = []
+    async with storing(held.append) as s, client_of(s) as client:
+        id = (await s.create(background=True, stream=False))["id"]
+        await until(lambda: bool(held))
+        reading = asyncio.create_task(_types(client, id))
+        Speaker()(held[0])
+        assert await reading == ["response.completed"]  # without `stream`, no other event is stored
+
+
+async def test_a_client_that_leaves_does_not_end_the_response() -> None:
+    held: list[FakeStream] = []
+    async with storing(held.append) as s, client_of(s) as client:
+        creating = asyncio.create_task(client.responses.create(model="talker", input="Hi", background=True, stream=True))
+        await until(lambda: bool(held))
+        creating.cancel()
+        await asyncio.wait([creating])
+        Speaker()(held[0])
+        (id,) = {key.split(".")[1] for key in s.records.records}
+        assert await _types(client, id) == KINDS
+
+
+@pytest.mark.parametrize("end", ["fails", "cancelled", "frontend dies"])
+async def test_every_stream_ends_with_a_final_event(end: str) -> None:
+    held: list[FakeStream] = []
+    async with storing(held.append, beat_s=0.01 if end == "cancelled" else 60) as s, client_of(s) as client:
+        id = (await s.create(background=True))["id"]
+        await until(lambda: bool(held))
+        reading = asyncio.create_task(_types(client, id))
+        match end:
+            case "fails":
+                held[0].fail(EngineError("no more"))
+            case "cancelled":
+                await client.responses.cancel(id)
+            case _:
+                s.now[0] += LOST_S + 1
+        assert await reading == ["response.cancelled" if end == "cancelled" else "response.failed"]
+
+
+async def test_events_that_cannot_be_stored_are_left_out_and_the_response_is_not() -> None:
+    class Refusing(FakeRecords):
+        async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+            if ".events." in key:
+                raise Unavailable("JetStream is away")
+            return await super().put(key, value, last=last)
+
+    async with storing(Speaker(), records=Refusing()) as s, client_of(s) as client:
+        stream = await client.responses.create(model="talker", input="Hi", background=True, stream=True)
+        events: Any = [event async for event in stream]
+    assert [event.type for event in events] == ["response.completed"]
+    assert events[0].response.output_text == "Hello you"
+
+
+async def test_a_chunk_whose_confirmation_was_lost_is_written_again_as_it_was() -> None:
+    """A reader may have seen it, and counts its events to find the next one."""
+
+    class Losing(FakeRecords):
+        chunks: list[bytes]
+        is_lossy = True
+
+        async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+            revision = await super().put(key, value, last=last)
+            if ".events." in key:
+                self.chunks.append(value)
+                if self.is_lossy:
+                    raise Unavailable("no confirmation")
+            return revision
+
+    records = Losing()
+    records.chunks = []
+    store: Any = records
+    log = EventLog(StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry())), new_response_id())
+    async with log.writing():
+        log.add(b"1\n\n2\n\n")
+        await until(lambda: len(records.chunks) == 1)
+        log.add(b"3\n\n")
+        await until(lambda: len(records.chunks) == 2)
+        records.is_lossy = False
+    assert records.chunks[-3:] == [b"1\n\n2\n\n", b"1\n\n2\n\n", b"3\n\n"]
+    assert [int(key.rpartition(".")[2]) for key in records.records] == [0, 2]
+
+
+async def test_deleting_a_response_deletes_its_events() -> None:
+    async with storing(Speaker()) as s, client_of(s) as client:
+        stream = await client.responses.create(model="talker", input="Hi", background=True, stream=True)
+        final: Any = [event async for event in stream][-1]
+        assert any(".events." in key for key in s.records.records)
+        await client.responses.delete(final.response.id)
+        assert s.records.records == {}
+        gone = await s.edge.http.get(f"{PATH}/{final.response.id}", params={"stream": "true"})
+        assert gone.status_code == 404
+
+
+async def test_the_number_of_an_event_is_checked() -> None:
+    async with storing(Speaker()) as s:
+        id = (await s.create())["id"]
+        for wrong in ("-1", "x", "1" * 10):
+            refused = await s.edge.http.get(f"{PATH}/{id}", params={"stream": "true", "starting_after": wrong})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "starting_after")
+
+
+async def _types(client: AsyncOpenAI, id: str) -> list[str]:
+    return [event.type async for event in await client.responses.retrieve(id, stream=True)]
