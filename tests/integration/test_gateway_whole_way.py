@@ -26,7 +26,7 @@ from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import AccessOptions, FrontendConfig, GrpcOptions, HttpOptions
 from dynamo.frontend.names.__main__ import main
-from dynamo.frontend.security.keys import entry_for, make_key
+from dynamo.frontend.security.keys import Limits, entry_for, make_key
 from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import inference_pb2 as pb
 from dynamo.worker.app import open_worker
@@ -161,6 +161,31 @@ async def test_a_name_set_at_one_frontend_is_served_by_all_on_every_protocol(
             await run(fleet, operator_file, "remove", "chat")
         assert "responded 404: there is no name 'chat'" in capsys.readouterr().err
         assert first.plane.names.rules == {}
+
+
+async def test_the_limits_of_a_key_hold_for_all_frontends_together(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    team = make_key()
+    keys = tmp_path / "keys"
+    keys.write_text(entry_for(team, "team", limits=Limits(tokens_per_minute=1000, concurrent_requests=20)))
+    bearer = f"Bearer {team}"
+    async with fleet_of(etcd_server, nats_server, namespace, keys) as fleet:
+
+        async def remaining(frontend: int) -> int:
+            headers = (await fleet.http[frontend].get("/v1/models", headers={"authorization": bearer})).headers
+            return int(headers["x-ratelimit-remaining-tokens"])
+
+        body = {"model": "small", "prompt": "one two three", "max_tokens": 900, "ignore_eos": True}
+        served = await fleet.http[0].post("/v1/completions", json=body, headers={"authorization": bearer})
+        assert served.status_code == 200, served.text
+        async with asyncio.timeout(10):
+            while await remaining(1) > 200:
+                pass
+        refused = await fleet.http[1].post("/v1/completions", json=body, headers={"authorization": bearer})
+        assert refused.status_code == 429
+        assert "of its 1000 tokens per minute left" in refused.text
+        assert int(refused.headers["retry-after"]) > 10
 
 
 async def test_a_stored_response_is_there_at_every_frontend_for_its_key_alone(

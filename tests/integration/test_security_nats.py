@@ -242,6 +242,7 @@ NOT_ALLOWED = {
             REQUEST,
             "dynamo.ns.backend.bookings",
             "dynamo.ns.frontends",
+            "dynamo.ns.limits",
             "$JS.API.STREAM.DELETE.OBJ_dynamo-models",
             "$JS.API.STREAM.CREATE.another",
             "_INBOX.another",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from dynamo.common.messaging.connection import Connection, OnMessage
 from dynamo.common.messaging.frames import Body, joined
@@ -27,6 +28,7 @@ class FakeBus:
         self.is_lost: Callable[[str, bytes], bool] = lambda subject, payload: False
         """Whether a message gets lost on the way."""
         self.is_hung = False
+        self.latency_s = 0.0
         self._later: list[Callable[[], None]] = []
         self._held_bytes = 0
 
@@ -54,10 +56,13 @@ class FakeBus:
 
     def _deliver(self, subject: str, reply: str, payload: bytes, no_responders: bool) -> bool:
         reached = [s for s in self.subscriptions if s.connection.is_connected and _matches(s.subject, subject)]
+        loop = asyncio.get_running_loop()
         for subscription in reached:
-            asyncio.get_running_loop().call_soon(
-                self._hand_over, subscription, subject, reply, memoryview(payload), no_responders
-            )
+            deliver = partial(self._hand_over, subscription, subject, reply, memoryview(payload), no_responders)
+            if self.latency_s:
+                loop.call_later(self.latency_s, deliver)
+            else:
+                loop.call_soon(deliver)
         return bool(reached)
 
     def _hand_over(

@@ -148,6 +148,11 @@ def frontends_subject(namespace: str) -> str:
     return f"dynamo.{encode(namespace, 'namespace')}.frontends"
 
 
+def limits_subject(namespace: str) -> str:
+    """NATS subject on which the frontends of a namespace publish what they use of the limits of API keys."""
+    return f"dynamo.{encode(namespace, 'namespace')}.limits"
+
+
 def namespace_prefix(namespace: str | None) -> str:
     """The etcd prefix holding all registrations of a namespace, or of all namespaces."""
     return f"{ROOT}/" if namespace is None else f"{ROOT}/{encode(namespace, 'namespace')}/"

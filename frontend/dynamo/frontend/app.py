@@ -129,7 +129,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
                 )
             )
             await stack.enter_async_context(metrics.following(links))
-            plane = await stack.enter_async_context(open_plane(config, links, loads, control, metrics))
+            plane = await stack.enter_async_context(open_plane(config, links, loads, control, metrics, http_guard.accounts))
             memory = None if links.client is None else links.client.memory
             grpc = await stack.enter_async_context(
                 open_grpc(config, grpc_guard, plane, readiness, drain, metrics, capacity, kserve, memory, share_port=share_port)

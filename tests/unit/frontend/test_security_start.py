@@ -57,11 +57,6 @@ def test_keys_without_tls_are_logged_as_a_warning_where_others_can_listen(caplog
     assert logged(caplog, "--api-keys-file", keys, "--http-host", "0.0.0.0", *tls) == [required]
 
 
-def test_several_processes_say_that_limits_are_for_each(caplog: pytest.LogCaptureFixture, keys: str) -> None:
-    lines = logged(caplog, "--api-keys-file", keys, "--processes", "3")
-    assert lines[1] == ("INFO", "limits of API keys apply to each of the 3 processes separately")
-
-
 def test_without_keys_and_restrictions_no_handler_is_wrapped() -> None:
     config = load(FrontendConfig, ["--grpc"], {}, program="dynamo-frontend")
     http, grpc = make_guards(config)

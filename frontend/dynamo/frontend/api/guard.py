@@ -10,14 +10,17 @@ from __future__ import annotations
 import base64
 import hmac
 import logging
+import secrets
+import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, Unauthenticated
 from dynamo.common.security.files import Watched
 from dynamo.frontend.config import FrontendConfig
-from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount
 from dynamo.frontend.security.keys import ApiKey, KeyRing, read_keys
+from dynamo.frontend.security.sharing import Fleet, KeyUse
 from dynamo.frontend.security.surfaces import SCOPES, Restriction, Surface
 
 BROWSED = frozenset({Surface.DOCS, Surface.CONSOLE, Surface.METRICS})
@@ -46,31 +49,31 @@ class Guard:
         restrictions: Iterable[Restriction] = (),
     ) -> None:
         """If `accounts` is None, no key is needed."""
-        self._accounts = accounts
+        self.accounts = accounts
         self._open = frozenset({Surface.HEALTH, *open_surfaces})
         self._restrictions = tuple(restrictions)
         self._credentials = frozenset({"authorization", "x-api-key", *(r.header for r in self._restrictions)})
 
     @property
     def requires_keys(self) -> bool:
-        return self._accounts is not None
+        return self.accounts is not None
 
     @property
     def is_on(self) -> bool:
-        return self._accounts is not None or bool(self._restrictions)
+        return self.accounts is not None or bool(self._restrictions)
 
     def account_named(self, name: str) -> Account:
         """Return the account of the key with this name, or that of everybody for none. Raises Unauthenticated."""
         if not name:
             return ANONYMOUS
-        if self._accounts is None:
+        if self.accounts is None:
             raise Unauthenticated("there are no API keys any more")
-        return self._accounts.named(name)
+        return self.accounts.named(name)
 
     def guards(self, surface: Surface) -> bool:
         """Return whether `enter` may refuse, or count, calls to this surface."""
         restricted = any(surface in restriction.surfaces for restriction in self._restrictions)
-        return restricted or (self._accounts is not None and surface is not Surface.HEALTH)
+        return restricted or (self.accounts is not None and surface is not Surface.HEALTH)
 
     def check_unique(self, names: Iterable[str]) -> None:
         """Refuse a call with a credential twice, since proxies and servers differ on which of them counts.
@@ -92,14 +95,14 @@ class Guard:
         for restriction in self._restrictions:
             if surface in restriction.surfaces and not _same(headers.get(restriction.header, ""), restriction.value):
                 raise Forbidden(f"access is restricted: the header '{restriction.header}' is missing or wrong")
-        if self._accounts is None or surface is Surface.HEALTH:
+        if self.accounts is None or surface is Surface.HEALTH:
             return ANONYMOUS
         presented = _credential(headers, browsing=browsing)
         if not presented:
             if surface in self._open:
                 return ANONYMOUS
             raise Unauthenticated("an API key is required, as 'authorization: Bearer KEY' or 'x-api-key: KEY'")
-        account = self._accounts.of(presented)
+        account = self.accounts.of(presented)
         if surface not in self._open and not account.key.may_use(SCOPES[surface]):
             raise Forbidden(f"the API key '{account.key.name}' lacks the scope '{SCOPES[surface]}'")
         if surface not in _COUNTED_BY_MODEL:
@@ -108,10 +111,12 @@ class Guard:
 
 
 class Accounts:
-    """The account of each key, shared by all protocols."""
+    """The account of each key, shared by all protocols, and its limits by all frontends."""
 
-    def __init__(self, keys: Watched[KeyRing]) -> None:
+    def __init__(self, keys: Watched[KeyRing], clock: Clock = time.monotonic) -> None:
+        self.fleet = Fleet(secrets.token_hex(8))
         self._keys = keys
+        self._clock = clock
         self._ring = keys.current()
         self._by_name: dict[str, KeyAccount] = {}
 
@@ -126,17 +131,38 @@ class Accounts:
     def named(self, name: str) -> KeyAccount:
         """Return the account of the key with a name. Raises Unauthenticated."""
         self._follow()
-        key = next((key for key in self._ring.keys if key.name == name), None)
+        key = self._ring.by_name.get(name)
         if key is None:
             raise Unauthenticated(f"there is no API key '{name}' any more")
         return self._account(key)
 
     def _account(self, key: ApiKey) -> KeyAccount:
-        account = self._by_name.get(key.name)
-        if account is None:
-            account = self._by_name[key.name] = KeyAccount(key, follow=self._follow)
+        account = self._by_name.get(key.name) or self._new(key)
         account.check_valid()
         return account
+
+    def _new(self, key: ApiKey) -> KeyAccount:
+        account = self._by_name[key.name] = KeyAccount(key, self._clock, self._follow, self.fleet)
+        return account
+
+    # The part of `fleet.limits.LimitTable`
+
+    def used(self, names: Iterable[str]) -> list[KeyUse]:
+        return [account.use() for name in names if (account := self._by_name.get(name)) is not None]
+
+    def in_use(self) -> list[str]:
+        return [name for name, account in self._by_name.items() if account.is_in_use]
+
+    def apply(self, origin: str, use: KeyUse) -> None:
+        account, key = self._by_name.get(use.name), self._ring.by_name.get(use.name)
+        if account is None and key is not None:
+            account = self._new(key)
+        if account is not None:
+            account.apply(origin, use)
+
+    def forget(self, origin: str) -> None:
+        for account in self._by_name.values():
+            account.forget(origin)
 
     def _follow(self) -> None:
         ring = self._keys.current()
@@ -175,8 +201,6 @@ def _log_access(config: FrontendConfig, keys: Watched[KeyRing] | None) -> None:
         ports.append(("gRPC", config.grpc.host, config.grpc.is_local, config.grpc.tls is not None))
     if keys is not None:
         _log.info("API keys are required; the file contains %d", len(keys.current().keys))
-        if config.processes > 1:
-            _log.info("limits of API keys apply to each of the %d processes separately", config.processes)
     for name, host, is_local, is_secure in ports:
         if keys is None and is_local:
             _log.info("%s listens on %s without API keys: only this machine can connect", name, host)

@@ -1,7 +1,7 @@
 """Accounts: on whose behalf a request is made, and what that caller has used of its limits.
 
 Every request has one. Its protocol edge gets it from the guard and hands it on in the `Call`: `KeyAccount` for the holder of a
-key, `ANONYMOUS` where no key is required. Limits apply to each process separately; frontends behind a balancer do not share them.
+key, `ANONYMOUS` where no key is required. All frontends of a namespace share the limits of a key; see `sharing`.
 """
 
 from __future__ import annotations
@@ -15,42 +15,13 @@ from typing import Literal, Protocol, Self
 
 from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
 from dynamo.frontend.security.keys import ApiKey
+from dynamo.frontend.security.sharing import Fleet, KeyUse, RateMeter, Shares, SlotMeter
 
 Clock = Callable[[], float]
 
 _CONCURRENCY_PAUSE_S = 1.0
 _UNLIMITED_SHARE = 0.1
 """Of a token budget, reserved for the response to a request that sets no limit."""
-
-
-class Bucket:
-    """Fills by `rate` a second up to `size`. May be overdrawn, since the cost of a request is known only at its end."""
-
-    __slots__ = ("_filled_at", "level", "rate", "size")
-
-    def __init__(self, rate: float, size: float, now: float) -> None:
-        self.rate = rate
-        self.size = size
-        self.level = size
-        self._filled_at = now
-
-    def wait_s(self, least: float, now: float) -> float:
-        """Seconds until `least` is there; 0 if it is."""
-        self._fill(now)
-        return max(0.0, (least - self.level) / self.rate)
-
-    def take(self, amount: float, now: float) -> None:
-        self._fill(now)
-        self.level -= amount
-
-    def resize(self, rate: float, size: float, now: float) -> None:
-        self._fill(now)
-        self.rate, self.size = rate, size
-        self.level = min(self.level, size)
-
-    def _fill(self, now: float) -> None:
-        self.level = min(self.size, self.level + (now - self._filled_at) * self.rate)
-        self._filled_at = now
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +78,31 @@ class Account(Protocol):
 class KeyAccount:
     """The account of one key. It survives a reload of the key file, so that a reload does not reset what was used."""
 
-    def __init__(self, key: ApiKey, clock: Clock = time.monotonic, follow: Callable[[], None] = lambda: None) -> None:
-        """`follow` checks whether the key file has changed and updates the accounts."""
+    def __init__(
+        self,
+        key: ApiKey,
+        clock: Clock = time.monotonic,
+        follow: Callable[[], None] = lambda: None,
+        fleet: Fleet | None = None,
+    ) -> None:
+        """`follow` checks whether the key file has changed and updates the accounts. `fleet`: who shares the limits."""
         self.key = key
         self.withdrawn = False
         """The key is no longer in the file; streams that it opened may still be open."""
         self._clock = clock
         self._follow = follow
-        self._requests: Bucket | None = None
-        self._calls: Bucket | None = None
+        self._fleet = fleet or Fleet()
+        self._inference = Shares(self._fleet)
+        self._metadata = Shares(self._fleet)
+        self._requests: RateMeter | None = None
+        self._calls: RateMeter | None = None
         """For calls that are not requests to a model, so that reading metadata does not use up the rate of inference."""
-        self._tokens: Bucket | None = None
+        self._tokens: RateMeter | None = None
+        self._slots: SlotMeter | None = None
         self._permitted: dict[str, bool] = {}
         self._running: dict[int, _Running] = {}
         self.sequences = 0
-        """Requests that have been admitted and are not over; each prompt of a batch and each choice is one."""
+        """Requests that have been admitted here and are not over; each prompt of a batch and each choice is one."""
         self.renew(key)
 
     @property
@@ -131,20 +112,66 @@ class KeyAccount:
     def renew(self, key: ApiKey) -> None:
         self.key = key
         self._permitted.clear()
-        rate, tokens = key.limits.requests_per_s, key.limits.tokens_per_minute
+        rate, tokens, slots = key.limits.requests_per_s, key.limits.tokens_per_minute, key.limits.concurrent_requests
         # A second's worth at once, so that clients need not space their requests out.
         burst = None if rate is None else max(1.0, rate)
-        self._requests = self._renewed(self._requests, rate, burst)
-        self._calls = self._renewed(self._calls, rate, burst)
-        self._tokens = self._renewed(self._tokens, None if tokens is None else tokens / 60.0, tokens)
+        self._requests = self._renewed(self._requests, rate, burst, self._inference)
+        self._calls = self._renewed(self._calls, rate, burst, self._metadata)
+        self._tokens = self._renewed(self._tokens, None if tokens is None else tokens / 60.0, tokens, self._inference)
+        if slots is None:
+            self._slots = None
+        elif self._slots is None:
+            self._slots = SlotMeter(slots, self._inference, self.sequences)
+        else:
+            self._slots.limit = slots
 
-    def _renewed(self, bucket: Bucket | None, rate: float | None, size: float | None) -> Bucket | None:
+    def _renewed(self, meter: RateMeter | None, rate: float | None, size: float | None, shares: Shares) -> RateMeter | None:
         if rate is None or size is None:
             return None
-        if bucket is None:
-            return Bucket(rate, size, self._clock())
-        bucket.resize(rate, size, self._clock())
-        return bucket
+        if meter is None:
+            return RateMeter(rate, size, shares, self._clock())
+        meter.resize(rate, size, self._clock())
+        return meter
+
+    # The use of limits, shared with other processes
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether other processes have to know what is used here."""
+        now = self._clock()
+        rates = (self._requests, self._calls, self._tokens)
+        return self.sequences > 0 or any(meter is not None and meter.full_in_s(now) > 0 for meter in rates)
+
+    def use(self) -> KeyUse:
+        """Return what this process has used."""
+        now = self._clock()
+        return KeyUse(
+            self.key.name,
+            self._inference.demand(now),
+            self._metadata.demand(now),
+            self.sequences,
+            *(None if meter is None else meter.use() for meter in (self._requests, self._calls, self._tokens)),
+        )
+
+    def apply(self, origin: str, use: KeyUse) -> None:
+        """Another process has used so much."""
+        now = self._clock()
+        self._inference.apply(origin, use.demand, now)
+        self._metadata.apply(origin, use.metadata_demand, now)
+        if self._slots is not None:
+            self._slots.apply(origin, use.in_use)
+        uses = ((self._requests, use.requests), (self._calls, use.calls), (self._tokens, use.tokens))
+        for meter, taken in uses:
+            if meter is not None and taken is not None:
+                meter.apply(origin, taken, now)
+
+    def forget(self, origin: str) -> None:
+        """Another process has gone; what it had in use is free."""
+        for part in (self._inference, self._metadata, self._slots, self._requests, self._calls, self._tokens):
+            if part is not None:
+                part.forget(origin)
+
+    # What the key may do
 
     def check_valid(self) -> None:
         """Raises Unauthenticated."""
@@ -169,10 +196,13 @@ class KeyAccount:
 
     def count(self) -> None:
         """Count one call that is not a request to a model; requests to models count apart. Raises RateLimited."""
+        if self._calls is None:
+            return
         now = self._clock()
+        self._metadata.requested(1, now)
+        self._fleet.used(self.name)
         self._check_rate(self._calls, now)
-        if self._calls is not None:
-            self._calls.take(1.0, now)
+        self._calls.take(1.0, now)
 
     def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
         self._follow()  # a stream may have been opened long ago
@@ -180,6 +210,7 @@ class KeyAccount:
         self.permit(model)
         running = self._running.get(id(request))
         now = self._clock()
+        self._requested(sequences, now)
         self._check_concurrency(sequences, 0 if running is None else running.sequences)
         if running is None:
             self._check_tokens(now)
@@ -188,19 +219,37 @@ class KeyAccount:
         if self._requests is not None:
             self._requests.take(sequences, now)
         running.sequences += sequences
-        self.sequences += sequences
+        self._occupy(sequences)
         return Ticket(self, running, sequences)
 
     def occupy(self) -> Ticket:
         self._follow()
         self.check_valid()
+        self._requested(1, self._clock())
         self._check_concurrency(1, 0)
-        self.sequences += 1
+        self._occupy(1)
         return Ticket(self, None, 1)
+
+    def _requested(self, sequences: int, now: float) -> None:
+        if self._is_limited:
+            self._inference.requested(sequences, now)
+            self._fleet.used(self.name)
+
+    @property
+    def _is_limited(self) -> bool:
+        return self._requests is not None or self._tokens is not None or self._slots is not None
+
+    def _occupy(self, sequences: int) -> None:
+        self.sequences += sequences
+        if self._slots is not None:
+            self._slots.take(sequences)
 
     def part_over(self, running: _Running | None, sequences: int) -> None:
         """A ticket was closed."""
         self.sequences -= sequences
+        if self._slots is not None:
+            self._slots.give_back(sequences)
+            self._fleet.used(self.name)
         if running is not None:
             running.sequences -= sequences
             if running.sequences == 0:
@@ -212,24 +261,25 @@ class KeyAccount:
         A request that may use more than a whole budget is admitted when the budget is full. One without a limit of its own,
         `output_tokens` None, reserves a share of the budget.
         """
-        bucket = self._tokens
-        if bucket is None:
+        meter = self._tokens
+        if meter is None:
             return 0
-        tokens = prompt_tokens + (int(bucket.size * _UNLIMITED_SHARE) if output_tokens is None else output_tokens)
+        tokens = prompt_tokens + (int(meter.size * _UNLIMITED_SHARE) if output_tokens is None else output_tokens)
         now = self._clock()
-        if (wait_s := bucket.wait_s(min(tokens, bucket.size), now)) > 0:
-            left, limit = max(0, int(bucket.level)), self.key.limits.tokens_per_minute
+        if (wait_s := meter.wait_s(min(tokens, meter.size), now)) > 0:
+            left, limit = max(0, int(meter.level)), self.key.limits.tokens_per_minute
             raise RateLimited(
                 f"the API key '{self.key.name}' has {left} of its {limit} tokens per minute left, "
                 f"and this request may use {tokens}",
                 retry_after_s=wait_s,
             )
-        bucket.take(tokens, now)
+        meter.take(tokens, now)
         return tokens
 
     def charge(self, tokens: int) -> None:
         if self._tokens is not None:
             self._tokens.take(tokens, self._clock())
+            self._fleet.used(self.name)
 
     def rate_limits(self) -> Sequence[RateLimit]:
         now = self._clock()
@@ -243,7 +293,7 @@ class KeyAccount:
     def _check_concurrency(self, sequences: int, of_request: int) -> None:
         """`of_request` sequences of the same request have been admitted."""
         most = self.key.limits.concurrent_requests
-        if most is None or self.sequences + sequences <= most:
+        if most is None or self._slots is None or self._slots.permits(sequences):
             return
         if of_request + sequences > most:
             raise InvalidRequest(
@@ -258,18 +308,18 @@ class KeyAccount:
             limit = self.key.limits.tokens_per_minute
             raise RateLimited(f"the API key '{self.key.name}' has used its {limit} tokens per minute", retry_after_s=wait_s)
 
-    def _check_rate(self, bucket: Bucket | None, now: float, requests: int = 1) -> None:
+    def _check_rate(self, meter: RateMeter | None, now: float, requests: int = 1) -> None:
         """A request that counts for more than a second's worth is admitted when that is there, and the next ones wait longer."""
-        if bucket is None:
+        if meter is None:
             return
-        if (wait_s := bucket.wait_s(min(requests, bucket.size), now)) > 0:
+        if (wait_s := meter.wait_s(min(requests, meter.size), now)) > 0:
             limit = self.key.limits.requests_per_s
             raise RateLimited(f"the API key '{self.key.name}' may send {limit:g} requests per second", retry_after_s=wait_s)
 
 
-def _left(kind: Literal["requests", "tokens"], bucket: Bucket, now: float) -> RateLimit:
-    reset_s = bucket.wait_s(bucket.size, now)
-    return RateLimit(kind, int(bucket.size), max(0, int(bucket.level)), reset_s)
+def _left(kind: Literal["requests", "tokens"], meter: RateMeter, now: float) -> RateLimit:
+    reset_s = meter.full_in_s(now)
+    return RateLimit(kind, int(meter.size), max(0, int(meter.level)), reset_s)
 
 
 class _Running:

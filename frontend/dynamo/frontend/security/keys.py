@@ -78,6 +78,7 @@ class KeyRing:
 
     def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
         self.keys = tuple(keys)
+        self.by_name = {key.name: key for key in keys}
         self._by_id = {key.id: key for key in keys if key.id}
         self._without_id = tuple(key for key in keys if not key.id)
         self._no_key = ApiKey(name="no key", salt=secrets.token_bytes(16), digest=secrets.token_bytes(32))

@@ -17,11 +17,13 @@ from dynamo.common.options import NatsOptions
 from dynamo.common.shared_memory.sharing import open_shared_memory
 from dynamo.common.tracing import open_tracing
 from dynamo.frontend.api.console.fleet import LoadWatch
+from dynamo.frontend.api.guard import Accounts
 from dynamo.frontend.api.http.routing_operations import RoutingControl
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
 from dynamo.frontend.fleet.leases import open_leases
+from dynamo.frontend.fleet.limits import open_limit_exchange
 from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.names.table import open_names
 from dynamo.frontend.preprocess.text_files import open_text_files
@@ -38,7 +40,12 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_plane(
-    config: FrontendConfig, links: Links, loads: LoadWatch, control: RoutingControl, metrics: Metrics
+    config: FrontendConfig,
+    links: Links,
+    loads: LoadWatch,
+    control: RoutingControl,
+    metrics: Metrics,
+    accounts: Accounts | None,
 ) -> AsyncIterator[DataPlane]:
     """Open a data plane that has read the directory once. Waits for NATS and etcd, however long that takes.
 
@@ -52,6 +59,8 @@ async def open_plane(
         nats = await stack.enter_async_context(connect_nats(config.nats, f"dynamo-frontend {os.getpid()}"))
         links.connection = nats
         metrics.link.follow("requests", nats)
+        if accounts is not None:
+            await stack.enter_async_context(open_limit_exchange(nats, config.namespace, accounts.fleet, accounts))
         kept = config.responses
         links.responses = await stack.enter_async_context(
             open_records(nats, "dynamo-responses", ttl_s=kept.ttl_s, max_bytes=kept.max_bytes)
