@@ -225,6 +225,22 @@ async def test_a_stored_response_is_there_at_every_frontend_for_its_key_alone(
                 await asyncio.sleep(0.02)
         assert read.status == "incomplete" and read.output_text
 
+        conversation = await first.conversations.create(items=[{"type": "message", "role": "user", "content": "I am Ada."}])
+        stream = await second.responses.create(
+            model="small", input="Who am I?", conversation=conversation.id, max_output_tokens=3, background=True, stream=True
+        )
+        begin = await anext(aiter(stream))
+        assert begin.type == "response.created"
+        await stream.close()  # as if the connection had been lost
+        rest = await first.responses.retrieve(begin.response.id, stream=True, starting_after=begin.sequence_number)
+        events = [event async for event in rest]
+        numbers = [event.sequence_number for event in events]
+        assert (events[-1].type, numbers) == ("response.incomplete", list(range(1, len(numbers) + 1)))
+        said = await first.conversations.items.list(conversation.id, order="asc")
+        assert [item.role for item in said.data if item.type == "message"] == ["user", "user", "assistant"]
+        with pytest.raises(NotFoundError):
+            await foreign.conversations.items.list(conversation.id)
+
         running = await first.responses.create(model="large", input="Hi", max_output_tokens=3000, background=True)
         assert (await second.responses.cancel(running.id)).status == "cancelled"
         assert (await first.responses.retrieve(running.id)).status == "cancelled"
