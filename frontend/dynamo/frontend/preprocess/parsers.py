@@ -57,6 +57,17 @@ class OutputParser(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningTags:
+    """The markers around reasoning at the beginning of a text."""
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    """The first of them can be used to end it."""
+    is_open: bool = False
+    """The text begins with reasoning even without an opening one."""
+
+
+@dataclass(frozen=True, slots=True)
 class ParserKind:
     """How to make a parser that model cards name."""
 
@@ -65,6 +76,8 @@ class ParserKind:
     """Its markers are special tokens, so the text must include those."""
     make_after_prompt: Callable[[Tools, str], OutputParser] | None = None
     """Used instead of `make` by a parser that depends on the end of the prompt, its second argument."""
+    tags: ReasoningTags | None = None
+    """Of a parser of reasoning that tags mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,7 @@ def first_call_only(kind: ParserKind) -> ParserKind:
         lambda tools: FirstCall(kind.make(tools)),
         kind.needs_special_tokens,
         None if after is None else lambda tools, prompt_end: FirstCall(after(tools, prompt_end)),
+        kind.tags,
     )
 
 

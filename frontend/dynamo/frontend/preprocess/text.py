@@ -9,10 +9,18 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import FinishReason, Sampling, Stop
+from dynamo.frontend.preprocess.parsers import ReasoningTags
 
 
 class ContextExceeded(InvalidRequest):
     """The prompt does not fit into the model's context."""
+
+
+class ReasoningLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """The reasoning of a response is ended after so many tokens."""
+
+    max_tokens: int
+    tags: ReasoningTags
 
 
 class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +59,8 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     cache_salt: str = ""
     media: tuple[dict[str, Any], ...] = ()
+    reasoning_limit: ReasoningLimit | None = None
+    """Only with one choice, without structured output, and for models that take tokens."""
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):

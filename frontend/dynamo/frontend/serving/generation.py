@@ -6,6 +6,8 @@ engines that derive randomness from seed and position. An engine that draws from
 that stream anew, and presence or frequency penalties count only tokens generated since. Completion choices are moved separately:
 each goes on as a request for one choice, which says which it is. Structured output is not moved but fails, since an engine would
 begin its grammar anew in the middle. Nor are models that take text: what they generated so far is no part of their prompt.
+
+A budget for reasoning works in the same way: when it is spent, the request is ended, and goes on after a tag that ends reasoning.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId
 from dynamo.frontend.metrics import ModelMetrics
+from dynamo.frontend.preprocess.reasoning.budget import ReasoningBudget
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.serving.call import Work
@@ -134,11 +137,15 @@ class Generation:
         self._detokenizer: Detokenizer
         self._vocabulary: Vocabulary
         self._prompt: GenerateRequest
-        self._migrated = False
+        self._was_resumed = False
+        """The last request to an engine had a part of the response in its prompt."""
+        self._budget: ReasoningBudget | None = None
+        """For the reasoning, until that has ended here."""
+        self._reasoning_end: tuple[int, ...] = ()
         self._unfinished: set[int] = set()
         """Choices that the engine has not finished."""
         self._received: list[array[int]] = []
-        """Tokens of each choice, for migration."""
+        """Tokens of each choice."""
         self.summary = Summary()
         """What it took, after `read` returned []."""
 
@@ -189,6 +196,10 @@ class Generation:
             self._received = [array("I") for _ in range(self._prompt.n)]
             self._vocabulary = text.tokenizer
             self._detokenizer = text.detokenizer(self._request, self._prompt)
+            if self._request.reasoning_limit is not None:
+                self._budget = ReasoningBudget(self._request.reasoning_limit, self.prompt_end, self._decode)
+                end = await self._vocabulary.encode(self._budget.ending, special_tokens=False)
+                self._reasoning_end = tuple(end)
             work = self._work(self._prompt)
             self._stream = self._dispatcher.stream(work, self._call)
             self._parts = [_Part(self._stream, work, self._prompt, self._migration_limit)]
@@ -209,11 +220,13 @@ class Generation:
         """Return all text that became certain since the last call, at least one delta; [] at the end. Raises DynamoError."""
         try:
             while not self._scope.is_over:
-                deltas = await self._deltas()
-                if not deltas:
+                if self._has_reasoned_enough:
+                    texts = await self._end_reasoning()
+                elif deltas := await self._deltas():
+                    texts = self._feed(deltas)
+                else:
                     self._complete(self._trailer())
                     break
-                texts = self._feed(deltas)
                 if self._detokenizer.done and self._unfinished:  # by stop strings, which the engine does not know
                     await self._close()
                     self._complete(None)
@@ -223,6 +236,31 @@ class Generation:
         except DynamoError as error:
             self._scope.fail(error)
             raise
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._vocabulary.decode(tokens, skip_special_tokens=False)
+
+    @property
+    def _has_reasoned_enough(self) -> bool:
+        return self._budget is not None and bool(self._unfinished) and self._budget.is_spent(len(self._received[0]))
+
+    async def _end_reasoning(self) -> list[TextDelta]:
+        """Add the tag that ends reasoning to the response, and have the rest of it generated; return the text of the tag."""
+        self._budget = None
+        await self._close()
+        end = self._reasoning_end
+        self._received[0].extend(end)
+        self._scope.tokens(len(end))
+        finish_reason = FinishReason.LENGTH if self._tokens_left(0) == 0 else None
+        logprobs = None if self._prompt.logprobs is None else [[(token, 0.0)] for token in end]
+        text = self._detokenizer.feed(Delta(end, 0, finish_reason, logprobs))
+        if not self._detokenizer.done:
+            rest = self._rest(0)
+            work = self._work(rest)
+            self._stream = self._dispatcher.stream(work, self._call)
+            self._parts = [_Part(self._stream, work, rest, self._migration_limit)]
+            self._was_resumed = True
+        return [] if text is None else [text]
 
     async def _in_tokens(self, text: TextModel, deadline: float | None) -> GenerateRequest:
         """Return the request with its prompt in tokens. Raises DeadlineExceeded, InvalidRequest."""
@@ -247,7 +285,7 @@ class Generation:
         self._prefill = placed.prefill
         part.stream.redirect(placed.work)
         if part.is_moved:
-            self._migrated = True
+            self._was_resumed = True
             self._metrics.migrated(ongoing=True)
 
     async def _close(self) -> None:
@@ -362,6 +400,8 @@ class Generation:
         for delta in deltas:
             if delta.index not in unfinished:
                 raise EngineError("the engine went on with a choice that it had finished, or that was not requested")
+            if self._budget is not None:
+                delta = _cut(delta, self._budget.admit(received[delta.index], delta.tokens))
             tokens = delta.tokens
             count += len(tokens) or bool(delta.text)
             received[delta.index].extend(tokens)
@@ -370,6 +410,8 @@ class Generation:
             text = feed(delta)
             if text is not None:
                 texts.append(text)
+            if self._has_reasoned_enough:
+                break  # what follows is not part of the response
         if count:
             self._scope.tokens(count)
         return texts
@@ -393,7 +435,7 @@ class Generation:
                 prompt_tokens=summary.prompt_tokens or prompt_tokens,
                 output_tokens=summary.output_tokens or self._scope.output_tokens,
             )
-        elif self._migrated:  # the last instance counts tokens of the response as prompt
+        elif self._was_resumed:  # the last instance counts tokens of the response as prompt
             summary = msgspec.structs.replace(
                 summary,
                 prompt_tokens=prompt_tokens,
@@ -402,7 +444,7 @@ class Generation:
                 prompt_logprobs=summary.prompt_logprobs and summary.prompt_logprobs[:prompt_tokens],
             )
         prefill = self._prefill
-        if prefill is not None and not self._migrated:  # to the decode instance, all of the prompt was cached
+        if prefill is not None and not self._was_resumed:  # to the decode instance, all of the prompt was cached
             summary = msgspec.structs.replace(
                 summary,
                 cached_tokens=prefill.summary.cached_tokens,
@@ -437,6 +479,14 @@ def _first(bodies: list[Buffer]) -> tuple[list[Buffer], list[Buffer]]:
         if size > _TURN_BYTES and count:
             return bodies[:count], bodies[count:]
     return bodies, []
+
+
+def _cut(delta: Delta, tokens: int) -> Delta:
+    """Return the first tokens of a delta, which is not the last of its choice then."""
+    if tokens == len(delta.tokens):
+        return delta
+    logprobs = None if delta.logprobs is None else delta.logprobs[:tokens]
+    return Delta(delta.tokens[:tokens], delta.index, logprobs=logprobs)
 
 
 def _decoded(bodies: list[Buffer]) -> list[Delta]:

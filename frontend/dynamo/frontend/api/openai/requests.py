@@ -98,6 +98,9 @@ class NvExt(Struct, kw_only=True, frozen=True):
     use_raw_prompt: Annotated[bool, Meta(description="The one message is the prompt, without a chat template.")] | None = None
     annotations: Annotated[list[Annotation], Meta(max_length=16, description="Additional events of the stream.")] | None = None
     extra_fields: Annotated[list[ExtraField], Meta(max_length=16, description="Fields of the response's `nvext`.")] | None = None
+    max_thinking_tokens: Annotated[int, Meta(ge=0, le=INT32, description="Reasoning is ended after so many tokens.")] | None = (
+        None
+    )
     token_data: Annotated[list[TokenId], Meta(min_length=1, description="Token ids that replace the prompt.")] | None = None
     backend_instance_id: Annotated[str, Meta(max_length=16, description="The instance to route to, in hex.")] | None = None
     decode_worker_id: Annotated[str, Meta(max_length=16, description="The same by another name.")] | None = None
@@ -186,7 +189,7 @@ class TextGenerationRequest(ModelRequest, kw_only=True, frozen=True):
     structured_outputs: StructuredOutputs | None = None
     use_beam_search: bool | None = None
     prompt_embeds: Any = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=INT32, description="As `nvext.max_thinking_tokens`.")] | None = None
     repetition_detection: Json | None = None
     kv_transfer_params: Json | None = None
     vllm_xargs: Json | None = None
@@ -208,7 +211,6 @@ class TextGenerationRequest(ModelRequest, kw_only=True, frozen=True):
         messages = {
             "use_beam_search": "beam search is not supported" if self.use_beam_search else "",
             "prompt_embeds": "prompts are texts or token ids; embeddings are not supported" if self.prompt_embeds else "",
-            "thinking_token_budget": "a budget for reasoning is not supported" if self.thinking_token_budget is not None else "",
             "repetition_detection": "detection of repetitions is not supported" if self.repetition_detection else "",
             "kv_transfer_params": "transfers of KV caches are arranged by the server" if self.kv_transfer_params else "",
             "vllm_xargs": "arguments for extensions of an engine are not passed on" if self.vllm_xargs else "",

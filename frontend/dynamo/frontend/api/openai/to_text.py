@@ -26,7 +26,7 @@ from dynamo.frontend.api.openai.requests import (
     TextGenerationRequest,
     Tool,
 )
-from dynamo.frontend.api.text.rules import check_chars, choose_parsers, llm_of, stop_strings
+from dynamo.frontend.api.text.rules import check_chars, choose_parsers, llm_of, reasoning_limit, stop_strings
 from dynamo.frontend.api.text.tool_choice import require_any_call, require_named_call
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
@@ -105,6 +105,9 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
     kinds = choose_parsers(
         card, parsers, forced, has_tools=bool(tools), guided=text.sampling.guided is not None, parallel=parallel
     )
+    if (limited := _thinking_tokens(request)) is not None:
+        max_tokens, param = limited
+        text = msgspec.structs.replace(text, reasoning_limit=reasoning_limit(max_tokens, card, kinds, text, param))
     if any(kind.needs_special_tokens for kind in kinds):
         text = msgspec.structs.replace(text, skip_special_tokens=False)
     if (prompt := _replaced_prompt(request)) is not None:
@@ -129,11 +132,26 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
     return PreparedRequest(texts=(text,), parsers=kinds, tools=tools, n=text.n)
 
 
+def _thinking_tokens(request: TextGenerationRequest) -> tuple[int, str] | None:
+    """Return the most tokens that reasoning may have, and the field that says so. Raises InvalidRequest."""
+    limit = None if request.nvext is None else request.nvext.max_thinking_tokens
+    budget = request.thinking_token_budget
+    if limit is not None and budget is not None and limit != budget:
+        raise InvalidRequest(
+            "'thinking_token_budget' and 'nvext.max_thinking_tokens' contradict each other", param="thinking_token_budget"
+        )
+    if limit is not None:
+        return limit, "nvext.max_thinking_tokens"
+    return None if budget is None else (budget, "thinking_token_budget")
+
+
 def completion_to_text(request: CompletionRequest, card: ModelCard, limits: TextLimits) -> PreparedRequest:
     """Prepare a plain completion. Raises InvalidRequest."""
     for name, message in request.unsupported_fields().items():
         raise InvalidRequest(message, param=name)
     llm_of(card)
+    if (limited := _thinking_tokens(request)) is not None:
+        raise InvalidRequest("reasoning can be limited in chat completions only: others are not parsed", param=limited[1])
     if request.suffix:
         raise InvalidRequest("'suffix' is not supported", param="suffix")
     if request.max_tokens == 0 and not request.echo:

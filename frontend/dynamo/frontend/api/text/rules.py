@@ -11,7 +11,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.parsers import OutputParser, OutputParsers, ParserKind, Part, first_call_only
-from dynamo.frontend.preprocess.text import TextDelta
+from dynamo.frontend.preprocess.text import ReasoningLimit, TextDelta, TextRequest
 
 
 def llm_of(card: ModelCard) -> LlmInfo:
@@ -48,6 +48,25 @@ def choose_parsers(
         llm = msgspec.structs.replace(llm, reasoning_parser="")
     kinds = parsers.choose(llm, with_tools=has_tools)
     return kinds if parallel else tuple(map(first_call_only, kinds))
+
+
+def reasoning_limit(
+    max_tokens: int, card: ModelCard, kinds: Sequence[ParserKind], text: TextRequest, param: str
+) -> ReasoningLimit:
+    """Return a limit for the reasoning that one of `kinds` parses. Raises InvalidRequest about `param` if it cannot be kept."""
+    tags = next((kind.tags for kind in kinds if kind.tags is not None), None)
+    problem = ""
+    if llm_of(card).takes_text:
+        problem = f"model '{card.name}' takes text, so its reasoning cannot be ended"
+    elif text.sampling.guided is not None:
+        problem = "a limit of reasoning cannot be combined with structured output"
+    elif text.n > 1:
+        problem = f"a limit of reasoning needs one choice, and 'n' is {text.n}"
+    elif tags is None:
+        problem = f"model '{card.name}' has no reasoning parser with tags: start its worker with --reasoning-parser"
+    if problem or tags is None:
+        raise InvalidRequest(problem, param=param)
+    return ReasoningLimit(max_tokens=max_tokens, tags=tags)
 
 
 def check_chars(chars: int, limits: TextLimits, param: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.frontend.preprocess.parsers import ParserKind, Tools
+from dynamo.frontend.preprocess.parsers import ParserKind, ReasoningTags, Tools
 from dynamo.frontend.preprocess.tools.markers import Markers
 from dynamo.frontend.preprocess.tools.reader import Reader, Step
 
@@ -42,7 +42,8 @@ def reasoning_in(tags: Tags, *, is_open: bool = False, needs_special_tokens: boo
         before = prompt_end.rstrip()
         return Think(markers, is_open=before.endswith(tags.opens) or (is_open and not before.endswith(tags.closes)))
 
-    return ParserKind(make, needs_special_tokens, make_after_prompt=make)
+    marks = ReasoningTags(tags.opens, (*tags.closes, *tags.ends), is_open)
+    return ParserKind(make, needs_special_tokens, make_after_prompt=make, tags=marks)
 
 
 class Think(Reader):
