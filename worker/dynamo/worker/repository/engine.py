@@ -12,18 +12,22 @@ from dynamo.common.repository import ControlMode
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import FINAL_RESPONSE
-from dynamo.common.tensors import Buffer, from_numpy
+from dynamo.common.tensors import DATATYPES, Buffer, element_count, from_numpy
 from dynamo.protos.inference_pb2 import ModelInferResponse
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.python import read_inputs
-from dynamo.worker.repository.execution import ModelRequest, ModelResult, closing, from_parameter, to_parameter
+from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, closing, from_parameter, to_parameter
 from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.repository.loaded import LoadedModel, output_datatype
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
+from dynamo.worker.repository.raw_tensors import RawTensors
+from dynamo.worker.repository.wire import TensorHead
 
 log = logging.getLogger(__name__)
 
 ALL = "*"
+_CONVERTED = ("BOOL", "BF16")
+"""Datatypes of which arrays have other bytes: a true BOOL is 1, and BF16 is float32."""
 
 
 class RepositoryEngine:
@@ -95,7 +99,7 @@ async def _responses(model: LoadedModel, request: TensorRequest, context: Contex
 def _to_model_request(request: TensorRequest, context: Context) -> ModelRequest:
     head = request.head
     return ModelRequest(
-        read_inputs(request, aligned=False),
+        _inputs_of(request),
         context,
         tuple([output.name for output in head.outputs]) if head.outputs else (),
         {name: to_parameter(value) for name, value in head.parameters.items()} if head.parameters else {},
@@ -103,14 +107,35 @@ def _to_model_request(request: TensorRequest, context: Context) -> ModelRequest:
     )
 
 
+def _inputs_of(request: TensorRequest) -> Arrays:
+    """Return a request's tensors as they came where arrays have the same bytes. Raises InvalidRequest."""
+    inputs, raws = request.head.inputs, request.raw_inputs
+    if len(raws) != len(inputs):
+        return read_inputs(request, aligned=False)
+    heads = []
+    for tensor, raw in zip(inputs, raws, strict=True):
+        datatype, shape, size = tensor.datatype, tuple(tensor.shape), len(raw)
+        kind = DATATYPES.get(datatype)
+        if kind is None or datatype in _CONVERTED or (kind.size and kind.size * element_count(shape) != size):
+            return read_inputs(request, aligned=False)
+        heads.append(TensorHead(tensor.name, datatype, shape, size))
+    return RawTensors(heads, raws)
+
+
 def _to_tensor_response(response: ModelResult, datatypes: Mapping[str, str]) -> TensorResponse:
     head = ModelInferResponse()
     raws: list[Buffer] = []
-    for name, array in response.outputs.items():
-        declared = datatypes[name]
-        datatype, raw = from_numpy(array, output_datatype(array, declared) if declared == "BF16" else "")
-        head.outputs.add(name=name, datatype=datatype, shape=array.shape)
-        raws.append(raw)
+    outputs = response.outputs
+    if isinstance(outputs, RawTensors):
+        for output in outputs.heads:
+            head.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+        raws += outputs.raws
+    else:
+        for name, array in outputs.items():
+            declared = datatypes[name]
+            datatype, raw = from_numpy(array, output_datatype(array, declared) if declared == "BF16" else "")
+            head.outputs.add(name=name, datatype=datatype, shape=array.shape)
+            raws.append(raw)
     for name, value in response.parameters.items():
         head.parameters[name].CopyFrom(from_parameter(value))
     return TensorResponse(head, raws)

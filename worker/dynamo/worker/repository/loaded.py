@@ -19,7 +19,9 @@ from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.declaration import from_model_config
 from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResult, Streams, closing
 from dynamo.worker.repository.model_config import Reshape
+from dynamo.worker.repository.raw_tensors import RawTensors
 from dynamo.worker.repository.response_cache import ModelCache
+from dynamo.worker.repository.wire import TensorHead
 
 OnMismatch: TypeAlias = Callable[[str, str], None]
 """Called with a model and a sentence about outputs of it that are not as declared. What it raises fails the request."""
@@ -176,12 +178,14 @@ class LoadedModel:
         inputs = {name: self._reshape.input(name, array) for name, array in request.inputs.items()}
         return msgspec.structs.replace(request, inputs=inputs)
 
-    def _checked(self, outputs: Arrays, wanted: Collection[str] | None) -> dict[str, Array]:
+    def _checked(self, outputs: Arrays, wanted: Collection[str] | None) -> Arrays:
         """Return the declared outputs in their declared shapes, as far as the model gave them.
 
         As in Triton, those that the model gave in another datatype or shape are returned as they are, and missing ones are
         left out; `on_mismatch` is called then. `wanted`: the requested outputs; empty: all; None: the model may give none.
         """
+        if isinstance(outputs, RawTensors) and self._are_as_declared(outputs.heads):
+            return outputs
         checked = {}
         for name, array in outputs.items():
             spec = self._outputs.get(name)
@@ -192,6 +196,16 @@ class LoadedModel:
                 if name not in checked:
                     self._on_mismatch(self.name, f"model '{self.name}' did not give its output '{name}'")
         return checked
+
+    def _are_as_declared(self, outputs: Sequence[TensorHead]) -> bool:
+        """Return whether these are all outputs, each once, and need no conversion."""
+        if self._reshape.has_outputs or len({output.name for output in outputs}) != len(self._outputs):
+            return False
+        for output in outputs:
+            spec = self._outputs.get(output.name)
+            if spec is None or spec.datatype != output.datatype or not _fits(output.shape, spec.shape):
+                return False
+        return len(outputs) == len(self._outputs)
 
     def _checked_output(self, spec: TensorSpec, array: Array) -> Array:
         try:

@@ -206,6 +206,11 @@ class Reshape:
         """Whether any input is reshaped."""
         return bool(self._inputs)
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether any output is reshaped."""
+        return bool(self._outputs)
+
     def input(self, name: str, array: Array) -> Array:
         """Return an input in the model's shape. Raises InvalidRequest if the elements do not fit."""
         shape = self._inputs.get(name)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from dynamo.common.shared_memory.arena import Region
 from dynamo.common.shared_memory.files import ArenaRefused
 from dynamo.common.shared_memory.layout import UNIT_BYTES, Reference
@@ -42,21 +44,16 @@ class ProcessMemory:
         memory = self._memory
         return wire.Memory(str(memory.directory), memory.capacity_bytes, memory.least_bytes, memory.token)
 
-    def place(self, name: str, array: wire.Array) -> wire.TensorHead | None:
+    def place(self, head: wire.TensorHead, raw: wire.Buffer) -> wire.TensorHead | None:
         """Return the head of an input that lies in an arena which the process can read; None if it has to be sent."""
-        if (
-            array.nbytes < self._memory.least_bytes
-            or array.dtype.hasobject
-            or not (array.dtype.isnative and array.flags.c_contiguous)
-        ):
+        if head.size < self._memory.least_bytes:
             return None
-        located = self._memory.locate(array.__array_interface__["data"][0], array.nbytes)
+        located = self._memory.locate(np.frombuffer(raw, np.uint8).__array_interface__["data"][0], head.size)
         if located is None:
             return None
         token, offset = located
         if token in self._opened:
-            place = wire.Place(token, offset)
-            return wire.TensorHead(name, wire.datatype_of(name, array), array.shape, array.nbytes, place)
+            return wire.TensorHead(head.name, head.datatype, head.shape, head.size, wire.Place(token, offset))
         if token not in self._offered:
             self._offered.add(token)
             self._send(wire.OpenArena(token))

@@ -35,6 +35,7 @@ from dynamo.worker.repository.pb_utils import (
 )
 from dynamo.worker.repository.pipeline import Execution, NoProcess, Pipeline
 from dynamo.worker.repository.rate_limiter import ExecutionLimits, RateLimiter, limits_of
+from dynamo.worker.repository.raw_tensors import RawTensors, pack
 from dynamo.worker.repository.responses import ProcessDied, SingleResponse
 from dynamo.worker.repository.stub_process import CallHandlers, StubProcess, open_stub, to_code
 
@@ -369,7 +370,6 @@ async def _serve_call(models: ModelRegistry, stub: StubProcess, message: wire.Ca
 
 
 def _to_request(call: wire.RequestHead, raws: Sequence[memoryview], context: Context) -> ModelRequest:
-    inputs = {head.name: wire.unpack(head, raw) for head, raw in zip(call.inputs, raws, strict=True)}
     parameters = dict(call.parameters)
     if call.correlation_id:
         parameters["sequence_id"] = call.correlation_id
@@ -377,7 +377,7 @@ def _to_request(call: wire.RequestHead, raws: Sequence[memoryview], context: Con
         parameters["sequence_end"] = bool(call.flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
     if call.timeout_us:
         parameters["timeout"] = call.timeout_us  # for the queue of the called model; it is no deadline, as in Triton
-    return ModelRequest(inputs, context, call.outputs, parameters, call.request_id)
+    return ModelRequest(RawTensors(call.inputs, raws), context, call.outputs, parameters, call.request_id)
 
 
 def _responses_to(models: ModelRegistry, call: wire.CallModel, request: ModelRequest) -> AsyncIterator[ModelResult]:
@@ -400,8 +400,11 @@ def _responses_to(models: ModelRegistry, call: wire.CallModel, request: ModelReq
 
 async def _send_response(stub: StubProcess, call: wire.RequestHead, response: ModelResult) -> None:
     """Send the requested outputs of a response to a call."""
-    wanted = {name: array for name, array in response.outputs.items() if name in (call.outputs or response.outputs)}
-    packed = [wire.pack(name, array) for name, array in wanted.items()]
+    packed = [
+        (tensor, raw)
+        for tensor, raw in zip(*pack(response.outputs), strict=True)
+        if not call.outputs or tensor.name in call.outputs
+    ]
     outputs = tuple(tensor for tensor, _ in packed)
     head = wire.Response(number=call.number, outputs=outputs, final=response.is_final, parameters=dict(response.parameters))
     await stub.send_in_time(head, [raw for _, raw in packed])

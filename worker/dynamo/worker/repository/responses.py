@@ -10,6 +10,7 @@ from typing import Protocol
 from dynamo.common.errors import DynamoError, EngineError
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.execution import ModelResult
+from dynamo.worker.repository.raw_tensors import RawTensors
 
 MAX_UNREAD = 8192
 """Responses of one request that wait for a slow caller. A model that sends more, beyond its window, fails its request."""
@@ -120,4 +121,7 @@ class ResponseStream:
 
 
 def _size_of(response: ModelResult) -> int:
-    return sum(array.nbytes for array in response.outputs.values())
+    outputs = response.outputs
+    if isinstance(outputs, RawTensors):
+        return sum(map(len, outputs.raws))
+    return sum(array.nbytes for array in outputs.values())

@@ -37,6 +37,7 @@ from dynamo.worker.repository.link import Link
 from dynamo.worker.repository.pb_utils import TritonError
 from dynamo.worker.repository.pipeline import Execution
 from dynamo.worker.repository.process_memory import ProcessMemory
+from dynamo.worker.repository.raw_tensors import RawTensors, pack
 from dynamo.worker.repository.responses import ProcessDied, Responses
 
 log = logging.getLogger(__name__)
@@ -405,7 +406,7 @@ class StubProcess:
 
     def _deliver(self, head: wire.Response, raws: Sequence[memoryview]) -> None:
         responses = self._responses.get(head.number)
-        arrays = self._to_arrays(head, raws)  # also for a caller that has left: reading them releases their memory
+        outputs = self._outputs_of(head, raws)  # also for a caller that has left: reading them releases their memory
         if responses is None:
             return
         if responses.is_full and not head.final:
@@ -416,17 +417,17 @@ class StubProcess:
         if head.error is not None:
             responses.add(to_error(head.error, head.code))
         elif not head.only_ends:
-            responses.add(ModelResult(arrays, head.parameters, head.final))
+            responses.add(ModelResult(outputs, head.parameters, head.final))
         if head.final:
             del self._responses[head.number]
             responses.add(None)
 
-    def _to_arrays(self, head: wire.Response, raws: Sequence[memoryview]) -> dict[str, wire.Array]:
+    def _outputs_of(self, head: wire.Response, raws: Sequence[memoryview]) -> RawTensors:
         if self._memory is not None:
             raws = self._memory.views(head.number, head.outputs, raws)
             if head.final:
                 self._memory.responded(head.number, head.outputs)
-        return {output.name: wire.unpack(output, raw) for output, raw in zip(head.outputs, raws, strict=True)}
+        return RawTensors(head.outputs, raws)
 
     def _begin(self, number: int, work: Coroutine[None, None, None]) -> None:
         task = self._calls[number] = start(work, f"a call of model '{self._name}'")
@@ -483,12 +484,11 @@ def _to_wire(
     """Return the head of a request and the tensors that follow it."""
     inputs: list[wire.TensorHead] = []
     raws: list[wire.Buffer] = []
-    for name, array in request.inputs.items():
-        tensor = None if memory is None else memory.place(name, array)
-        if tensor is None:
-            tensor, raw = wire.pack(name, array)
+    for tensor, raw in zip(*pack(request.inputs), strict=True):
+        placed = None if memory is None else memory.place(tensor, raw)
+        if placed is None:
             raws.append(raw)
-        inputs.append(tensor)
+        inputs.append(placed or tensor)
     head = wire.RequestHead(
         number=number,
         model=model,
