@@ -92,6 +92,8 @@ class EngineServer:
                 for task in (generating, leaving):
                     task.cancel()
                 await asyncio.gather(generating, leaving, return_exceptions=True)
+            case [b"POST", path] if (change := self.change(path.decode(), json.loads(body))) is not None:
+                await _send(writer, *change)
             case [b"GET", b"/metrics"] if self.metrics:
                 await _send_body(writer, 200, b"text/plain", self.metrics.encode())
             case [b"GET", path] if self.is_ready and (page := self.page(path.decode())) is not None:
@@ -129,6 +131,10 @@ class EngineServer:
 
     def page(self, path: str) -> dict[str, Any] | None:
         """Return the body of another page that the server has."""
+        return None
+
+    def change(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+        """Return status and body of the response to another POST request; None if the server has no such path."""
         return None
 
     def refusal(self, body: dict[str, Any]) -> str | None:

@@ -1,14 +1,15 @@
 """A server that speaks what the remote engine uses of `vllm serve`, as its sources of August 2026 have it (`entrypoints/openai`).
 
 GET /health and /v1/models (`max_model_len`, `root`); POST /v1/completions with `stream`, `return_token_ids` and
-`return_tokens_as_token_ids`. `max_tokens` is 16 by default, and logprobs end at 20.
+`return_tokens_as_token_ids`. `max_tokens` is 16 by default, and logprobs end at 20. With `changes_adapters` also POST
+/v1/load_lora_adapter and /v1/unload_lora_adapter (`entrypoints/serve/lora`).
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,9 @@ MAX_LOGPROBS = 20
 class VllmServer(EngineServer):
     paths: ClassVar[tuple[bytes, ...]] = (b"/v1/completions",)
     owner: str = "vllm"
+    changes_adapters: bool = False
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Paths by name."""
 
     def models(self) -> dict[str, Any]:
         listed = {
@@ -33,7 +37,27 @@ class VllmServer(EngineServer):
             "root": str(self.folder),
             "parent": None,
         }
-        return {"object": "list", "data": [{**listed, "max_model_len": self.context_length, "permission": []}]}
+        adapters = [listed | {"id": name, "root": path, "parent": self.model} for name, path in self.adapters.items()]
+        return {"object": "list", "data": [{**listed, "max_model_len": self.context_length, "permission": []}, *adapters]}
+
+    def change(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+        if not self.changes_adapters:
+            return None
+        name = body["lora_name"]
+        match path:
+            case "/v1/load_lora_adapter" if name in self.adapters and not body["load_inplace"]:
+                return _failure(400, f"The lora adapter '{name}' has already been loaded.")
+            case "/v1/load_lora_adapter" if "missing" in body["lora_path"]:
+                return _failure(404, f"Loading lora {name} failed: No adapter found for {body['lora_path']}")
+            case "/v1/load_lora_adapter":
+                self.adapters[name] = body["lora_path"]
+            case "/v1/unload_lora_adapter" if name not in self.adapters:
+                return _failure(404, f"The lora adapter '{name}' cannot be found.")
+            case "/v1/unload_lora_adapter":
+                del self.adapters[name]
+            case _:
+                return None
+        return 200, {}
 
     def refusal(self, body: dict[str, Any]) -> str | None:
         return f"logprobs above {MAX_LOGPROBS}" if (body.get("logprobs") or 0) > MAX_LOGPROBS else None
@@ -44,6 +68,10 @@ class VllmServer(EngineServer):
     async def events(self, items: AsyncIterator[Delta | Summary], body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async for item in items:
             yield usage_event(item) if isinstance(item, Summary) else _chunk(item, body)
+
+
+def _failure(status: int, message: str) -> tuple[int, dict[str, Any]]:
+    return status, {"error": {"message": message, "type": "Error", "param": None, "code": status}}
 
 
 def to_request(body: dict[str, Any]) -> GenerateRequest:

@@ -18,7 +18,7 @@ import msgspec
 
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.model_card import ModelCard
-from dynamo.common.names import LEASES_ROOT, NAMES_ROOT, REPOSITORY_ROOT, Endpoint, InstanceId
+from dynamo.common.names import ADAPTERS_ROOT, LEASES_ROOT, NAMES_ROOT, REPOSITORY_ROOT, Endpoint, InstanceId
 
 log = logging.getLogger(__name__)
 
@@ -265,14 +265,16 @@ class View:
         return next((instance.card for instance in self.newest_first(name)), None)
 
     def newest_first(self, name: str) -> Iterator[Instance]:
-        """Yield the registrations of a model, by any of its names, the newest first, including instances marked down."""
+        """Yield the registrations that have a name, the newest first, including instances marked down."""
         model = self.model_of(name)
-        return iter(()) if model is None else reversed(self._models[model].agreeing.by_age.instances)
+        if model is None:
+            return iter(())
+        instances = reversed(self._models[model].agreeing.by_age.instances)
+        return instances if name == model else (instance for instance in instances if name in other_names(instance.card))
 
-    def count(self, name: str) -> int:
-        """Return how many registrations `newest_first` yields."""
-        model = self.model_of(name)
-        return 0 if model is None else len(self._models[model].agreeing)
+    def count(self, model: str) -> int:
+        """Return how many registrations a model has, by its own name."""
+        return len(self._models[model].agreeing) if model in self._models else 0
 
     def registered(self) -> Collection[Instance]:
         """Return every registration that agrees with the others of its model, including instances that are marked down."""
@@ -390,7 +392,7 @@ class View:
         if value is None or value == WITHDRAWN:
             self._warned.discard(key)
             return None
-        if key.startswith((REPOSITORY_ROOT, NAMES_ROOT, LEASES_ROOT)):  # seen by views of all namespaces
+        if key.startswith((REPOSITORY_ROOT, NAMES_ROOT, LEASES_ROOT, ADAPTERS_ROOT)):  # seen by views of all namespaces
             return None
         try:
             return decode_registration(key, value)

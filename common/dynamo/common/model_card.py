@@ -41,6 +41,19 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Class names of an output, for the classification extension."""
 
 
+class AdapterReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an instance says about a LoRA adapter that it has, or should have."""
+
+    name: str
+    path: str = ""
+    load_id: str = ""
+    """Of the `DesiredAdapter` that the instance last acted on; empty: the instance has had the adapter from its start."""
+    error: str = ""
+    """Why the adapter of this `load_id` is not loaded. One that had its name before still serves."""
+    code: str = ""
+    """Of the error."""
+
+
 class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What frontends need to turn text into tokens and back, and routers to choose an instance."""
 
@@ -64,8 +77,15 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reasoning_parser: str = ""
     adapters: tuple[str, ...] = ()
     """LoRA adapters that requests may name as models of their own."""
+    adapter_reports: tuple[AdapterReport, ...] = ()
+    loads_adapters: bool = False
+    """Whether the instance loads and unloads LoRA adapters while it serves."""
     modalities: tuple[str, ...] = ()
     """Content parts besides text that the engine takes: `image`, `audio`."""
+
+    def adapter_report(self, name: str) -> AdapterReport | None:
+        """Return what the instance says about an adapter."""
+        return next((report for report in self.adapter_reports if report.name == name), None)
 
     @property
     def takes_text(self) -> bool:

@@ -22,6 +22,8 @@ NAMES_ROOT = f"{ROOT}/%names"
 """Below `ROOT` for the same reason; one key per namespace, with its names for models."""
 LEASES_ROOT = f"{ROOT}/%leases"
 """Below `ROOT` too; the work that one process of a namespace does at a time."""
+ADAPTERS_ROOT = f"{ROOT}/%adapters"
+"""Below `ROOT` too; one key for each LoRA adapter that was loaded at run time."""
 MAX_NAME_CHARS = 256
 _ALLOWED = re.compile(r"[A-Za-z0-9._/\-]")
 _TOKEN = re.compile(r"[A-Za-z0-9_\-%]+")
@@ -171,6 +173,11 @@ def model_names_key(namespace: str) -> str:
 def leases_prefix(namespace: str, work: str) -> str:
     """The etcd prefix of what processes of a namespace have taken of one kind of work."""
     return f"{LEASES_ROOT}/{encode(namespace, 'namespace')}/{work}/"
+
+
+def adapters_prefix(namespace: str) -> str:
+    """The etcd prefix of the LoRA adapters that the models of a namespace are to have, each under its encoded name."""
+    return f"{ADAPTERS_ROOT}/{encode(namespace, 'namespace')}/"
 
 
 def responses_prefix(namespace: str, client: str) -> str:

@@ -148,6 +148,10 @@ def test_aliases_and_adapters_lead_to_the_instances_that_have_them() -> None:
     assert ids(view, "t") == [2]
     assert view.model_of("law") == "talker"
     assert view.models() == ["talker"]
+    view.apply(put(instance(3, plain)))  # the newest one, which lacks the names
+    for name in ("law", "t"):
+        assert view.card(name) == with_law
+        assert [each.id for each in view.newest_first(name)] == [2]
     view.apply({instance(2, with_law).key: None})
     assert view.instances("law") == ()
     assert view.model_of("t") is None

@@ -16,12 +16,14 @@ from dynamo.common.errors import (
     DynamoError,
     EngineError,
     InvalidRequest,
+    NotFound,
     Overloaded,
     PayloadTooLarge,
     Unavailable,
     Unsupported,
 )
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
+from dynamo.common.model_card import AdapterReport
 from dynamo.worker.config import RemoteOptions, WorkerConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.remote.completions import StreamReader, TensorRtDialect, VllmDialect
@@ -371,3 +373,32 @@ def test_several_names_with_a_url_are_aliases() -> None:
     flags = ["--url", "http://a", "--url", "http://b", "--model-name", "x", "y"]
     config = load(WorkerConfig, flags, {}, program="worker")
     assert (config.remote.urls, config.aliases) == (("http://a", "http://b"), ("y",))
+
+
+async def test_adapters_are_loaded_and_unloaded_at_the_server(server: VllmServer, engine: RemoteEngine) -> None:
+    engine.check_adapters()
+    with pytest.raises(Unsupported, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+        await engine.load_adapter("sql", "/adapters/sql")
+    server.changes_adapters = True
+    await engine.load_adapter("sql", "/adapters/sql")
+    await generate(engine, make_request(adapter="sql"))
+    assert server.requests[-1]["model"] == "sql"
+    await engine.load_adapter("sql", "/adapters/other")
+    assert server.adapters == {"sql": "/adapters/other"}
+    with pytest.raises(NotFound, match="No adapter found for /adapters/missing"):
+        await engine.load_adapter("new", "/adapters/missing")
+    await engine.unload_adapter("sql")
+    assert server.adapters == {}
+    await engine.unload_adapter("sql")  # somebody else may have done it
+
+
+async def test_an_adapter_that_another_worker_has_loaded_at_the_server_is_taken_over(server: VllmServer) -> None:
+    server.changes_adapters, server.adapters = True, {"sql": "/adapters/sql"}
+    engine = RemoteEngine(HttpClient(server.url, key="secret", timeout_s=10))
+    card = await engine.start()
+    assert card.llm is not None
+    assert card.llm.adapters == ("sql",)
+    assert card.llm.adapter_reports == (AdapterReport(name="sql", path="/adapters/sql"),)
+    server.changes_adapters = False
+    await engine.load_adapter("sql", "/adapters/sql")
+    assert server.adapters == {"sql": "/adapters/sql"}

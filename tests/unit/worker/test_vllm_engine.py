@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable, Unsupported
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, NotFound, Unavailable, Unsupported
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, Role
@@ -57,7 +57,7 @@ async def started(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sta
     model = make_tiny_llama(folder / "tiny")
     adapter = make_tiny_adapter(folder / "adapter")
     (model / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "eos_token_id": [EOS, 7]}))
-    arguments = f"{CPU} --max-lora-rank 8 --lora-modules polite={adapter}"
+    arguments = f"{CPU} --max-lora-rank 8 --max-loras 2 --lora-modules polite={adapter}"
     engine = make_engine(str(model), engine_args=arguments, role=Role.PREFILL, max_num_seqs=8)
     card = await engine.start()
     assert isinstance(card, ModelCard)
@@ -197,6 +197,33 @@ async def test_an_adapter_generates_other_tokens_and_has_a_prefix_cache_of_its_o
     blocks = sequence_hashes(pack_tokens(prompt), 32, space_hash("polite", ""))
     await until(lambda: all(block in started.engine.kv for block in blocks))
     assert (await generate(started, make_request(prompt, 12, adapter="polite")))[0] == polite
+
+
+async def test_adapters_are_loaded_while_it_serves_and_a_new_one_of_a_name_shares_no_cache(
+    started: Started, tmp_path: Path
+) -> None:
+    engine, prompt = started.engine, text("load an adapter at run time, and ask it") * 2
+    engine.check_adapters()
+    assert engine.max_adapters == 2
+    plain, _, _ = await generate(started, make_request(prompt, 12))
+    await engine.load_adapter("late", str(make_tiny_adapter(tmp_path / "late", seed=2)))
+    late, _, first = await generate(started, make_request(prompt, 12, adapter="late"))
+    await engine.load_adapter("late", str(make_tiny_adapter(tmp_path / "later", seed=3)))
+    later, _, second = await generate(started, make_request(prompt, 12, adapter="late"))
+    assert len({tuple(plain), tuple(late), tuple(later)}) == 3
+    assert first.cached_tokens == second.cached_tokens == 0
+    blocks = sequence_hashes(pack_tokens(prompt), 32, space_hash("late", ""))
+    await until(lambda: all(block in engine.kv for block in blocks))
+    await engine.unload_adapter("late")
+    with pytest.raises(InvalidRequest, match="no adapter 'late'"):
+        await generate(started, make_request(prompt, 1, adapter="late"))
+    with pytest.raises(NotFound, match="Loading lora none failed: No adapter found for"):
+        await engine.load_adapter("none", str(tmp_path / "none"))
+    broken = make_tiny_adapter(tmp_path / "broken")
+    (broken / "adapter_config.json").write_text("{")
+    with pytest.raises(EngineError):
+        await engine.load_adapter("broken", str(broken))
+    assert (await generate(started, make_request(prompt, 12)))[0] == plain
 
 
 async def test_evictions_are_published(started: Started) -> None:

@@ -44,6 +44,7 @@ from dynamo.common.scrape import Scraper
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
 from dynamo.common.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.tracing import Tracing, open_tracing
+from dynamo.worker.adapters import AdapterFollower
 from dynamo.worker.cards import CardFinisher
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv, UsesSharedMemory
@@ -271,6 +272,10 @@ async def open_worker(
         )
         await stack.enter_async_context(running(_follow_link(observers.metrics, requests), "link metrics"))
         stack.push_async_callback(_drain, requests, config.drain_timeout_s)
+        if config.adapters.allow:
+            namespace = identity.endpoint.namespace
+            adapters = AdapterFollower(etcd, namespace, config.adapters, service, offer.renew, config.drain_timeout_s)
+            await stack.enter_async_context(running(adapters.follow(), "LoRA adapters"))
         await _register(config, offer, observers, stack)
         sleeper = Sleeper(_listed(engines), service, requests, offer.hide, config.drain_timeout_s)
         stack.push_async_callback(sleeper.close)

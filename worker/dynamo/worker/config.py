@@ -233,6 +233,44 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """LoRA adapters that are loaded at run time."""
+
+    allow: bool = option(
+        False,
+        flags=("--allow-runtime-lora",),
+        env=("DYN_ALLOW_RUNTIME_LORA",),
+        help="Load and unload LoRA adapters on request. Needs --lora-path-root.",
+    )
+    path_roots: tuple[Path, ...] = option(
+        (),
+        flags=("--lora-path-root",),
+        env=("DYN_LORA_PATH_ROOT",),
+        repeatable=True,
+        separator="",
+        metavar="FOLDER",
+        help="A folder below which requests may name LoRA adapters; may be given several times. With --url it is on the server's "
+        "host.",
+    )
+    max_loaded: int | None = option(
+        None,
+        flags=("--max-runtime-loras",),
+        env=("DYN_MAX_RUNTIME_LORAS",),
+        minimum=1,
+        maximum=1_000,
+        help="LoRA adapters that an instance holds at once, those of its start included; default: as many as the engine keeps in "
+        "memory.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.allow and not self.path_roots:
+            raise ValueError("--allow-runtime-lora needs --lora-path-root")
+        for root in self.path_roots:
+            if not root.is_absolute():
+                raise ValueError(f"--lora-path-root must be an absolute path, got {root}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
     """Engine servers that run elsewhere, for the remote engine."""
 
@@ -375,6 +413,7 @@ class WorkerConfig:
         help="Record KV events in JetStream, so that frontends with the same option start without querying each worker.",
     )
     text: TextOptions = group("Language models", prefix="text", default=TextOptions)
+    adapters: AdapterOptions = group("LoRA adapters", prefix="adapters", default=AdapterOptions)
     remote: RemoteOptions = group("Remote engine", prefix="remote", default=RemoteOptions)
     repository: RepositoryOptions = group("Model repository", prefix="repository", default=RepositoryOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)

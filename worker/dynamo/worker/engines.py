@@ -51,6 +51,7 @@ AnyEngine: TypeAlias = Engine | TensorEngine
 
 SIM_SETTINGS = frozenset(
     {
+        "adapters",
         "batched_tokens",
         "block_size",
         "blocks",
@@ -217,6 +218,7 @@ def sim_config(
     | key | |
     |---|---|
     | `blocks`, `block_size` | KV blocks of one rank (16,384) and tokens in one (16) |
+    | `adapters` | LoRA adapters that it holds at once, see `--allow-runtime-lora`; 0: it loads none |
     | `calls` | 1: calls tools, see `sim.script` |
     | `batched_tokens` | tokens computed in one step (8,192) |
     | `speedup` | divides the durations of the timing; 0: steps take no time |
@@ -257,6 +259,7 @@ def sim_config(
             steps_per_turn=int(values.get("steps_per_turn", "1")),
             tokenizer=tokenizer,
             chat_template=(CALLS_TEMPLATE if calls else CHAT_TEMPLATE).encode(),
+            max_adapters=int(values.get("adapters", "0")),
             calls=calls,
         )
     except (ValueError, OSError) as error:

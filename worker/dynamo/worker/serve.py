@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
@@ -107,6 +109,34 @@ def check_names(models: Sequence[ServedModel]) -> None:
             raise InvalidRequest(f"two models of this worker are called '{name}'")
 
 
+class _Uses:
+    """How many requests use each LoRA adapter now."""
+
+    def __init__(self) -> None:
+        self._open: Counter[str] = Counter()
+        self._ended = asyncio.Event()
+
+    @contextmanager
+    def used(self, adapter: str) -> Iterator[None]:
+        """Count a request until the body ends; one without an adapter does not count."""
+        if not adapter:
+            yield
+            return
+        self._open[adapter] += 1
+        try:
+            yield
+        finally:
+            self._open[adapter] -= 1
+            if not self._open[adapter]:
+                del self._open[adapter]
+                self._ended.set()
+
+    async def ended(self, adapter: str) -> None:
+        while adapter in self._open:
+            self._ended.clear()
+            await self._ended.wait()
+
+
 class Service:
     """The models of a process, and the handlers of its requests."""
 
@@ -134,6 +164,7 @@ class Service:
         self._left: set[str] = set()
         """Names of models that were served before: requests for them may still arrive."""
         self._on_accepted = on_accepted
+        self._adapters = _Uses()
         for model in models:
             self.put(model)
         self._loop = asyncio.get_running_loop()
@@ -183,6 +214,10 @@ class Service:
                     self._tensor.pop(name, None)
                     self._llm.pop(name, None)
                     self._left.add(name)
+
+    async def adapter_unused(self, adapter: str) -> None:
+        """Return when no request uses a LoRA adapter."""
+        await self._adapters.ended(adapter)
 
     def version_statistics(self) -> Iterator[VersionStatistics]:
         """Yield the statistics of each version of each model that is served."""
@@ -247,12 +282,15 @@ class Service:
         if served is None:
             raise self._not_served(request.model)
         model, engine = served
+        if request.adapter and request.adapter not in self._llm:  # unloaded since the request was sent
+            raise self._not_served(request.adapter)
         statistics = model.version("")
         context = self._context(incoming, statistics.version)
         encode, send = delta_encoder.encode, incoming.send_nowait
         summary: Summary | None = None
         canary = self._canaries[model.card.name]
-        with self._record(incoming, context, model, statistics, start) as record:
+        record = self._record(incoming, context, model, statistics, start)
+        with self._adapters.used(request.adapter), record:
             self._refuse_late(incoming)
             if self._on_accepted is not None:
                 self._on_accepted(model.card.name, incoming.headers.get("booking", ""))

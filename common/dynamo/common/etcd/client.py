@@ -41,6 +41,10 @@ class Etcd:
         """Delete a key, or all keys with a prefix; return how many there were."""
         return await kv.delete(self._transport, key, prefix=prefix)
 
+    async def remove(self, key: str, *, mod_revision: int) -> bool:
+        """Delete a key that has not changed since `mod_revision`; return whether there is no such key now."""
+        return await kv.remove(self._transport, key, mod_revision=mod_revision)
+
     def watch(
         self,
         prefix: str,

@@ -88,3 +88,13 @@ async def delete(transport: Transport, key: str, *, prefix: bool = False) -> int
     start, end = interval(key, prefix)
     response = await transport.unary(DELETE, pb.DeleteRangeRequest(key=start, range_end=end))
     return response.deleted
+
+
+async def remove(transport: Transport, key: str, *, mod_revision: int) -> bool:
+    """Delete a key whose last change was at `mod_revision`; return whether there is no such key now."""
+    name = to_key(key)
+    unchanged = pb.Compare(result=pb.Compare.EQUAL, target=pb.Compare.MOD, key=name, mod_revision=mod_revision)
+    delete = pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=name))
+    read = pb.RequestOp(request_range=pb.RangeRequest(key=name))
+    response = await transport.unary(TXN, pb.TxnRequest(compare=[unchanged], success=[delete], failure=[read]))
+    return response.succeeded or not response.responses[0].response_range.kvs

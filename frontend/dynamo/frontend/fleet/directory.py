@@ -90,12 +90,12 @@ class Directory:
         return self._view.card(name)
 
     def newest_first(self, name: str) -> Iterator[Instance]:
-        """Yield the registrations of a model, by any of its names, the newest first, including instances marked down."""
+        """Yield the registrations that have a name, the newest first, including instances marked down."""
         return self._view.newest_first(name)
 
-    def count(self, name: str) -> int:
-        """Return how many registrations `newest_first` yields."""
-        return self._view.count(name)
+    def count(self, model: str) -> int:
+        """Return how many registrations a model has, by its own name."""
+        return self._view.count(model)
 
     def cards(self) -> Mapping[str, ModelCard]:
         """Return the card of each registered model by its name."""

@@ -18,6 +18,7 @@ from typing import Self
 import msgspec
 from google.protobuf.message import DecodeError
 
+from dynamo.common.adapters import LoadAdapter
 from dynamo.common.discovery import Instance, other_names
 from dynamo.common.errors import (
     DynamoError,
@@ -30,10 +31,11 @@ from dynamo.common.errors import (
 )
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.repository import IndexEntry, LoadRequest, UnloadRequest
+from dynamo.common.repository import IndexEntry, LoadRequest, UnloadRequest, merge_indexes
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tracing import Tracing
 from dynamo.frontend.config import ServingOptions
+from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.fleet.statistics import add_up
@@ -79,6 +81,7 @@ class DataPlane:
         tracing: Tracing | None = None,
         repository: Repository | None = None,
         rules: RuleTable | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.models = directory
         """The live view of registrations."""
@@ -88,6 +91,7 @@ class DataPlane:
         self._link = link
         self._dispatcher = dispatcher
         self._repository = repository
+        self._adapters = adapters
         self._texts = texts
         self._metrics = metrics
         self._settings = settings
@@ -268,16 +272,33 @@ class DataPlane:
     # Model repositories
 
     def repository_index(self, account: Account) -> list[IndexEntry]:
-        """Return what the workers' repositories hold, as far as the caller may use it."""
-        return [] if self._repository is None else self._repository.index(account)
+        """Return what the workers' repositories hold, and the LoRA adapters of models, as far as the caller may use it."""
+        models = [] if self._repository is None else self._repository.index(account)
+        adapters = () if self._adapters is None else merge_indexes(self._adapters.index())
+        return [*models, *(entry for entry in adapters if account.permits(entry.name))]
 
-    async def load_model(self, account: Account, request: LoadRequest) -> None:
-        """Have the workers that can load a model do so. Raises DynamoError."""
-        await self._repositories().load(account, request)
+    async def load_model(self, account: Account, request: LoadRequest | LoadAdapter) -> None:
+        """Have the workers that can load a model, or a LoRA adapter, do so. Raises DynamoError."""
+        if isinstance(request, LoadAdapter):
+            await self._loaded_adapters().load(account, request)
+        else:
+            await self._repositories().load(account, request)
 
     async def unload_model(self, account: Account, request: UnloadRequest) -> None:
-        """Have every worker unload a model; return when its accepted requests are over. Raises DynamoError."""
-        await self._repositories().unload(account, request)
+        """Have every worker unload a model or a LoRA adapter; return when its accepted requests are over. Raises DynamoError."""
+        if self._adapters is not None and self._adapters.has(request.model):
+            await self._adapters.unload(account, request.model)
+        else:
+            await self._repositories().unload(account, request)
+
+    async def unload_adapter(self, account: Account, name: str) -> None:
+        """Unload a LoRA adapter everywhere. Raises DynamoError."""
+        await self._loaded_adapters().unload(account, name)
+
+    def _loaded_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise Unsupported("this server loads no LoRA adapters")
+        return self._adapters
 
     def _repositories(self) -> Repository:
         if self._repository is None:
@@ -376,6 +397,7 @@ async def open_data_plane(
     tracing: Tracing | None = None,
     repositories: RepositoryView | None = None,
     rules: RuleTable | None = None,
+    adapters: Adapters | None = None,
 ) -> AsyncIterator[DataPlane]:
     """Open a data plane that follows `directory`. `text_loader` reads tokenizers; `link` is the client's connection."""
     settings = settings or ServingOptions()
@@ -396,7 +418,7 @@ async def open_data_plane(
         if repositories is not None:
             repository = Repository(repositories, dispatcher.query_at, directory, settings.repository_timeout_s)
         catalog = ModelCatalog(directory, metrics, settings.models, settings.remember_s)
-        plane = DataPlane(directory, catalog, link, dispatcher, texts, metrics, settings, tracing, repository, rules)
+        plane = DataPlane(directory, catalog, link, dispatcher, texts, metrics, settings, tracing, repository, rules, adapters)
         try:
             if settings.canary.wait_s is None:
                 yield plane

@@ -32,11 +32,11 @@ class ModelDirectory(Instances, Protocol):
         ...
 
     def newest_first(self, name: str) -> Iterator[Instance]:
-        """Yield the registrations of a model, by any of its names, the newest first, including instances marked down."""
+        """Yield the registrations that have a name, the newest first, including instances marked down."""
         ...
 
-    def count(self, name: str) -> int:
-        """Return how many registrations `newest_first` yields."""
+    def count(self, model: str) -> int:
+        """Return how many registrations a model has, by its own name."""
         ...
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -153,7 +153,7 @@ class ModelCatalog:
         live = self._directory.card(name)
         cards: Iterable[ModelCard]
         if live is not None:
-            cards = (instance.card for instance in self._directory.newest_first(live.name))
+            cards = (instance.card for instance in self._directory.newest_first(name))
         else:
             now = self._loop.time()
             lost = (card for card, gone_at in self._gone.values() if now - gone_at < self._remember_s)

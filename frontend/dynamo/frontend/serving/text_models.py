@@ -103,7 +103,15 @@ def _key(card: ModelCard) -> _Key:
     """Return what cards must agree in to share a text model; memory and load of an instance do not matter for text."""
     assert card.llm is not None
     return card.name, msgspec.structs.replace(
-        card.llm, block_size=0, total_blocks=0, max_num_seqs=0, max_batched_tokens=0, data_parallel_size=1, adapters=()
+        card.llm,
+        block_size=0,
+        total_blocks=0,
+        max_num_seqs=0,
+        max_batched_tokens=0,
+        data_parallel_size=1,
+        adapters=(),
+        adapter_reports=(),
+        loads_adapters=False,
     )
 
 

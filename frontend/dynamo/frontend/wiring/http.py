@@ -13,6 +13,7 @@ from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.console.operations import Console, console_operations
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.http.adapter_operations import adapter_operations
 from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.exchange import HttpSettings
 from dynamo.frontend.api.http.guard import HttpGuard
@@ -79,6 +80,7 @@ async def open_http(
         *monitoring,
         *process_operations(),
         *model_operations(readiness, time.time()),
+        *adapter_operations(readiness),
         *protocols,
         *BatchOperations(files, batches, runner.poke).operations(),
         *_console_operations(config, readiness, loads),

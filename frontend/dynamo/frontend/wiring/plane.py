@@ -20,6 +20,7 @@ from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.guard import Accounts
 from dynamo.frontend.api.http.routing_operations import RoutingControl
 from dynamo.frontend.config import FrontendConfig
+from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
 from dynamo.frontend.fleet.leases import open_leases
@@ -78,11 +79,12 @@ async def open_plane(
         links.batch_leases = await stack.enter_async_context(open_leases(etcd, leases_prefix(config.namespace, "batches")))
         names = links.names = await stack.enter_async_context(open_names(etcd, config.namespace))
         repositories = await stack.enter_async_context(open_repositories(etcd, config.namespace))
+        adapters = Adapters(etcd, config.namespace, directory, config.serving.repository_timeout_s)
         store = FileStore(nats, config.cache_dir.expanduser())
         texts = await stack.enter_async_context(open_text_files(store, config.text))
         plane = await stack.enter_async_context(
             open_data_plane(
-                directory, client, nats, router, texts, metrics.frontend, config.serving, tracing, repositories, names
+                directory, client, nats, router, texts, metrics.frontend, config.serving, tracing, repositories, names, adapters
             )
         )
         if not directory.ready.is_set():

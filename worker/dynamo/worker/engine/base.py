@@ -160,6 +160,36 @@ class Sleeps(Protocol):
 
 
 @runtime_checkable
+class LoadsAdapters(Protocol):
+    """An engine of one model that loads and unloads LoRA adapters while it serves."""
+
+    @property
+    def max_adapters(self) -> int | None:
+        """Adapters that the engine holds at once; None: it does not say."""
+        ...
+
+    def check_adapters(self) -> None:
+        """Raises Unsupported if the engine was started in a way that does not allow it."""
+        ...
+
+    @property
+    def reads_adapters_here(self) -> bool:
+        """Whether it reads adapters from files of this machine, rather than a server from its own."""
+        ...
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Return when requests can use the adapter, which replaces the one of its name. Nothing changes on failure.
+
+        Raises NotFound if there is no adapter at `path`, EngineError if it cannot be loaded.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Free what the adapter takes. No new request uses it. Raises EngineError."""
+        ...
+
+
+@runtime_checkable
 class HasFiles(Protocol):
     """An engine whose card names files of the object store, such as a tokenizer and a chat template."""
 

@@ -30,17 +30,17 @@ from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import ZmqEventPublisher
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.exceptions import GracefulHTTPError, LoRAAdapterNotFoundError, VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, Unavailable, Unsupported
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, NotFound, Overloaded, Unavailable, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
-from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
+from dynamo.common.model_card import AdapterReport, LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, OutputReader, check_request, sampling_settings, structured_settings
@@ -51,6 +51,8 @@ from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_NUMBER = "#"
+"""Between an adapter's name and a number, in names at vLLM. Names have no such character."""
 
 
 class _EngineStats:
@@ -174,6 +176,9 @@ class VllmEngine:
         self._arguments.max_num_seqs = max_num_seqs or self._arguments.max_num_seqs
         self._arguments.max_model_len = context_length or self._arguments.max_model_len
         self._adapters = arguments.adapters
+        self._adapter_names = set(arguments.adapters)
+        """Every name that an adapter has had."""
+        self._adapter_numbers = count(len(arguments.adapters) + 1)
         self._name = name or (Path(model).resolve().name if Path(model).is_dir() else model)
         self._role = role
         self._files: list[bytes] = []
@@ -209,7 +214,7 @@ class VllmEngine:
                 raise
             stack.push_async_callback(asyncio.to_thread, self.llm.shutdown)
             for source in self._kv_sources():
-                await stack.enter_async_context(following(source, self.kv, self._stepped))
+                await stack.enter_async_context(following(source, self.kv, self._stepped, _adapter_name))
             self._stack = stack.pop_all()
         return self._card()
 
@@ -271,6 +276,7 @@ class VllmEngine:
                 max_batched_tokens=scheduler.max_num_batched_tokens,
                 data_parallel_size=self._ranks,
                 adapters=tuple(self._adapters),
+                adapter_reports=tuple(AdapterReport(name=name, path=lora.path) for name, lora in self._adapters.items()),
             ),
         ).check()
 
@@ -345,6 +351,44 @@ class VllmEngine:
             await asyncio.sleep(_LOOK_S)
         return EngineError("vLLM's engine process has died")
 
+    @property
+    def max_adapters(self) -> int | None:
+        lora = self.llm.vllm_config.lora_config
+        return None if lora is None else lora.max_cpu_loras or lora.max_loras
+
+    @property
+    def reads_adapters_here(self) -> bool:
+        return True
+
+    def check_adapters(self) -> None:
+        if self.llm.vllm_config.lora_config is None:
+            raise Unsupported("vLLM was started without --engine-args '--enable-lora'")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        number = next(self._adapter_numbers)
+        former = self._adapters.get(name)
+        # vLLM keys cached blocks by this name, and other weights must not share them.
+        adapter = LoRARequest(f"{name}{_NUMBER}{number}" if name in self._adapter_names else name, number, path)
+        try:
+            await self.llm.add_lora(adapter)
+        except Exception as error:
+            if str(LoRAAdapterNotFoundError(adapter.lora_name, path)) in str(error):
+                raise NotFound(str(LoRAAdapterNotFoundError(name, path))) from error
+            raise EngineError(str(error)) from error
+        self._adapters[name] = adapter
+        self._adapter_names.add(name)
+        if former is not None:
+            await self._remove(former)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._remove(self._adapters.pop(name))
+
+    async def _remove(self, adapter: Any) -> None:
+        try:
+            await self.llm.remove_lora(adapter.lora_int_id)  # False: vLLM had dropped it for want of room
+        except Exception as error:
+            raise EngineError(f"vLLM did not unload LoRA adapter '{adapter.lora_name}': {error!r}") from error
+
     def check_sleep(self) -> None:
         # Without the option vLLM claims to sleep but frees nothing.
         if not self.llm.vllm_config.model_config.enable_sleep_mode:
@@ -390,6 +434,11 @@ def _to_error(error: Exception) -> DynamoError:
             return EngineError(f"vLLM failed on the request: {error.__cause__!r}")
         case _:
             return InvalidRequest(str(error.__cause__ or error))
+
+
+def _adapter_name(lora_name: str) -> str:
+    """Return the name of an adapter from its name at vLLM."""
+    return lora_name.partition(_NUMBER)[0]
 
 
 def _trace(context: Context) -> dict[str, str]:

@@ -10,7 +10,7 @@ travels on are our own sequence hashes over the token ids in the events.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,8 @@ class BlocksRemoved:
 class AllCleared:
     pass
 
+
+AdapterName = Callable[[str], str]
 
 VllmEvent = BlocksStored | BlocksRemoved | AllCleared
 
@@ -216,7 +218,9 @@ class Translator:
     attention, counts for all, because only there a cached block means that the whole prefix before it is cached, too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, adapter_name: AdapterName = str) -> None:
+        """`adapter_name` returns our name of an adapter from the engine's."""
+        self._adapter_name = adapter_name
         self._blocks: dict[int, _Block] = {}
         self._group: int | None = None
         self.orphans = 0
@@ -257,7 +261,7 @@ class Translator:
             if parent is None:
                 # The salt is the last extra key of a first block.
                 salt = keys.pop() if keys and isinstance(keys[-1], str) else ""
-                parent = space_hash(event.adapter, salt)
+                parent = space_hash(self._adapter_name(event.adapter), salt)
             try:
                 block = block_hash(_block_bytes(event.token_ids[position * size : (position + 1) * size], keys))
             except OverflowError:

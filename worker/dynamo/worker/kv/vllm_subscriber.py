@@ -18,7 +18,7 @@ import zmq.asyncio
 from dynamo.common.background import running_tasks
 from dynamo.common.errors import EngineError
 from dynamo.common.kv.events import KvState
-from dynamo.worker.kv.vllm_events import Translator, decode_batch
+from dynamo.worker.kv.vllm_events import AdapterName, Translator, decode_batch
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +37,19 @@ class KvSource:
 
 
 @asynccontextmanager
-async def following(source: KvSource, kv: KvState, on_change: Callable[[], None]) -> AsyncIterator[KvFollower]:
-    """Keep the blocks of the source's rank in `kv` current while the body runs, including events published before."""
+async def following(
+    source: KvSource, kv: KvState, on_change: Callable[[], None], adapter_name: AdapterName = str
+) -> AsyncIterator[KvFollower]:
+    """Keep the blocks of the source's rank in `kv` current while the body runs, including events published before.
+
+    `adapter_name` returns our name of an adapter from the engine's.
+    """
     with zmq.asyncio.Context() as context, closing(context.socket(zmq.SUB)) as events:
         context.linger = 0
         events.linger = 0
         events.rcvhwm = 0  # what is not read yet waits here: the publisher would drop it
         events.subscribe(b"")
-        follower = KvFollower(source, context, kv, on_change)
+        follower = KvFollower(source, context, kv, on_change, adapter_name)
         with closing(events.get_monitor_socket(zmq.EVENT_DISCONNECTED)) as monitor:
             events.connect(source.events)
             await follower.catch_up()
@@ -57,12 +62,20 @@ async def following(source: KvSource, kv: KvState, on_change: Callable[[], None]
 class KvFollower:
     """Follows the events of one rank, on the event loop."""
 
-    def __init__(self, source: KvSource, context: zmq.asyncio.Context, kv: KvState, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        source: KvSource,
+        context: zmq.asyncio.Context,
+        kv: KvState,
+        on_change: Callable[[], None],
+        adapter_name: AdapterName = str,
+    ) -> None:
         self._source = source
         self._context = context
         self._kv = kv
         self._on_change = on_change
-        self._translator = Translator()
+        self._adapter_name = adapter_name
+        self._translator = Translator(adapter_name)
         self._next = 0
         """Number of the next batch."""
         self._is_suspect = False
@@ -130,14 +143,14 @@ class KvFollower:
         log.warning("the engine's KV events %d to %d are lost: routers see its cache as empty", self._next, number - 1)
         self.lost += number - self._next
         self._next = number
-        self._translator = Translator()
+        self._translator = Translator(self._adapter_name)
         self._kv.clear(self._source.rank)
 
     def _restart(self) -> None:
         """Begin again: the numbers are those of another process, whose cache was empty at its beginning."""
         log.info("the engine's KV events begin again")
         self._next = 0
-        self._translator = Translator()
+        self._translator = Translator(self._adapter_name)
         self._kv.clear(self._source.rank)
 
     def _apply(self, payload: bytes) -> None:

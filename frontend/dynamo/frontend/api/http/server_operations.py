@@ -144,7 +144,7 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
             "owned_by": card.platform,
             "kind": card.kind.value,
             "ready": readiness.is_model_ready(name),
-            "root": card.name,
+            "root": _root(card, name),
             "parent": card.name if name != card.name else None,
         }
         if card.llm is not None:
@@ -197,6 +197,12 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
         _page("/v1/models/{model:path}/ready", Surface.METADATA, ready, "Whether a model can be used now", "Models"),
         _page("/v1/models/{model:path}", Surface.METADATA, model, "One model", "Models"),
     ]
+
+
+def _root(card: ModelCard, name: str) -> str:
+    """Return where an adapter was read from; of other names, the model that they stand for."""
+    report = None if card.llm is None else card.llm.adapter_report(name)
+    return card.name if report is None else report.path or card.name
 
 
 def _page(path: str, surface: Surface, handle: Handler, summary: str, group: str = "Server") -> Operation:

@@ -111,7 +111,7 @@ def repository_index(
     """
     by_version: dict[tuple[str, str], IndexEntry] = {}
     for entry in entries:
-        if entry.state is ModelState.READY:
+        if entry.state is ModelState.READY and not is_ready(entry.name, entry.version):
             entry = IndexEntry(name=entry.name, version=entry.version, reason=entry.reason or _NO_INSTANCE)
         by_version[entry.name, entry.version] = entry
     for card in cards:

@@ -6,12 +6,17 @@ import base64
 import binascii
 from collections.abc import Mapping
 
+from dynamo.common.adapters import LoadAdapter
 from dynamo.common.errors import InvalidRequest, Unsupported
 from dynamo.common.names import check_name
 from dynamo.common.repository import LoadRequest, UnloadRequest
 from dynamo.protos.inference_pb2 import ModelRepositoryParameter
 
 FILE = "file:"
+_ADAPTER_PATH = "lora_path"
+"""The parameter that makes a load request one of a LoRA adapter."""
+_ADAPTER_PARAMETERS = {_ADAPTER_PATH: str, "base_model_name": str, "load_inplace": bool}
+_KINDS = {str: "string_param", bool: "bool_param"}
 _STEP_CHARS = 2**20  # a multiple of 4
 _NO_NAME = "'repository_name' specification is not supported"
 
@@ -22,7 +27,7 @@ def check_repository(name: str) -> None:
         raise Unsupported(_NO_NAME)
 
 
-def load_request(model: str, parameters: Mapping[str, ModelRepositoryParameter]) -> LoadRequest:
+def load_request(model: str, parameters: Mapping[str, ModelRepositoryParameter]) -> LoadRequest | LoadAdapter:
     """Return the load request. Raises InvalidRequest for unknown or malformed parameters."""
     return _load(model, {name: _value(parameter) for name, parameter in parameters.items()})
 
@@ -32,7 +37,7 @@ def unload_request(model: str, parameters: Mapping[str, ModelRepositoryParameter
     return _unload(model, {name: _value(parameter) for name, parameter in parameters.items()})
 
 
-def load_request_from_json(model: str, body: Mapping[str, object]) -> LoadRequest:
+def load_request_from_json(model: str, body: Mapping[str, object]) -> LoadRequest | LoadAdapter:
     """Return the load request of a JSON body, with files in base64. Raises InvalidRequest."""
     parameters: dict[str, object] = {}
     for name, value in _parameters(body).items():
@@ -59,8 +64,10 @@ def _decode_base64(text: str) -> bytes:
     )
 
 
-def _load(model: str, parameters: Mapping[str, object]) -> LoadRequest:
+def _load(model: str, parameters: Mapping[str, object]) -> LoadRequest | LoadAdapter:
     check_name(model)
+    if _ADAPTER_PATH in parameters:
+        return _load_adapter(model, parameters)
     config, path = "", ""
     files: dict[str, bytes] = {}
     for name, value in parameters.items():
@@ -78,6 +85,23 @@ def _load(model: str, parameters: Mapping[str, object]) -> LoadRequest:
     if files and not config:
         raise InvalidRequest("the parameter 'config' is required with file:<path>")
     return LoadRequest(model=model, config=config, files=files, path=path)
+
+
+def _load_adapter(name: str, parameters: Mapping[str, object]) -> LoadAdapter:
+    """Return a request to load a LoRA adapter: its parameters are named as in vLLM's `/v1/load_lora_adapter`."""
+    fields: dict[str, object] = {"load_inplace": False, "base_model_name": "", **parameters}
+    for parameter, value in fields.items():
+        kind = _ADAPTER_PARAMETERS.get(parameter)
+        if kind is None:
+            raise InvalidRequest(f"unrecognized load parameter '{parameter[:200]}'.")
+        if not isinstance(value, kind):
+            raise InvalidRequest(f"invalid value type for load parameter '{parameter}', expected {_KINDS[kind]}.")
+    return LoadAdapter(
+        name=name,
+        path=str(fields[_ADAPTER_PATH]),
+        model=str(fields["base_model_name"]),
+        in_place=bool(fields["load_inplace"]),
+    )
 
 
 def _unload(model: str, parameters: Mapping[str, object]) -> UnloadRequest:

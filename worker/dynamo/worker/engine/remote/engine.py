@@ -17,10 +17,10 @@ from typing import TypeVar
 import msgspec
 
 from dynamo.common.background import running
-from dynamo.common.errors import EngineError, InvalidRequest, Overloaded, Unavailable
+from dynamo.common.errors import EngineError, InvalidRequest, NotFound, Overloaded, Unavailable, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
 from dynamo.common.kv.events import KvState
-from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
+from dynamo.common.model_card import TAKES_TEXT, AdapterReport, LlmInfo, ModelCard, ModelKind
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.remote.completions import TensorRtDialect, VllmDialect
@@ -125,6 +125,8 @@ class RemoteEngine:
         self._events_source = events
         self._requests = OpenRequests()
         self._load = LoadFollower(client, self._requests, max_num_seqs)
+        self._adapters: set[str] = set()
+        """LoRA adapters that were loaded at run time."""
         self._callbacks: list[Callable[[], None]] = []
         self._stack = AsyncExitStack()
         self.kv = KvState()
@@ -151,7 +153,7 @@ class RemoteEngine:
             info = await self._token_info(kind, served, min(limits))
         await self._when_ready(self._check)
         blocks = await self._follow()
-        adapters = tuple(model.id for model in models if model.parent == served.id and model.root != served.root)
+        adapters = _adapters(models, served.id)
         return ModelCard(
             name=self._name,
             kind=ModelKind.LLM,
@@ -159,7 +161,8 @@ class RemoteEngine:
             llm=msgspec.structs.replace(
                 info,
                 max_num_seqs=self._max_num_seqs or 0,
-                adapters=adapters,
+                adapters=tuple(adapters),
+                adapter_reports=tuple(AdapterReport(name=name, path=path) for name, path in adapters.items()),
                 block_size=blocks.block_size if self._events_source is not None else 0,
                 total_blocks=blocks.total_blocks,
             ),
@@ -228,6 +231,47 @@ class RemoteEngine:
                 raise Unavailable(f"the server at {self._client} is unhealthy: {error}") from error
             finally:
                 self._changed()
+
+    @property
+    def max_adapters(self) -> int | None:
+        return None
+
+    @property
+    def reads_adapters_here(self) -> bool:
+        return False
+
+    def check_adapters(self) -> None:
+        if not isinstance(self._dialect, VllmDialect):
+            raise Unsupported(f"the server at {self._client} loads no LoRA adapters: only those of vLLM do")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Have the server load it. One that the server has already, from another worker or an earlier one, is taken over."""
+        present = _adapters(await self._fetch_models(), self._model)
+        if present.get(name) == path and name not in self._adapters:
+            self._adapters.add(name)
+            return
+        await self._change_adapter("load", {"lora_name": name, "lora_path": path, "load_inplace": name in present})
+        self._adapters.add(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        self._adapters.discard(name)
+        try:
+            await self._change_adapter("unload", {"lora_name": name})
+        except NotFound:
+            log.info("the server at %s had unloaded the LoRA adapter '%s' already", self._client, name)
+
+    async def _change_adapter(self, verb: str, fields: dict[str, object]) -> None:
+        """Raises the server's error, and Unsupported if it was not started to change adapters."""
+        path = f"/v1/{verb}_lora_adapter"
+        status, body = await self._client.fetch("POST", path, msgspec.json.encode(fields))
+        if status == 200:
+            return
+        error = read_failure(status, body)
+        if status == 404 and str(fields["lora_name"]) not in str(error):  # the path itself is unknown
+            raise Unsupported(
+                f"the server at {self._client} has no {path}: start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+            )
+        raise NotFound(str(error)) if status == 404 else error
 
     def load(self) -> EngineLoad:
         return self._load.load()
@@ -345,6 +389,12 @@ class RemoteEngine:
         except (InvalidRequest, EngineError, NotServed) as error:
             what = "text" if takes_text else "token ids"
             raise InvalidRequest(f"the server at {self._client} cannot be used with {what}: {error}") from error
+
+
+def _adapters(models: Sequence[ServedModel], served: str) -> dict[str, str]:
+    """Return the paths of the LoRA adapters in a server's list, by name."""
+    root = next((model.root for model in models if model.id == served), None)
+    return {model.id: model.root or "" for model in models if model.parent == served and model.root != root}
 
 
 def _folder(root: str | None) -> Path | None:

@@ -6,18 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from time import perf_counter
 from typing import Any
+from zlib import crc32
 
+import msgspec
 from msgspec.structs import replace
 
 from dynamo.common.background import start
-from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.errors import EngineError, InvalidRequest, NotFound, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.kv.events import NO_STEPS, KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
-from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
+from dynamo.common.model_card import AdapterReport, LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, StepResult
 from dynamo.worker.engine.sim.scheduler import Sequence as SimSequence
@@ -47,6 +50,9 @@ class SimConfig:
     chat_template: bytes = b""
     eos_token: str = ""
     adapters: tuple[str, ...] = ()
+    """LoRA adapters that it has from its start."""
+    max_adapters: int = 0
+    """Adapters that it holds at once; 0: it loads none."""
     calls: bool = False
     """Respond to conversations by calls of their tools: see `Script`."""
 
@@ -104,6 +110,8 @@ class SimEngine:
         self._ranks: list[_Rank] = []
         self._script = Script(config.tokenizer)
         self._tasks: list[asyncio.Task[None]] = []
+        self._adapters: dict[str, int] = {}
+        """Seeds of the adapters that were loaded, by name."""
         self.kv = KvState()
         self._step_callbacks: list[Callable[[], None]] = []
 
@@ -131,6 +139,7 @@ class SimEngine:
                 max_batched_tokens=scheduler.max_batched_tokens,
                 data_parallel_size=config.data_parallel_size,
                 adapters=config.adapters,
+                adapter_reports=tuple(AdapterReport(name=name) for name in config.adapters),
                 tool_parser="hermes" if config.calls else "",
             ),
         ).check()
@@ -178,6 +187,28 @@ class SimEngine:
 
     async def wake(self) -> None:
         """There is nothing to restore."""
+
+    @property
+    def max_adapters(self) -> int:
+        return self.config.max_adapters
+
+    @property
+    def reads_adapters_here(self) -> bool:
+        return True
+
+    def check_adapters(self) -> None:
+        """Raises Unsupported without room for adapters."""
+        if not self.config.max_adapters:
+            raise Unsupported(
+                "the simulated engine was started without the setting 'adapters', the number of adapters that it holds"
+            )
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Read the adapter's configuration. What the model generates with it depends on that."""
+        self._adapters[name] = await asyncio.to_thread(_read_adapter, name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        del self._adapters[name]
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
         self._check(request)
@@ -274,7 +305,7 @@ class SimEngine:
             stop_tokens |= {eos}
         # Each choice and each seed has its own continuation; without a seed, all requests share the engine's.
         seed = START
-        for part in (config.seed, request.sampling.seed or 0, index):
+        for part in (config.seed, request.sampling.seed or 0, index, *self._adapter_seed(request.adapter)):
             seed = advance(seed, part)
         return SimSequence(
             prompt=bytes(request.prompt),
@@ -289,6 +320,9 @@ class SimEngine:
             fetched=bool(transfer.get("do_remote_prefill")),
             script=script,
         )
+
+    def _adapter_seed(self, adapter: str) -> tuple[int, ...]:
+        return (self._adapters[adapter],) if adapter in self._adapters else ()
 
     def _summary(self, stream: _Stream, request: GenerateRequest) -> Summary:
         first = stream.choices[0]
@@ -413,3 +447,15 @@ def _logprobs(token: int, alternatives: int, reported: Sequence[int]) -> list[tu
     """Return invented probabilities: half for the token, halving with each neighbour or, if there are any, reported token."""
     tokens = [token, *reported] if reported else [token ^ rank for rank in range(alternatives + 1)]
     return [(other, -0.6931471805599453 * (rank + 1)) for rank, other in enumerate(tokens)]
+
+
+def _read_adapter(name: str, path: str) -> int:
+    """Return a seed from the configuration of an adapter. Raises NotFound, EngineError."""
+    try:
+        configuration = (Path(path) / "adapter_config.json").read_bytes()
+        msgspec.json.decode(configuration, type=dict[str, Any])
+    except OSError as error:
+        raise NotFound(f"Loading lora {name} failed: No adapter found for {path}") from error
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"Loading lora {name} failed: its adapter_config.json cannot be read: {error}") from error
+    return crc32(configuration)
