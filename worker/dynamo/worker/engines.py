@@ -42,6 +42,7 @@ from dynamo.worker.kv.vllm_subscriber import KvSource
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.layout import is_repository
 from dynamo.worker.repository.models import RepositorySettings
+from dynamo.worker.repository.object_store import is_url
 from dynamo.worker.repository.rate_limiter import RateLimit, RateLimiter
 from dynamo.worker.tokenizers.folder import TextFiles, read_folder
 from dynamo.worker.tokenizers.gguf import GgufModel
@@ -187,9 +188,15 @@ def split_repositories(
 
 
 def make_repository(options: RepositoryOptions, folders: tuple[Path, ...], drain_s: float) -> RepositoryEngine:
-    """Return an engine for model repositories, not started. Raises InvalidRequest for a folder that does not exist."""
+    """Return an engine for the model repositories of `options` and those in `folders`, not started.
+
+    Raises InvalidRequest for a folder that does not exist.
+    """
+    plain = [text.removeprefix("file://") for text in options.repositories]
+    folders = (*(Path(text) for text in plain if not is_url(text)), *folders)
     settings = RepositorySettings(
         folders=tuple(folder.expanduser().resolve() for folder in folders),
+        stores=tuple(text for text in plain if is_url(text)),
         auto_complete=options.auto_complete,
         strict_outputs=options.strict_outputs,
         default_max_batch_size=options.default_max_batch_size,

@@ -99,6 +99,7 @@ class RepositoryControl:
         while True:
             await asyncio.sleep(every_s)
             try:
+                await asyncio.to_thread(models.refresh)
                 if models.rescan(await asyncio.to_thread(models.list_names)):
                     await self.publish()
                 if self._engine.mode is ControlMode.POLL:

@@ -57,12 +57,15 @@ class RepositoryEngine:
 
     async def start(self) -> Sequence[ModelCard]:
         """Load the models. Raises InvalidRequest for a model that does not load, except in the mode POLL or without
-        `exit_on_error`.
+        `exit_on_error`, and InvalidRequest or Unavailable for an object store that cannot be read.
         """
-        names = self.models.list_names()
-        if self.mode is ControlMode.EXPLICIT and ALL not in self._load:
-            names = list(self._load)
         try:
+            for error in await asyncio.to_thread(self.models.refresh):
+                raise error
+            names = self.models.list_names()
+            self.models.rescan(names)
+            if self.mode is ControlMode.EXPLICIT and ALL not in self._load:
+                names = list(self._load)
             if self.mode is ControlMode.POLL:
                 self.seen = await asyncio.to_thread(self.models.fingerprints)
             failed = await self.models.load_all(names)

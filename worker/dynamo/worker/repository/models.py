@@ -52,6 +52,7 @@ from dynamo.worker.repository.model_config import (
 from dynamo.worker.repository.onnx_backend import OnnxBackend
 from dynamo.worker.repository.python_backend import PythonBackend
 from dynamo.worker.repository.rate_limiter import RateLimiter
+from dynamo.worker.repository.remote_repository import RemoteRepository
 from dynamo.worker.repository.response_cache import ResponseCache
 from dynamo.worker.repository.sequences import SequenceModel
 from dynamo.worker.repository.source import FilesNotWritten, ModelPaths, temporary_folder, write_files
@@ -91,6 +92,8 @@ class Host(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositorySettings:
     folders: tuple[Path, ...]
+    stores: tuple[str, ...] = ()
+    """URLs of repositories in object stores."""
     copies: Path
     """Where unpacked environments and models of object stores are kept."""
     auto_complete: bool = True
@@ -130,6 +133,13 @@ class RepositoryModels:
     def __init__(self, settings: RepositorySettings) -> None:
         """Raises InvalidRequest for a folder that does not exist."""
         self._settings = settings
+        copies = ContentCache(settings.copies, settings.copies_bytes)
+        self._remote = {
+            remote.picture: remote
+            for remote in (RemoteRepository(url, copies, settings.path_max_bytes) for url in settings.stores)
+        }
+        """By the folders that stand for them."""
+        self._folders = (*settings.folders, *self._remote)
         self._paths = ModelPaths(settings.path_roots, settings.path_max_bytes)
         self._loaded: dict[str, LoadedModel] = {}
         self._states: dict[str, _State] = {}
@@ -147,7 +157,6 @@ class RepositoryModels:
         self._lock = asyncio.Lock()
         self._host: Host | None = None
         self.cache = ResponseCache(settings.cache_bytes) if settings.cache_bytes else None
-        copies = ContentCache(settings.copies, settings.copies_bytes)
         self._python = PythonBackend(self, Environments(copies, settings.path_max_bytes), settings.rate_limiter)
         self._backends: dict[str, ModelBackend] = {
             "onnxruntime": OnnxBackend(settings.default_max_batch_size if settings.auto_complete else 0, settings.rate_limiter),
@@ -157,7 +166,9 @@ class RepositoryModels:
         self.rescan()
 
     def __repr__(self) -> str:
-        return f"<RepositoryModels in {[str(folder) for folder in self._settings.folders]}, loaded={sorted(self._loaded)}>"
+        return (
+            f"<RepositoryModels in {[*map(str, self._settings.folders), *self._settings.stores]}, loaded={sorted(self._loaded)}>"
+        )
 
     def use_shared_memory(self, memory: SharedMemory) -> None:
         """Let processes of models that are loaded from now on read and write tensors in shared memory."""
@@ -176,7 +187,18 @@ class RepositoryModels:
 
     def list_names(self) -> list[str]:
         """Return the names of all models in the folders, loaded or not. Raises InvalidRequest if the folders cannot be read."""
-        return sorted(model_folders(self._settings.folders))
+        return sorted(model_folders(self._folders))
+
+    def refresh(self) -> list[DynamoError]:
+        """Look at the repositories in object stores again. Blocks. Return the errors of those that cannot be read now."""
+        errors: list[DynamoError] = []
+        for remote in self._remote.values():
+            try:
+                remote.refresh()
+            except DynamoError as error:
+                log.error("%s", error)
+                errors.append(error)
+        return errors
 
     def cards(self) -> list[ModelCard]:
         return [model.card for model in self._loaded.values()]
@@ -223,7 +245,7 @@ class RepositoryModels:
     def fingerprints(self) -> dict[str, Fingerprint]:
         """Return the fingerprint of every model's files; it is empty for a folder that cannot be read."""
         fingerprints: dict[str, Fingerprint] = {}
-        for name, folders in model_folders(self._settings.folders).items():
+        for name, folders in model_folders(self._folders).items():
             try:
                 fingerprints[name] = tuple(entry for folder in folders for entry in fingerprint(folder))
             except InvalidRequest as error:
@@ -314,6 +336,8 @@ class RepositoryModels:
         fails.
         """
         async with self._lock:
+            if self._remote and not request.files and not request.path:
+                await asyncio.to_thread(self.refresh)
             self.rescan()
             try:
                 loaded = await self._load(self._with_override(request), ())
@@ -349,7 +373,7 @@ class RepositoryModels:
         return tuple(entry for folder in self._folders_of(name) for entry in fingerprint(folder))
 
     def _folders_of(self, name: str) -> Sequence[Path]:
-        return model_folders(self._settings.folders).get(name, ())
+        return model_folders(self._folders).get(name, ())
 
     async def _load_suspended(self) -> None:
         """Load the ensembles again that were unloaded because of a model that is loaded now."""
@@ -475,6 +499,9 @@ class RepositoryModels:
             raise ModelNotFound(request.model)
         if len(folders) > 1:
             raise InvalidRequest(f"several repositories have a model of this name: {', '.join(map(str, folders))}")
+        remote = self._remote.get(folders[0].parent)
+        if remote is not None:
+            return await asyncio.to_thread(files.enter_context, remote.open(request.model))
         return folders[0]
 
     def _config_of(self, request: LoadRequest, folder: Path) -> ModelConfig:
@@ -599,6 +626,8 @@ class RepositoryModels:
         """Close all models. Their requests have ended or timed out before."""
         await asyncio.gather(self._retiring.finish(), *(model.close() for model in self._loaded.values()))
         self._loaded.clear()
+        for remote in self._remote.values():
+            remote.close()
 
 
 async def _open_version(backend: ModelBackend, version: Version) -> Executable:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, PayloadTooLarge, Unsupported
+from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, Unsupported
 from dynamo.worker.paths import MAX_PATH_CHARS, relative_path
-
-log = logging.getLogger(__name__)
-
-MAX_FILES = 10_000
+from dynamo.worker.repository.object_store import check_model, is_url, open_store
 
 
 @asynccontextmanager
@@ -59,8 +54,8 @@ class ModelPaths:
         """`roots`: folders, or URLs such as s3://bucket/models. Raises InvalidRequest for a folder that does not exist."""
         self._max_bytes = max_bytes
         plain = [_without_file_scheme(root) for root in roots]
-        self._folders = [_existing(root) for root in plain if not _is_url(root)]
-        self._urls = [root.rstrip("/") for root in plain if _is_url(root)]
+        self._folders = [_existing(root) for root in plain if not is_url(root)]
+        self._urls = [root.rstrip("/") for root in plain if is_url(root)]
 
     async def find(self, path: str) -> Path | str:
         """Return the folder, or the URL, that `path` names. Raises Forbidden, InvalidRequest."""
@@ -69,20 +64,11 @@ class ModelPaths:
         if not path or len(path) > MAX_PATH_CHARS or "\0" in path:
             raise InvalidRequest("model_path is empty or too long")
         path = _without_file_scheme(path)
-        return self._url(path) if _is_url(path) else await asyncio.to_thread(self._folder, path)
+        return self._url(path) if is_url(path) else await asyncio.to_thread(self._folder, path)
 
     async def copy(self, url: str, folder: Path) -> None:
-        """Copy all objects below `url` to `folder`. Raises InvalidRequest, PayloadTooLarge."""
-        try:
-            await asyncio.to_thread(_copy, url, folder, self._max_bytes)
-        except (InvalidRequest, PayloadTooLarge):
-            raise
-        except ModuleNotFoundError as error:
-            needed = "dynamo-serving[store]" if error.name == "fsspec" else f"the package {error.name}"
-            raise InvalidRequest(f"{urlsplit(url).scheme}:// URLs need another package: install {needed}") from error
-        except Exception as error:  # each store's client has errors of its own
-            log.warning("%s cannot be read", url, exc_info=error)
-            raise InvalidRequest(f"{url} cannot be read: {type(error).__name__}: {str(error)[:200]}") from error
+        """Copy all objects below `url` to `folder`. Raises InvalidRequest, PayloadTooLarge, Unavailable."""
+        await asyncio.to_thread(_copy, url, folder, self._max_bytes)
 
     def _folder(self, text: str) -> Path:
         path = Path(text).resolve()  # follows links: where it really is counts
@@ -94,7 +80,8 @@ class ModelPaths:
 
     def _url(self, url: str) -> str:
         url = url.rstrip("/")
-        parts = url.partition("://")[2].split("/")
+        rest = url.partition("://")[2]
+        parts = rest.removeprefix("http://").removeprefix("https://").split("/")  # of a store that is not Amazon's
         if any(part in ("", ".", "..") for part in parts) or any(character in url for character in "*?[]{}#%\\"):
             raise InvalidRequest(f"model_path {url[:200]!r} has parts that are not allowed")
         if "::" in url:
@@ -109,10 +96,6 @@ def _without_file_scheme(text: str) -> str:
     return text.removeprefix("file://") if text.startswith("file:///") else text
 
 
-def _is_url(text: str) -> bool:
-    return "://" in text
-
-
 def _existing(root: str) -> Path:
     path = Path(root).expanduser().resolve()
     if not path.is_dir():
@@ -121,22 +104,7 @@ def _existing(root: str) -> Path:
 
 
 def _copy(url: str, folder: Path, max_bytes: int) -> None:
-    import fsspec
-
-    store, root = fsspec.core.url_to_fs(url)
-    objects = store.find(root, detail=True)
-    if not objects:
-        raise InvalidRequest(f"there is nothing at {url}")
-    if len(objects) > MAX_FILES:
-        raise PayloadTooLarge(f"{url} holds {len(objects)} files; at most {MAX_FILES} are allowed")
-    total = sum(int(about.get("size") or 0) for about in objects.values())
-    if total > max_bytes:
-        raise PayloadTooLarge(f"{url} holds {total} bytes; --model-path-max-bytes allows {max_bytes}")
-    base = root.strip("/")
-    for name in objects:
-        inside = name.strip("/")
-        if not inside.startswith(f"{base}/"):
-            raise InvalidRequest(f"the store listed {name[:200]!r}, which is not below {url}")
-        target = folder / relative_path(inside[len(base) + 1 :])
-        target.parent.mkdir(parents=True, exist_ok=True)
-        store.get_file(name, str(target))
+    store = open_store(url)
+    objects = store.list()
+    check_model(url, objects, max_bytes)
+    store.download("", objects, folder)
