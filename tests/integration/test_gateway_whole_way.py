@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import AccessOptions, FrontendConfig, GrpcOptions, HttpOptions
 from dynamo.frontend.names.__main__ import main
+from dynamo.frontend.security.__main__ import main as keys_main
 from dynamo.frontend.security.keys import Limits, entry_for, make_key
 from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import inference_pb2 as pb
@@ -163,12 +165,16 @@ async def test_a_name_set_at_one_frontend_is_served_by_all_on_every_protocol(
         assert first.plane.names.rules == {}
 
 
-async def test_the_limits_of_a_key_hold_for_all_frontends_together(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+async def test_the_limits_of_a_key_hold_for_all_frontends_together_and_any_of_them_shows_its_usage(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    team = make_key()
-    keys = tmp_path / "keys"
-    keys.write_text(entry_for(team, "team", limits=Limits(tokens_per_minute=1000, concurrent_requests=20)))
+    team, accountant = make_key(), make_key()
+    keys, accountant_file = tmp_path / "keys", tmp_path / "accountant"
+    keys.write_text(
+        entry_for(team, "team", limits=Limits(tokens_per_minute=1000, concurrent_requests=20))
+        + entry_for(accountant, "accountant", scopes=[Scope.USAGE])
+    )
+    accountant_file.write_text(accountant)
     bearer = f"Bearer {team}"
     async with fleet_of(etcd_server, nats_server, namespace, keys) as fleet:
 
@@ -186,6 +192,16 @@ async def test_the_limits_of_a_key_hold_for_all_frontends_together(
         assert refused.status_code == 429
         assert "of its 1000 tokens per minute left" in refused.text
         assert int(refused.headers["retry-after"]) > 10
+
+        options = ["--url", f"http://127.0.0.1:{fleet.frontends[0].http_port}", "--api-key-file", str(accountant_file)]
+        today = datetime.now(UTC).date()
+        options += ["--from", str(today - timedelta(days=1)), "--to", str(today), "--key", "team", "--model", "small"]
+        await asyncio.to_thread(keys_main, ["usage", *options])
+        heading, row = capsys.readouterr().out.splitlines()
+        assert heading == "day,key,model,requests,errors,prompt_tokens,cached_tokens,completion_tokens,media"
+        usage = served.json()["usage"]
+        assert row.split(",")[1:] == ["team", "small", "1", "0", str(usage["prompt_tokens"]), "0", "900", "0"]
+        assert (await fleet.http[0].get("/v1/usage", headers={"authorization": bearer})).status_code == 403
 
 
 async def test_a_stored_response_is_there_at_every_frontend_for_its_key_alone(

@@ -365,6 +365,7 @@ SCOPED = {
     Scope.CONSOLE: ("GET", "/v1/routing/decisions"),
     Scope.THRESHOLDS: ("GET", "/busy_threshold"),
     Scope.NAMES: ("GET", "/v1/names"),
+    Scope.USAGE: ("GET", "/v1/usage"),
 }
 
 

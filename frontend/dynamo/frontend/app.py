@@ -39,6 +39,7 @@ from dynamo.frontend.api.openai.responses.stored import StoredResponses
 from dynamo.frontend.api.rpc.server import GrpcServer, check_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import FrontendConfig
+from dynamo.frontend.security.ledger import Ledger
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.frontend.wiring.grpc import open_grpc
 from dynamo.frontend.wiring.http import open_http
@@ -108,7 +109,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     loads = LoadWatch(links, config.namespace, asyncio.get_running_loop().time)
     with _plain_errors():
         async with AsyncExitStack() as stack:
-            http_guard, grpc_guard = make_guards(config)
+            http_guard, grpc_guard = make_guards(config, Ledger(counted=metrics.frontend.key_used))
             folder = Path(metrics_folder) if metrics_folder else None
             kserve = await stack.enter_async_context(open_kserve(config.kserve, folder, config.grpc.max_message_bytes))
             if config.grpc.wanted:

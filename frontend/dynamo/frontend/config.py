@@ -424,6 +424,23 @@ class ResponsesOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UsageOptions:
+    """The ledger of what API keys have used, in JetStream."""
+
+    ledger: bool = option(True, help="Keep what each API key has used of each model, by day.")
+    retention_days: int = option(90, minimum=1, maximum=366, help="A day is kept for so long. The first frontend sets it.")
+    max_bytes: int = option(
+        64 * MIB,
+        flags=("--usage-max-size",),
+        parse=parse_bytes,
+        minimum=MIB,
+        maximum=2**50,
+        metavar="SIZE",
+        help="What the ledger takes up at most; days with many keys and models, as much again. The first frontend sets it.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KserveOptions:
     """KServe v2, over gRPC and over REST."""
 
@@ -1049,6 +1066,7 @@ class FrontendConfig:
     access: AccessOptions = group("Access", prefix="access", default=AccessOptions)
     text: TextOptions = group("Text", prefix="text", default=TextOptions)
     responses: ResponsesOptions = group("Responses", prefix="responses", default=ResponsesOptions)
+    usage: UsageOptions = group("Usage", prefix="usage", default=UsageOptions)
     router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)
     serving: ServingOptions = group("General", default=ServingOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)

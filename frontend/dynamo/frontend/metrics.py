@@ -19,6 +19,7 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.tally import Amount, Tally
 from dynamo.common.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, code_of, error_type
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
+from dynamo.frontend.security.ledger import Usage
 
 if TYPE_CHECKING:
     from dynamo.common.tracing import Span
@@ -33,6 +34,9 @@ RATIOS = tuple(step / 10 for step in range(11))
 
 UNKNOWN_MODEL = "unknown_model"
 """Label of names that no instance serves: clients choose them, so they may not become labels."""
+
+MAX_KEY_MODELS = 1000
+"""Pairs of an API key and a model that have metrics of their own."""
 
 _TOKEN_BYTES = 4
 _FLUSH_TOKENS = 128
@@ -102,6 +106,13 @@ class FrontendMetrics:
         self.stored = self._counter("stored_responses", "Operations on stored responses.", ("operation", "outcome"))
         self.batches = self._counter("batches", "Batches that ended here.", ("status",))
         self.batch_requests = self._counter("batch_requests", "Requests of batches that were carried out here.", ("outcome",))
+        self.key_requests = self._counter("key_requests", "Requests by API keys that have ended.", ("key", "model", "status"))
+        self.key_tokens = self._counter("key_tokens", "Tokens of requests by API keys.", ("key", "model", "kind"))
+        self.key_media = self._counter("key_media", "Images and the like in requests by API keys.", ("key", "model"))
+        self._of_keys: dict[tuple[str, str], tuple[Counter, ...]] = {}
+        self.limit_processes = self._gauge(
+            "limit_processes", "Frontend processes that share the limits of API keys, as this one sees it.", (), "livemin"
+        )
         self.disconnected_clients = self._gauge("disconnected_clients", "Clients that left before the response was complete.", ())
         self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
         self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
@@ -168,6 +179,29 @@ class FrontendMetrics:
     def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
         """Count a request that failed at its protocol's edge, before `ModelMetrics.start`."""
         self.for_unknown_model().add_outcome(endpoint, request_type, code_of(error))
+
+    def key_used(self, key: str, model: str, usage: Usage) -> None:
+        """Count what requests of a key used; past the cap, keys and models share the label `other`."""
+        if (key, model) not in self._of_keys and len(self._of_keys) >= MAX_KEY_MODELS:
+            key = model = OTHER_MODEL
+        counters = self._of_keys.get((key, model))
+        if counters is None:
+            counters = self._of_keys[key, model] = (
+                *(self.key_requests.labels(key, model, status) for status in ("success", "error")),
+                *(self.key_tokens.labels(key, model, kind) for kind in ("prompt", "cached", "completion")),
+                self.key_media.labels(key, model),
+            )
+        amounts = (
+            usage.requests - usage.errors,
+            usage.errors,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
+            usage.media,
+        )
+        for counter, amount in zip(counters, amounts, strict=True):
+            if amount:
+                counter.inc(amount)
 
     def unknown_field(self, endpoint: str, field: str) -> None:
         """Count a field of a request that was ignored. The caller bounds the number of names."""

@@ -52,6 +52,7 @@ ALLOWED: dict[Scope, set[Surface]] = {
     Scope.CONSOLE: {Surface.CONSOLE},
     Scope.THRESHOLDS: {Surface.THRESHOLDS},
     Scope.NAMES: {Surface.NAMES},
+    Scope.USAGE: {Surface.USAGE},
     Scope.ADMIN: set(Surface),
 }
 """Written down once more, so that a wrong entry in the server's own table is noticed."""

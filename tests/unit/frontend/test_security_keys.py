@@ -328,7 +328,7 @@ def test_an_account_that_was_withdrawn_or_has_expired_admits_nothing_more() -> N
 def test_new_limits_give_nobody_a_fresh_budget() -> None:
     clock = Clock()
     team = account(clock, tokens_per_minute=60)
-    team.charge(60)
+    team.charge("m", 60)
     team.renew(ApiKey(name="team", salt=b"", digest=b"", limits=Limits(tokens_per_minute=120)))
     with pytest.raises(RateLimited):
         team.admit("m", object())

@@ -20,6 +20,7 @@ from dynamo.common.security.files import Watched
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount
 from dynamo.frontend.security.keys import ApiKey, KeyRing, read_keys
+from dynamo.frontend.security.ledger import Ledger
 from dynamo.frontend.security.sharing import Fleet, KeyUse
 from dynamo.frontend.security.surfaces import SCOPES, Restriction, Surface
 
@@ -27,7 +28,15 @@ BROWSED = frozenset({Surface.DOCS, Surface.CONSOLE, Surface.METRICS})
 """Pages, which browsers and scrapers may also read with the key as the password of a Basic login."""
 
 ADMIN = frozenset(
-    {Surface.MODEL_REPOSITORY, Surface.LOGGING, Surface.TRACE, Surface.SHARED_MEMORY, Surface.THRESHOLDS, Surface.NAMES}
+    {
+        Surface.MODEL_REPOSITORY,
+        Surface.LOGGING,
+        Surface.TRACE,
+        Surface.SHARED_MEMORY,
+        Surface.THRESHOLDS,
+        Surface.NAMES,
+        Surface.USAGE,
+    }
 )
 """Refused attempts to use these are recorded."""
 
@@ -113,7 +122,8 @@ class Guard:
 class Accounts:
     """The account of each key, shared by all protocols, and its limits by all frontends."""
 
-    def __init__(self, keys: Watched[KeyRing], clock: Clock = time.monotonic) -> None:
+    def __init__(self, keys: Watched[KeyRing], clock: Clock = time.monotonic, ledger: Ledger | None = None) -> None:
+        self.ledger = ledger or Ledger()
         self.fleet = Fleet(secrets.token_hex(8))
         self._keys = keys
         self._clock = clock
@@ -142,7 +152,7 @@ class Accounts:
         return account
 
     def _new(self, key: ApiKey) -> KeyAccount:
-        account = self._by_name[key.name] = KeyAccount(key, self._clock, self._follow, self.fleet)
+        account = self._by_name[key.name] = KeyAccount(key, self._clock, self._follow, self.fleet, self.ledger)
         return account
 
     # The part of `fleet.limits.LimitTable`
@@ -178,11 +188,11 @@ class Accounts:
                 del self._by_name[name]
 
 
-def make_guards(config: FrontendConfig) -> tuple[Guard, Guard]:
+def make_guards(config: FrontendConfig, ledger: Ledger | None = None) -> tuple[Guard, Guard]:
     """Return the guards of HTTP and gRPC, which share keys and accounts, and log what they require. Raises ConfigError."""
     path = config.access.keys_file
     keys = None if path is None else watch_keys(path)
-    accounts = None if keys is None else Accounts(keys)
+    accounts = None if keys is None else Accounts(keys, ledger=ledger)
     http = Guard(accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.http_restrictions())
     grpc = Guard(accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.grpc_restrictions())
     _log_access(config, keys)

@@ -8,24 +8,19 @@ dynamo-models remove chat
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from typing import NoReturn
 from urllib.parse import quote
 
 import msgspec
 
+from dynamo.common.admin_api import AdminApi, add_options
 from dynamo.common.config import ConfigError, exit_with
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.names.rules import Condition, Fallback, Rule, Shadow, Sticky, Target, check_rules
 
 PROGRAM = "dynamo-models"
-_TIMEOUT_S = 30.0
-_URL = "http://127.0.0.1:8000"
-_KEY_VARIABLE = "DYN_API_KEY"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             case "set":
                 _set(arguments)
             case "remove":
-                _send(arguments, "DELETE", _path(arguments.name))
+                AdminApi.of(arguments).send("DELETE", _path(arguments.name))
                 print(f"{PROGRAM}: '{arguments.name}' is removed", file=sys.stderr)
             case _:
                 _list(arguments)
@@ -60,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(PROGRAM, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default=_URL, help=f"A frontend's HTTP port; default: {_URL}.")
-    parser.add_argument("--api-key-file", metavar="FILE", help=f"A file with an API key; default: the variable {_KEY_VARIABLE}.")
+    add_options(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="Print the names and what they stand for, in the form that `set` takes.")
     add = commands.add_parser("set", help="Set what a name stands for; what it stood for before is replaced.")
@@ -96,12 +90,12 @@ def _set(arguments: argparse.Namespace) -> None:
         sticky=None if arguments.sticky is None else Sticky(arguments.sticky),
     )
     check_rules({arguments.name: rule})
-    _send(arguments, "PUT", _path(arguments.name), msgspec.json.encode(rule))
+    AdminApi.of(arguments).send("PUT", _path(arguments.name), msgspec.json.encode(rule))
     print(_line(arguments.name, rule))
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    for named in msgspec.json.decode(_send(arguments, "GET", "/v1/names"), type=_Listing).names:
+    for named in msgspec.json.decode(AdminApi.of(arguments).send("GET", "/v1/names"), type=_Listing).names:
         print(_line(named.name, named))
 
 
@@ -133,42 +127,6 @@ def _line(name: str, rule: Rule) -> str:
 
 def _path(name: str) -> str:
     return f"/v1/names/{quote(name, safe='')}"
-
-
-def _send(arguments: argparse.Namespace, method: str, path: str, body: bytes | None = None) -> bytes:
-    """Return the body of the response. Raises ConfigError with the server's sentence if it refuses."""
-    url: str = arguments.url
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url must begin with http:// or https://, got {url!r}")
-    headers = {"content-type": "application/json"}
-    if key := _key(arguments.api_key_file):
-        headers["authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(url.rstrip("/") + path, data=body, headers=headers, method=method)  # noqa: S310
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:  # noqa: S310
-            data: bytes = response.read()
-            return data
-    except urllib.error.HTTPError as error:
-        raise ConfigError(f"{url} responded {error.code}: {_sentence(error.read())}") from None
-    except (OSError, urllib.error.URLError) as error:
-        raise ConfigError(f"{url} cannot be reached: {getattr(error, 'reason', error)}") from None
-
-
-def _sentence(body: bytes) -> str:
-    try:
-        return str(msgspec.json.decode(body)["error"])
-    except (msgspec.MsgspecError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
-
-
-def _key(file: str | None) -> str:
-    if file is None:
-        return os.environ.get(_KEY_VARIABLE, "")
-    try:
-        with open(file, encoding="utf-8") as stream:
-            return stream.readline().strip()
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -1,20 +1,31 @@
-"""`dynamo-keys`: makes API keys, and the file of their hashes for `dynamo-frontend --api-keys-file`."""
+"""`dynamo-keys`: makes API keys and the file of their hashes for `dynamo-frontend --api-keys-file`; shows what they have used."""
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlencode
 
+import msgspec
+
+from dynamo.common.admin_api import AdminApi, add_options
 from dynamo.common.config import ConfigError, exit_with
 from dynamo.frontend.security.keys import MAX_LIMIT, KeyRing, Limits, entry_for, make_key, parse_expiry, parse_keys, read_keys
+from dynamo.frontend.security.ledger import Row
 from dynamo.frontend.security.surfaces import Scope
 
 PROGRAM = "dynamo-keys"
+_COLUMNS = ("day", "key", "model", "requests", "errors", "prompt_tokens", "cached_tokens", "completion_tokens", "media")
+
+
+class _Report(msgspec.Struct):
+    usage: list[Row]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -25,10 +36,13 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = _parser().parse_args(argv)
-        if arguments.command == "add":
-            _add(arguments)
-        else:
-            _list(arguments.file)
+        match arguments.command:
+            case "add":
+                _add(arguments)
+            case "usage":
+                _usage(arguments)
+            case _:
+                _list(arguments.file)
     except (ConfigError, ValueError) as error:
         exit_with(PROGRAM, error)
     except OSError as error:
@@ -52,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--stdin", action="store_true", help="Take a key made elsewhere from the standard input.")
     listed = commands.add_parser("list", help="Check a key file and print what its keys may use.")
     listed.add_argument("file", type=Path)
+    usage = commands.add_parser("usage", help="Print what keys have used, by day, key and model, as CSV.")
+    add_options(usage)
+    usage.add_argument("--from", metavar="DATE", help="The first day, in UTC; default: 30 days before the last.")
+    usage.add_argument("--to", metavar="DATE", help="The last day; default: today.")
+    usage.add_argument("--key", metavar="NAME", help="Of this key only.")
+    usage.add_argument("--model", metavar="NAME", help="Of this model only.")
     return parser
 
 
@@ -126,6 +146,15 @@ def _list(file: Path) -> None:
         if key.expires_at is not None:
             notes.append(("expired " if time.time() >= key.expires_at else "until ") + _day(key.expires_at))
         print(f"{key.name}: {'; '.join(notes)}")
+
+
+def _usage(arguments: argparse.Namespace) -> None:
+    """Write CSV with a heading to the standard output."""
+    query = {name: value for name in ("from", "to", "key", "model") if (value := getattr(arguments, name)) is not None}
+    response = AdminApi.of(arguments).send("GET", f"/v1/usage?{urlencode(query)}")
+    writer = csv.DictWriter(sys.stdout, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(msgspec.structs.asdict, msgspec.json.decode(response, type=_Report).usage))
 
 
 def _day(moment: float) -> str:

@@ -15,6 +15,7 @@ from typing import Literal, Protocol, Self
 
 from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
 from dynamo.frontend.security.keys import ApiKey
+from dynamo.frontend.security.ledger import Ledger, Usage
 from dynamo.frontend.security.sharing import Fleet, KeyUse, RateMeter, Shares, SlotMeter
 
 Clock = Callable[[], float]
@@ -66,8 +67,12 @@ class Account(Protocol):
         """Count work that is no request to a model, such as tokenizing, as one of the requests at once. Raises RateLimited."""
         ...
 
-    def charge(self, tokens: int) -> None:
-        """Count tokens of a request whose ticket is closed."""
+    def charge(self, model: str, tokens: int) -> None:
+        """Count prompt tokens of a request whose ticket is closed."""
+        ...
+
+    def record(self, model: str, usage: Usage) -> None:
+        """Write what a request used into the ledger."""
         ...
 
     def rate_limits(self) -> Sequence[RateLimit]:
@@ -84,6 +89,7 @@ class KeyAccount:
         clock: Clock = time.monotonic,
         follow: Callable[[], None] = lambda: None,
         fleet: Fleet | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         """`follow` checks whether the key file has changed and updates the accounts. `fleet`: who shares the limits."""
         self.key = key
@@ -92,6 +98,7 @@ class KeyAccount:
         self._clock = clock
         self._follow = follow
         self._fleet = fleet or Fleet()
+        self._ledger = ledger or Ledger()
         self._inference = Shares(self._fleet)
         self._metadata = Shares(self._fleet)
         self._requests: RateMeter | None = None
@@ -276,10 +283,18 @@ class KeyAccount:
         meter.take(tokens, now)
         return tokens
 
-    def charge(self, tokens: int) -> None:
+    def charge(self, model: str, tokens: int) -> None:
+        self.take_tokens(tokens)
+        self.record(model, Usage(prompt_tokens=tokens))
+
+    def take_tokens(self, tokens: int) -> None:
+        """Take tokens out of the budget, however many are left; a negative number is given back."""
         if self._tokens is not None:
             self._tokens.take(tokens, self._clock())
             self._fleet.used(self.name)
+
+    def record(self, model: str, usage: Usage) -> None:
+        self._ledger.add(self.name, model, usage)
 
     def rate_limits(self) -> Sequence[RateLimit]:
         now = self._clock()
@@ -360,7 +375,7 @@ class Ticket:
             return
         self._reserved -= tokens
         if self._reserved < 0:
-            self._account.charge(-self._reserved)
+            self._account.take_tokens(-self._reserved)
             self._reserved = 0
 
     def close(self) -> None:
@@ -369,7 +384,7 @@ class Ticket:
         if account is not None:
             account.part_over(self._running, self._sequences)
             if self._reserved:
-                account.charge(-self._reserved)
+                account.take_tokens(-self._reserved)
 
 
 _UNCOUNTED = Ticket(None, None, 0)
@@ -394,7 +409,10 @@ class AnonymousAccount:
     def occupy(self) -> Ticket:
         return _UNCOUNTED
 
-    def charge(self, tokens: int) -> None:
+    def charge(self, model: str, tokens: int) -> None:
+        pass
+
+    def record(self, model: str, usage: Usage) -> None:
         pass
 
     def rate_limits(self) -> Sequence[RateLimit]:

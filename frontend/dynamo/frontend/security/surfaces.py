@@ -29,6 +29,8 @@ class Surface(StrEnum):
     """The loads from which instances count as busy."""
     NAMES = "names"
     """What the names of operators stand for."""
+    USAGE = "usage"
+    """What all keys have used."""
 
 
 class Scope(StrEnum):
@@ -39,6 +41,7 @@ class Scope(StrEnum):
     CONSOLE = "console"
     THRESHOLDS = "thresholds"
     NAMES = "names"
+    USAGE = "usage"
     ADMIN = "admin"
     """Everything, including surfaces without a scope of their own."""
 
@@ -57,6 +60,7 @@ SCOPES: dict[Surface, Scope] = {
     Surface.CONSOLE: Scope.CONSOLE,
     Surface.THRESHOLDS: Scope.THRESHOLDS,
     Surface.NAMES: Scope.NAMES,
+    Surface.USAGE: Scope.USAGE,
 }
 """The scope that each surface needs. Health needs none."""
 

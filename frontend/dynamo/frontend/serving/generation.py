@@ -192,6 +192,7 @@ class Generation:
             self._prompt = self._addressed(prompt)
             limit = self._request.stop.max_tokens
             self._scope.prompt(prompt.prompt_tokens, None if limit is None else self._prompt.n * (prompt.stop.max_tokens or 0))
+            self._scope.media = len(self._request.media)
             self._unfinished = set(range(self._prompt.n))
             self._received = [array("I") for _ in range(self._prompt.n)]
             self._vocabulary = text.tokenizer

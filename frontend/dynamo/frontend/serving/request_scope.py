@@ -13,6 +13,7 @@ from dynamo.common.errors import Cancelled
 from dynamo.common.tracing import Tracing
 from dynamo.frontend.metrics import ModelMetrics, RequestTimer
 from dynamo.frontend.security.accounts import Ticket
+from dynamo.frontend.security.ledger import Usage
 from dynamo.frontend.serving.call import Call
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class RequestScope:
         "call",
         "input_tokens",
         "is_over",
+        "media",
     )
 
     _timer: RequestTimer
@@ -64,6 +66,8 @@ class RequestScope:
         self.is_over = False
         self.input_tokens = 0
         """Of the prompt; see `prompt`."""
+        self.media = 0
+        """Images and the like in the prompt."""
         self._metrics = metrics
         self._model = model
         self._name = name
@@ -146,5 +150,15 @@ class RequestScope:
         self.is_over = True
         log.debug("request ends: %s", "success" if error is None else repr(error))
         self._timer.finish(error, input_tokens=self.input_tokens, cached_tokens=cached_tokens)
-        if self._ticket is not None:
-            self._ticket.close()
+        if self._ticket is None:
+            return
+        self._ticket.close()
+        usage = Usage(
+            requests=self._sequences,
+            errors=0 if error is None else self._sequences,
+            prompt_tokens=self.input_tokens,
+            cached_tokens=cached_tokens,
+            completion_tokens=self.output_tokens,
+            media=self.media,
+        )
+        self.call.account.record(self._name, usage)

@@ -24,6 +24,7 @@ from dynamo.frontend.api.http.routing_operations import RoutingControl, routing_
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
+from dynamo.frontend.api.http.usage_operations import usage_operations
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.openai.batches.batch import Batches
 from dynamo.frontend.api.openai.batches.files import Files
@@ -86,6 +87,7 @@ async def open_http(
         *_console_operations(config, readiness, loads),
         *(routing_operations(readiness, control) if config.http.admin_api else ()),
         *(name_operations(readiness, links.change_names) if config.http.admin_api else ()),
+        *(usage_operations(links.read_usage) if config.http.admin_api else ()),
     ]
     operations += openapi_operations(operations)
     app = HttpApp(operations, settings, HttpGuard(guard), metrics.frontend.refused)

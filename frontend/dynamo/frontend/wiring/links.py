@@ -13,8 +13,11 @@ from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.event_bus import EventBus, EventSubscription
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.fleet.siblings import Siblings
+from dynamo.frontend.fleet.usage import UsageStore
 from dynamo.frontend.names.table import Change, NameTable
 from dynamo.frontend.router.thresholds import Thresholds
+from dynamo.frontend.security.ledger import Row
+from dynamo.frontend.security.sharing import Fleet
 
 
 @dataclass(slots=True)
@@ -36,6 +39,9 @@ class Links:
     batches: RecordStore | None = None
     """Files and batches."""
     batch_leases: Leases | None = None
+    limits: Fleet | None = None
+    """The processes that share the limits of API keys."""
+    usage: UsageStore | None = None
 
     @property
     def nats(self) -> LinkState:
@@ -83,6 +89,12 @@ class Links:
         if self.batch_leases is None:
             raise Unavailable("there is no connection to etcd yet")
         return self.batch_leases
+
+    async def read_usage(self, first_day: str, last_day: str) -> list[Row]:
+        """Return what the keys have used. Raises Unavailable."""
+        if self.usage is None:
+            raise Unavailable("there is no usage ledger: it needs API keys, a connection to NATS, and --usage-ledger")
+        return await self.usage.read(first_day, last_day)
 
     async def change_names(self, change: Change) -> None:
         """Change the names of models for all frontends of the namespace. Raises InvalidRequest, Unavailable."""

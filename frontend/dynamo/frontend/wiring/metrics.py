@@ -60,6 +60,8 @@ class Metrics:
                     self.memory.show(links.client.memory)
                 if links.events is not None:
                     self.events.show(lag_s=links.events.lag_s, is_dropped=links.events.is_dropped)
+                if links.limits is not None:
+                    self.frontend.limit_processes.set(1 + links.limits.others)
                 for tally in tallies:
                     tally.flush()
                 await asyncio.sleep(_FLUSH_S if tallies else _WATCH_S)

@@ -26,6 +26,7 @@ from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_ev
 from dynamo.frontend.fleet.leases import open_leases
 from dynamo.frontend.fleet.limits import open_limit_exchange
 from dynamo.frontend.fleet.repository import open_repositories
+from dynamo.frontend.fleet.usage import open_usage
 from dynamo.frontend.names.table import open_names
 from dynamo.frontend.preprocess.text_files import open_text_files
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
@@ -62,6 +63,15 @@ async def open_plane(
         metrics.link.follow("requests", nats)
         if accounts is not None:
             await stack.enter_async_context(open_limit_exchange(nats, config.namespace, accounts.fleet, accounts))
+            links.limits = accounts.fleet
+            if config.usage.ledger:
+                usage = config.usage
+                records = await stack.enter_async_context(
+                    open_records(nats, "dynamo-usage", ttl_s=usage.retention_days * 86_400.0, max_bytes=usage.max_bytes)
+                )
+                links.usage = await stack.enter_async_context(
+                    open_usage(records, accounts.ledger, config.namespace, accounts.fleet.origin)
+                )
         kept = config.responses
         links.responses = await stack.enter_async_context(
             open_records(nats, "dynamo-responses", ttl_s=kept.ttl_s, max_bytes=kept.max_bytes)

@@ -76,7 +76,7 @@ class EmbeddingsEndpoint:
         async with exchange.attended():
             response = await plane.infer(tensors, call)
         vectors, tokens = from_tensors(bytes(response), len(inputs))
-        call.account.charge(tokens)
+        call.account.charge(model, tokens)
         if request.dimensions is not None:
             vectors = shorten(vectors, request.dimensions)
         data = [

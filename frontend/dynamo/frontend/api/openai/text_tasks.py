@@ -156,7 +156,7 @@ class TextTask(Generic[R]):
             numbers = Numbers(card, model, self._edge.limits, infer)
             async with exchange.attended():
                 response = await self._serve(request, numbers)
-            call.account.charge(numbers.tokens)
+            call.account.charge(model, numbers.tokens)
             await exchange.respond(msgspec.json.encode(response))
 
         await serve_by_name(plane, caller, name, attempt, exchange.has_begun, user=request.user)
