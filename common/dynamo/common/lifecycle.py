@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_handlers: dict[int, Callable[[int], None]] = {}
+"""What `stop_on_signal` installed, by signal."""
+
 EXIT_OK = 0
 EXIT_FAILURE = 1
 """Something broke at run time. A wrong configuration ends with `config.EXIT_CONFIG`, 2."""
@@ -110,7 +113,6 @@ def stop_on_signal(at_once: Callable[[int], None] | None = None) -> asyncio.Even
     To be called on the main thread, inside the running loop.
     """
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
 
     def received(number: int) -> None:
         name = signal.Signals(number).name
@@ -121,9 +123,16 @@ def stop_on_signal(at_once: Callable[[int], None] | None = None) -> asyncio.Even
             log.warning("second signal (%s): ending at once", name)
             (at_once or end_at_once)(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, received, number)
+    _handlers.update(dict.fromkeys((signal.SIGINT, signal.SIGTERM), received))
+    restore_signals()
     return stop
+
+
+def restore_signals() -> None:
+    """Receive the signals of `stop_on_signal` again, after a library has taken them. Does nothing in a process without it."""
+    loop = asyncio.get_running_loop()
+    for number, received in _handlers.items():
+        loop.add_signal_handler(number, received, number)
 
 
 def end_at_once(number: int) -> NoReturn:

@@ -33,9 +33,11 @@ from tests.support.vllm_server import MAX_LOGPROBS, VllmServer
 pytestmark = [pytest.mark.real_model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 CONTEXT, SEQUENCES = 512, 2
+PACKAGES = Path(__file__).parents[2] / "support" / "packages"
+"""Where `sglang` is, of tests."""
 REMOTE: dict[str, type[EngineServer]] = {"remote": VllmServer, "sglang": SglangServer, "tensorrt": TensorRtServer}
 """Servers in front of a simulated engine."""
-ENGINES = ["sim", "llama", *REMOTE, *(["vllm"] if find_spec("vllm") else [])]
+ENGINES = ["sim", "llama", "sglang-engine", *REMOTE, *(["vllm"] if find_spec("vllm") else [])]
 GREEDY = Sampling(temperature=0.0)
 WAIT_S = 60.0
 
@@ -59,7 +61,7 @@ class Started:
 
     @property
     def kv(self) -> TracksKv:
-        if not isinstance(self.engine, TracksKv) or self.kind in REMOTE:
+        if not isinstance(self.engine, TracksKv) or self.kind in REMOTE or self.kind == "sglang-engine":
             pytest.skip("its server does not say what it has cached")
         return self.engine
 
@@ -76,7 +78,9 @@ async def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 async def made(kind: str, folder: Path) -> AsyncIterator[Engine]:
     """An engine, not started, with the server that it may need."""
     if kind not in REMOTE:
-        yield make(kind, folder)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.syspath_prepend(PACKAGES)
+            yield make(kind, folder)
         return
     sim = make("sim", folder)
     assert isinstance(sim, SimEngine)
@@ -90,6 +94,8 @@ def make(kind: str, folder: Path) -> Engine:
     match kind:
         case "sim":
             engine = make_engine("sim:speedup=5,blocks=512", **settings)
+        case "sglang-engine":
+            engine = make_engine(str(make_tiny_llama(folder)), EngineKind.SGLANG, **settings)
         case "llama":
             engine = make_engine("smollm2", threads=1, **settings)
         case _:

@@ -17,6 +17,7 @@
 | `engine.echo` | returns its input |
 | `engine.llama` | llama.cpp; `engine.llama_request`, `llama_stream` and `llama_cache` are parts of it |
 | `engine.vllm` | vLLM; `engine.vllm_request` is part of it, `kv.vllm_subscriber` and `kv.vllm_events` read its KV events |
+| `engine.sglang` | SGLang; it shares requests and responses with `engine.remote` |
 | `engine.sim` | a simulated engine: schedules and caches like a real one |
 | `repository` | Triton model repositories: ONNX, Python-backend models and ensembles, loaded and unloaded at run time |
 """

@@ -27,6 +27,7 @@ class EngineKind(StrEnum):
     SIM = "sim"
     REPOSITORY = "repository"
     VLLM = "vllm"
+    SGLANG = "sglang"
     REMOTE = "remote"
 
 
@@ -370,7 +371,8 @@ class WorkerConfig:
     engine_args: str = option(
         "",
         metavar="ARGUMENTS",
-        help="For vllm: arguments of `vllm serve` that concern its engine, and --lora-modules NAME=PATH, all in one text, "
+        help="For vllm: arguments of `vllm serve` that concern its engine, and --lora-modules NAME=PATH; "
+        "for sglang: arguments of its server; all in one text, "
         "such as '--tensor-parallel-size 2 --quantization fp8'.",
     )
     role: Role | None = option(

@@ -9,7 +9,7 @@
 | `module:Class`, `path/to/file.py:Class` | python: of tensors, or with `generate` a language model that takes text |
 | a `.gguf` file, `smollm2` | llama |
 | a folder of folders with `config.pbtxt` | repository: see `dynamo.worker.repository` |
-| a folder with a `config.json`, as Hugging Face has them | vllm |
+| a folder with a `config.json`, as Hugging Face has them | vllm; sglang with `--engine sglang` |
 | none, with `--url http://…` | remote |
 | `sim`, `sim:blocks=512,block_size=16,speedup=0,…` | sim: a simulated engine; see `sim_config` for what can be set |
 """
@@ -90,7 +90,7 @@ def choose_engine(model: str) -> EngineKind:
         raise InvalidRequest(f"the folder {model} is neither a model, with a config.json, nor a model repository")
     raise InvalidRequest(
         f"model {model!r} cannot be served: give a .gguf file, {', '.join(BUILT_IN_MODELS)}, a model folder, "
-        "module:Class, path/to/file.py:Class, echo or sim; with --engine vllm also a name on Hugging Face"
+        "module:Class, path/to/file.py:Class, echo or sim; with --engine vllm or sglang also a name on Hugging Face"
     )
 
 
@@ -113,8 +113,8 @@ def make_engine(
     kind = kind or choose_engine(model)
     if role not in (None, Role.AGGREGATED) and kind not in (EngineKind.SIM, EngineKind.VLLM):
         raise InvalidRequest(f"the {kind} engine runs prefill and decode together: it takes no --role {role}")
-    if engine_args and kind is not EngineKind.VLLM:
-        raise InvalidRequest(f"--engine-args are for vllm, not for the {kind} engine, which serves {model}")
+    if engine_args and kind not in (EngineKind.VLLM, EngineKind.SGLANG):
+        raise InvalidRequest(f"--engine-args are for vllm and sglang, not for the {kind} engine, which serves {model}")
     match kind:
         case EngineKind.ECHO:
             return _make_echo(model.removeprefix("echo").removeprefix(":"), name)
@@ -129,6 +129,8 @@ def make_engine(
             return SimEngine(sim_config(settings, name, max_num_seqs, context_length, role, speedup_ratio))
         case EngineKind.VLLM:
             return _make_vllm(model, name, engine_args, role or Role.AGGREGATED, max_num_seqs, context_length)
+        case EngineKind.SGLANG:
+            return _make_sglang(model, name, engine_args, max_num_seqs, context_length)
         case EngineKind.REMOTE:
             raise InvalidRequest(f"a remote engine is named by --url, not by --model {model}")
 
@@ -331,3 +333,13 @@ def _make_vllm(
     return VllmEngine(
         model, name=name, engine_args=engine_args, role=role, max_num_seqs=max_num_seqs, context_length=context_length
     )
+
+
+def _make_sglang(model: str, name: str, engine_args: str, max_num_seqs: int | None, context_length: int | None) -> AnyEngine:
+    try:
+        from dynamo.worker.engine.sglang import SglangEngine
+    except ModuleNotFoundError as error:
+        raise InvalidRequest(
+            f"{model} needs the sglang engine, but the package {error.name} is missing: install sglang into the same environment"
+        ) from error
+    return SglangEngine(model, name=name, engine_args=engine_args, max_num_seqs=max_num_seqs, context_length=context_length)

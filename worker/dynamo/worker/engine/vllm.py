@@ -46,7 +46,7 @@ from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, OutputReader, check_request, sampling_settings, structured_settings
 from dynamo.worker.kv.ports import free_ports
 from dynamo.worker.kv.vllm_subscriber import KvSource, following
-from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
+from dynamo.worker.tokenizers.hugging_face import tokenizer_files
 
 log = logging.getLogger(__name__)
 
@@ -464,23 +464,6 @@ def _publishes(config: Any) -> bool:
     events = config.kv_events_config
     is_published = events is not None and events.enable_kv_cache_events and events.publisher == "zmq"
     return bool(is_published and config.cache_config.enable_prefix_caching)
-
-
-def tokenizer_files(tokenizer: Any) -> tuple[bytes, bytes]:
-    """Return `tokenizer.json` and the chat template; empty if the model has none."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    vocabulary = Path(getattr(tokenizer, "vocab_file", None) or "")
-    file = b""
-    if backend is not None:
-        file = backend.to_str().encode()
-    elif vocabulary.suffix == ".model":
-        file = SentencePieceModel.read(vocabulary.read_bytes()).tokenizer_json(add_bos=getattr(tokenizer, "add_bos_token", True))
-    else:
-        log.warning("the model's tokenizer is of an unknown kind: requests must give token ids")
-    template = getattr(tokenizer, "chat_template", None) or ""
-    if isinstance(template, dict):
-        template = template.get("default", "")
-    return file, template.encode()
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

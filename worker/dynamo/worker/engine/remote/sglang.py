@@ -17,7 +17,7 @@ from dynamo.worker.engine.sampling import choice_seed, sampling_fields
 from dynamo.worker.engine.vllm_request import structured_settings
 
 PATH = "/generate"
-_FEATURES = frozenset({Feature.GUIDED, Feature.LOGIT_BIAS, Feature.ADAPTER})
+FEATURES = frozenset({Feature.GUIDED, Feature.LOGIT_BIAS, Feature.ADAPTER})
 
 
 class Finish(msgspec.Struct):
@@ -57,32 +57,37 @@ class SglangDialect:
         self._eos = eos
 
     def call(self, request: GenerateRequest) -> tuple[str, bytes]:
-        check_tokens(request, self._context_length, _FEATURES)
-        sampling, stop = request.sampling, request.stop
-        max_tokens = token_limit(request, self._context_length)
-        settings = {
-            "max_new_tokens": max_tokens,
-            "min_new_tokens": min(stop.min_tokens, max_tokens),
-            "ignore_eos": stop.ignore_eos,
-            "stop_token_ids": stop.token_ids or None,
-            "n": request.n,
-            **sampling_fields(sampling),
-            "sampling_seed": choice_seed(request),
-            "logit_bias": logit_bias(sampling),
-            **(_constraint(structured_settings(sampling.guided)) if sampling.guided else {}),
-        }
-        fields = {
-            "input_ids": request.tokens.tolist(),
-            "sampling_params": without_none(settings),
-            "stream": True,
-            "return_logprob": None if request.logprobs is None else True,
-            "top_logprobs_num": None if request.logprobs is None else request.logprobs + 1,
-            "lora_path": request.adapter or None,
-        }
-        return PATH, msgspec.json.encode(without_none(fields))
+        check_tokens(request, self._context_length, FEATURES)
+        return PATH, msgspec.json.encode(request_fields(request, self._context_length))
 
     def reader(self, request: GenerateRequest) -> SglangReader:
         return SglangReader(request, self._eos)
+
+
+def request_fields(request: GenerateRequest, context_length: int) -> dict[str, object]:
+    """Return a request as SGLang takes it. Raises InvalidRequest for structured output of another kind."""
+    sampling, stop = request.sampling, request.stop
+    max_tokens = token_limit(request, context_length)
+    settings = {
+        "max_new_tokens": max_tokens,
+        "min_new_tokens": min(stop.min_tokens, max_tokens),
+        "ignore_eos": stop.ignore_eos,
+        "stop_token_ids": stop.token_ids or None,
+        "n": request.n,
+        **sampling_fields(sampling),
+        "sampling_seed": choice_seed(request),
+        "logit_bias": logit_bias(sampling),
+        **(_constraint(structured_settings(sampling.guided)) if sampling.guided else {}),
+    }
+    fields = {
+        "input_ids": request.tokens.tolist(),
+        "sampling_params": without_none(settings),
+        "stream": True,
+        "return_logprob": None if request.logprobs is None else True,
+        "top_logprobs_num": None if request.logprobs is None else request.logprobs + 1,
+        "lora_path": request.adapter or None,
+    }
+    return without_none(fields)
 
 
 def _constraint(settings: dict[str, Any]) -> dict[str, str]:
@@ -114,7 +119,10 @@ class SglangReader(TokenReader):
         self._received = [0] * request.n
 
     def read(self, event: bytes) -> list[Delta]:
-        data = decode_event(_event_decoder, event)
+        return self.read_event(decode_event(_event_decoder, event))
+
+    def read_event(self, data: Event) -> list[Delta]:
+        """Return the deltas of a decoded event. Raises as `read` does."""
         if data.error is not None:
             raise stream_error(data.error)
         if data.output_ids is None or data.meta_info is None:

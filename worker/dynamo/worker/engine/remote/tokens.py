@@ -12,11 +12,13 @@ from dynamo.common.generation_rules import check_request as check_ranges
 from dynamo.worker.engine.remote.dialect import Choices, check_rank
 
 
-def check_tokens(request: GenerateRequest, context_length: int, features: Collection[Feature], *, logprobs: bool = True) -> None:
+def check_tokens(
+    request: GenerateRequest, context_length: int, features: Collection[Feature], *, logprobs: bool = True, engine: str = "remote"
+) -> None:
     """Raises InvalidRequest for a request in token ids that the server would misunderstand or not bound."""
     check_prompt(request, context_length)
     check_ranges(request)
-    check_features(request, "remote", features)
+    check_features(request, engine, features)
     check_rank(request)
     if request.logprobs is not None and not logprobs:
         raise InvalidRequest("log probabilities are not supported by the remote engine for this server", param="logprobs")
