@@ -35,6 +35,8 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
     """Everything but `raw_input_contents`, which is empty here."""
     raw_inputs: Sequence[Buffer]
     """`raw_input_contents`; views into `raw` where that is large."""
+    is_known: bool = False
+    """Whether earlier requests have the same object as `head`: nobody changes it."""
 
     @classmethod
     def parse(cls, data: Buffer, scanner: MessageScanner | None = None) -> TensorRequest:
@@ -165,7 +167,12 @@ def build_response(head: ModelInferResponse, raw_outputs: Sequence[Buffer] = ())
 
     `head` is everything but `raw_output_contents`; `raw_outputs` has one entry per entry of `head.outputs`, or is empty.
     """
-    pieces: list[Buffer] = [head.SerializeToString()]
+    return join_response(head.SerializeToString(), raw_outputs)
+
+
+def join_response(head: bytes, raw_outputs: Sequence[Buffer] = ()) -> list[Buffer]:
+    """Do the same as `build_response` with a head that is serialized already."""
+    pieces: list[Buffer] = [head]
     size = 0
     for raw in raw_outputs:
         size += len(raw)

@@ -9,7 +9,8 @@ import numpy as np
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.model_card import ModelCard
-from dynamo.common.tensor_request import TensorRequest, build_response
+from dynamo.common.protobuf_wire import delimited, tag
+from dynamo.common.tensor_request import TensorRequest, join_response
 from dynamo.common.tensors import (
     Buffer,
     check_bytes,
@@ -26,6 +27,8 @@ _UNCLASSIFIABLE = frozenset(("BYTES", "BOOL", "FP16", "BF16"))
 
 OutputTensor = ModelInferResponse.InferOutputTensor
 
+_MODEL_NAME, _MODEL_VERSION, _ID = (tag(ModelInferResponse, name) for name in ("model_name", "model_version", "id"))
+
 FINAL_RESPONSE = "triton_final_response"
 """The parameter of a response that says whether it is the last of its request."""
 
@@ -33,14 +36,13 @@ FINAL_RESPONSE = "triton_final_response"
 class ResponseForm(msgspec.Struct, frozen=True):
     """The form of all responses to one request. Made once per request."""
 
-    model: str
-    version: str
-    id: str
     wanted: tuple[str, ...]
     """Requested outputs; empty: all. Responses have them in the engine's order."""
     top: Mapping[str, int]
     """Outputs to be classified, each with the number of classes to return."""
     card: ModelCard
+    names: bytes
+    """Model, version and id, serialized."""
 
     @classmethod
     def of(cls, request: TensorRequest, card: ModelCard) -> ResponseForm:
@@ -54,14 +56,21 @@ class ResponseForm(msgspec.Struct, frozen=True):
                 if "classification" in output.parameters:
                     top[output.name] = output.parameters["classification"].int64_param
         version = head.model_version or card.versions[-1]
-        return cls(head.model_name, version, head.id, wanted, top, card)
+        fields = (_MODEL_NAME, head.model_name), (_MODEL_VERSION, version), (_ID, head.id)
+        names = b"".join([delimited(key, text.encode()) for key, text in fields if text])
+        return cls(wanted, top, card, names)
 
-    def encode(self, head: ModelInferResponse, raw_outputs: Sequence[Buffer] = ()) -> list[Buffer]:
+    def encode(self, head: ModelInferResponse, raw_outputs: Sequence[Buffer] = (), encoded: bytes = b"") -> list[Buffer]:
         """Return a serialized ModelInferResponse in pieces, see `build_response`.
 
-        `head` has outputs (name, datatype, shape), parameters if any, and typed contents if `raw_outputs` is empty; it is
-        modified. Raises EngineError if the response contradicts itself or the request.
+        `head` has outputs (name, datatype, shape), parameters if any, and typed contents if `raw_outputs` is empty. It is
+        modified unless `encoded` is given: `head`, serialized, with which `raw_outputs` are known to agree.
+        Raises EngineError if the response contradicts itself or the request.
         """
+        if encoded:
+            if not self.top and (not self.wanted or all(output.name in self.wanted for output in head.outputs)):
+                return join_response(encoded + self.names, raw_outputs)
+            head = ModelInferResponse.FromString(encoded)
         outputs = head.outputs
         typed_contents = bool(outputs) and not raw_outputs
         raws = [_to_raw(output) for output in outputs] if typed_contents else list(raw_outputs)
@@ -74,16 +83,13 @@ class ResponseForm(msgspec.Struct, frozen=True):
                 output.ClearField("contents")
         if self.wanted and outputs:
             raws = self._select(head, raws)
-        head.model_name = self.model
-        head.model_version = self.version
-        head.id = self.id
-        return build_response(head, raws)
+        return join_response(head.SerializeToString() + self.names, raws)
 
     def encode_final(self) -> list[Buffer]:
         """Return the empty response that marks the end of the responses, for clients that want one."""
-        head = ModelInferResponse(model_name=self.model, model_version=self.version, id=self.id)
+        head = ModelInferResponse()
         head.parameters[FINAL_RESPONSE].bool_param = True
-        return build_response(head)
+        return join_response(head.SerializeToString() + self.names)
 
     def _select(self, head: ModelInferResponse, raws: Sequence[Buffer]) -> list[Buffer]:
         """Keep only the requested outputs in `head`, in the engine's order, and return their buffers."""

@@ -86,6 +86,15 @@ def test_a_response_has_only_the_requested_outputs_in_the_order_of_the_engine() 
     assert response.raw_output_contents[1] == b"\1\0\0\0x"
 
 
+@pytest.mark.parametrize("form", [form(), form("Y"), form("Y", "P"), form("P"), form("P", top=2)])
+def test_a_head_that_responses_share_is_encoded_like_others_and_stays_as_it_is(form: ResponseForm) -> None:
+    head, raws = answered("Y", "P"), [BITS, BITS]
+    shared = answered("Y", "P")
+    response = form.encode(shared, raws, shared.SerializeToString())
+    assert shared == head
+    assert ModelInferResponse.FromString(b"".join(response)) == ModelInferResponse.FromString(b"".join(form.encode(head, raws)))
+
+
 def test_a_requested_output_that_the_model_did_not_give_is_left_out() -> None:
     assert [output.name for output in encoded(form("S", "Y"), {"Y": np.ones(2, np.float32)}).outputs] == ["Y"]
 

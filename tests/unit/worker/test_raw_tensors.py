@@ -24,12 +24,17 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())], parameters=r.parameters())
+            for r in requests
+        ]
 """
 
 
-def request(datatype: str, shape: list[int], raw: bytes) -> TensorRequest:
+def request(datatype: str, shape: list[int], raw: bytes, note: str = "") -> TensorRequest:
     head = ModelInferRequest(model_name="echo")
+    if note:
+        head.parameters["note"].string_param = note
     head.inputs.add(name="x", datatype=datatype, shape=shape)
     return TensorRequest.build(head, [raw])
 
@@ -62,8 +67,11 @@ async def test_models_echo_each_datatype(tmp_path: Path, datatype: str, raw: byt
     await engine.start()
     name = "BYTES" if datatype == "STRING" else datatype
     try:
-        for _ in range(2):
-            response = await engine.respond(request(name, [2], raw), Context("r"))
+        for note in ("", "a", "", "b"):
+            response = await engine.respond(request(name, [2], raw, note), Context("r"))
+            assert {key: value.string_param for key, value in response.head.parameters.items()} == (
+                {"note": note} if note else {}
+            )
             [output] = response.head.outputs
             assert (output.name, output.datatype, list(output.shape)) == ("y", name, [2])
             assert [bytes(given) for given in response.raw_outputs] == [expected]

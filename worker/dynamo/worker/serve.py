@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry
 from dynamo.common import logs
 from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest, ModelNotFound, NoInstances
 from dynamo.common.generation import Summary, delta_encoder, request_decoder, summary_encoder
+from dynamo.common.known_heads import KnownHeads, PerHead
 from dynamo.common.messaging.frames import Body, Buffer, size_of
 from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard, ModelKind
@@ -159,7 +160,8 @@ class Service:
         """By the model's own name."""
         self._canaries: dict[str, Canary] = {}
         """Canaries of language models, by the model's own name."""
-        self._tensor: dict[str, tuple[ServedModel, TensorEngine, Respond]] = {}
+        self._tensor: dict[str, tuple[ServedModel, TensorEngine, Respond, PerHead[ResponseForm]]] = {}
+        self._known_heads = KnownHeads()
         self._llm: dict[str, tuple[ServedModel, Engine]] = {}
         self._left: set[str] = set()
         """Names of models that were served before: requests for them may still arrive."""
@@ -197,11 +199,12 @@ class Service:
             self._measured[card.name].show(version)
         if llm is not None and former is None:
             self._canaries[card.name] = Canary(card.name, llm, takes_text=card.llm is not None and card.llm.takes_text)
+        forms = PerHead(lambda request: ResponseForm.of(request, card))
         for name in model.names:
             self._left.discard(name)
             if tensor is not None:
                 respond = tensor.respond if isinstance(tensor, RespondsOnce) else partial(_only, tensor)
-                self._tensor[name] = (model, tensor, respond)
+                self._tensor[name] = (model, tensor, respond, forms)
             elif llm is not None:
                 self._llm[name] = (model, llm)
 
@@ -246,16 +249,19 @@ class Service:
     async def infer(self, incoming: IncomingRequest) -> None:
         """Respond to a serialized ModelInferRequest with serialized ModelInferResponses."""
         start = perf_counter_ns()
-        request = TensorRequest.parse(incoming.body)
+        request = self._known_heads.find(incoming.body)
+        if request is None:
+            request = TensorRequest.parse(incoming.body)
+            self._known_heads.add(request)
         served = self._tensor.get(request.head.model_name)
         if served is None:
             raise self._not_served(request.head.model_name)
-        model, engine, respond = served
+        model, engine, respond, forms = served
         statistics = model.version(request.head.model_version)
         context = self._context(incoming, statistics.version)
         if model.card.max_batch_size and request.head.inputs and request.head.inputs[0].shape:
             context.timings.rows = request.head.inputs[0].shape[0]
-        form = ResponseForm.of(request, model.card)
+        form = forms.of(request)
         body: Body = ()
         with self._record(incoming, context, model, statistics, start) as record:
             self._refuse_late(incoming)
@@ -264,7 +270,7 @@ class Service:
             else:
                 response = await respond(request, context)
                 made_ns = perf_counter_ns()
-                body = form.encode(response.head, response.raw_outputs)
+                body = form.encode(response.head, response.raw_outputs, response.encoded)
                 record.timings.output_ns += perf_counter_ns() - made_ns
             record.sent_bytes += size_of(body)
         if record.span is not None:
@@ -402,7 +408,7 @@ async def _send_all(
     try:
         async for response in iterator:
             made_ns = perf_counter_ns()
-            body = form.encode(response.head, response.raw_outputs)
+            body = form.encode(response.head, response.raw_outputs, response.encoded)
             record.responded(made_ns, size_of(body), empty=not response.head.outputs)
             if not incoming.send_nowait(body):
                 await incoming.ready()

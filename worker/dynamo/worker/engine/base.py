@@ -76,6 +76,8 @@ class TensorResponse:
     """Outputs (name, datatype, shape) and parameters. Typed `contents` are allowed when `raw_outputs` is empty."""
     raw_outputs: Sequence[Buffer] = ()
     """One buffer per output, in the order of `head.outputs`: little-endian, row-major, BYTES with length prefixes."""
+    encoded: bytes = b""
+    """`head`, serialized, of an engine that knows that `raw_outputs` agree with it. Nobody changes such a head."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.known_heads import PerHead
 from dynamo.common.model_card import ModelCard
 from dynamo.common.repository import ControlMode
 from dynamo.common.shared_memory.sharing import SharedMemory
@@ -20,7 +21,7 @@ from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult
 from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.repository.loaded import LoadedModel, output_datatype
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
-from dynamo.worker.repository.raw_tensors import RawTensors
+from dynamo.worker.repository.raw_tensors import Kind, RawTensors
 from dynamo.worker.repository.wire import TensorHead
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 ALL = "*"
 _CONVERTED = ("BOOL", "BF16")
 """Datatypes of which arrays have other bytes: a true BOOL is 1, and BF16 is float32."""
+_MAX_HEADS = 256
 
 
 class RepositoryEngine:
@@ -47,6 +49,8 @@ class RepositoryEngine:
         self.seen: dict[str, Fingerprint] = {}
         """In the mode POLL: the fingerprints of the folders when the models were loaded."""
         self._load = tuple(load)
+        self._inputs = PerHead(_heads_of)
+        self._responses = _Responses()
         self._exit_on_error = exit_on_error
 
     def __repr__(self) -> str:
@@ -80,65 +84,93 @@ class RepositoryEngine:
         return self.models.cards()
 
     def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
-        return _responses(self.models.find(request.head.model_name), request, context)
+        return self._stream(self.models.find(request.head.model_name), request, context)
 
     async def respond(self, request: TensorRequest, context: Context) -> TensorResponse:
         model = self.models.find(request.head.model_name)
-        return _to_tensor_response(await model.respond(_to_model_request(request, context)), model.datatypes)
+        return self._responses.encode(await model.respond(self._to_model_request(request, context)), model.datatypes)
 
     async def close(self) -> None:
         await self.models.close()
 
+    async def _stream(self, model: LoadedModel, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
+        async with closing(model.run(self._to_model_request(request, context))) as responses:
+            async for response in responses:
+                yield self._responses.encode(response, model.datatypes, is_final=response.is_final)
 
-async def _responses(model: LoadedModel, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
-    async with closing(model.run(_to_model_request(request, context))) as responses:
-        async for response in responses:
-            made = _to_tensor_response(response, model.datatypes)
-            if response.is_final:
-                made.head.parameters[FINAL_RESPONSE].bool_param = True
-            yield made
-
-
-def _to_model_request(request: TensorRequest, context: Context) -> ModelRequest:
-    head = request.head
-    return ModelRequest(
-        _inputs_of(request),
-        context,
-        tuple([output.name for output in head.outputs]) if head.outputs else (),
-        {name: to_parameter(value) for name, value in head.parameters.items()} if head.parameters else {},
-        head.id,
-    )
+    def _to_model_request(self, request: TensorRequest, context: Context) -> ModelRequest:
+        head, heads = request.head, self._inputs.of(request)
+        return ModelRequest(
+            read_inputs(request, aligned=False) if heads is None else RawTensors(heads, request.raw_inputs),
+            context,
+            tuple([output.name for output in head.outputs]) if head.outputs else (),
+            {name: to_parameter(value) for name, value in head.parameters.items()} if head.parameters else {},
+            head.id,
+        )
 
 
-def _inputs_of(request: TensorRequest) -> Arrays:
-    """Return a request's tensors as they came where arrays have the same bytes. Raises InvalidRequest."""
+def _heads_of(request: TensorRequest) -> Sequence[TensorHead] | None:
+    """Return what a request's tensors are. None if they have to become arrays: other bytes, or none, may be in these."""
     inputs, raws = request.head.inputs, request.raw_inputs
     if len(raws) != len(inputs):
-        return read_inputs(request, aligned=False)
+        return None
     heads = []
     for tensor, raw in zip(inputs, raws, strict=True):
-        datatype, shape, size = tensor.datatype, tuple(tensor.shape), len(raw)
-        kind = DATATYPES.get(datatype)
-        if kind is None or datatype in _CONVERTED or (kind.size and kind.size * element_count(shape) != size):
-            return read_inputs(request, aligned=False)
-        heads.append(TensorHead(tensor.name, datatype, shape, size))
-    return RawTensors(heads, raws)
+        head = TensorHead(tensor.name, tensor.datatype, tuple(tensor.shape), len(raw))
+        if head.datatype in _CONVERTED or not _is_whole(head):
+            return None
+        heads.append(head)
+    return heads
 
 
-def _to_tensor_response(response: ModelResult, datatypes: Mapping[str, str]) -> TensorResponse:
+def _is_whole(head: TensorHead) -> bool:
+    """Return whether a tensor has the size that its shape needs, if that can be said. Raises InvalidRequest."""
+    kind = DATATYPES.get(head.datatype)
+    return kind is not None and (not kind.size or kind.size * element_count(head.shape) == head.size)
+
+
+class _Responses:
+    """Encodes responses. Those that differ in the elements of their tensors alone share a head."""
+
+    def __init__(self) -> None:
+        self._heads: dict[Kind, tuple[ModelInferResponse, bytes]] = {}
+
+    def encode(self, response: ModelResult, datatypes: Mapping[str, str], *, is_final: bool = False) -> TensorResponse:
+        """Raises EngineError. `is_final`: mark it as the last one of several."""
+        outputs = response.outputs
+        if isinstance(outputs, RawTensors):
+            head, encoded = self._heads.get(outputs.kind) or self._head(outputs)
+            made = TensorResponse(head, outputs.raws, encoded)
+            if not response.parameters and not is_final:
+                return made
+            made = TensorResponse(ModelInferResponse.FromString(encoded), outputs.raws)
+        else:
+            made = _from_arrays(outputs, datatypes)
+        for name, value in response.parameters.items():
+            made.head.parameters[name].CopyFrom(from_parameter(value))
+        if is_final:
+            made.head.parameters[FINAL_RESPONSE].bool_param = True
+        return made
+
+    def _head(self, outputs: RawTensors) -> tuple[ModelInferResponse, bytes]:
+        head = ModelInferResponse()
+        for output in outputs.heads:
+            if not _is_whole(output):
+                raise EngineError(f"the model gave its output '{output.name}' with {output.size} bytes")
+            head.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+        made = head, head.SerializeToString()
+        if len(self._heads) >= _MAX_HEADS:
+            self._heads.clear()
+        self._heads[outputs.kind] = made
+        return made
+
+
+def _from_arrays(outputs: Arrays, datatypes: Mapping[str, str]) -> TensorResponse:
     head = ModelInferResponse()
     raws: list[Buffer] = []
-    outputs = response.outputs
-    if isinstance(outputs, RawTensors):
-        for output in outputs.heads:
-            head.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
-        raws += outputs.raws
-    else:
-        for name, array in outputs.items():
-            declared = datatypes[name]
-            datatype, raw = from_numpy(array, output_datatype(array, declared) if declared == "BF16" else "")
-            head.outputs.add(name=name, datatype=datatype, shape=array.shape)
-            raws.append(raw)
-    for name, value in response.parameters.items():
-        head.parameters[name].CopyFrom(from_parameter(value))
+    for name, array in outputs.items():
+        declared = datatypes[name]
+        datatype, raw = from_numpy(array, output_datatype(array, declared) if declared == "BF16" else "")
+        head.outputs.add(name=name, datatype=datatype, shape=array.shape)
+        raws.append(raw)
     return TensorResponse(head, raws)

@@ -19,12 +19,12 @@ from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.declaration import from_model_config
 from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResult, Streams, closing
 from dynamo.worker.repository.model_config import Reshape
-from dynamo.worker.repository.raw_tensors import RawTensors
+from dynamo.worker.repository.raw_tensors import Kind, RawTensors
 from dynamo.worker.repository.response_cache import ModelCache
-from dynamo.worker.repository.wire import TensorHead
 
 OnMismatch: TypeAlias = Callable[[str, str], None]
 """Called with a model and a sentence about outputs of it that are not as declared. What it raises fails the request."""
+_MAX_KINDS = 256
 
 
 class LoadedModel:
@@ -54,6 +54,8 @@ class LoadedModel:
         self._outputs = {spec.name: spec for spec in self.card.outputs}
         self.datatypes = {spec.name: spec.datatype for spec in self.card.outputs}
         """Of the outputs, by name."""
+        self._as_declared: set[Kind] = set()
+        """Kinds of outputs that need neither a conversion nor a warning."""
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -184,7 +186,7 @@ class LoadedModel:
         As in Triton, those that the model gave in another datatype or shape are returned as they are, and missing ones are
         left out; `on_mismatch` is called then. `wanted`: the requested outputs; empty: all; None: the model may give none.
         """
-        if isinstance(outputs, RawTensors) and self._are_as_declared(outputs.heads):
+        if isinstance(outputs, RawTensors) and self._are_as_declared(outputs):
             return outputs
         checked = {}
         for name, array in outputs.items():
@@ -197,15 +199,21 @@ class LoadedModel:
                     self._on_mismatch(self.name, f"model '{self.name}' did not give its output '{name}'")
         return checked
 
-    def _are_as_declared(self, outputs: Sequence[TensorHead]) -> bool:
+    def _are_as_declared(self, outputs: RawTensors) -> bool:
         """Return whether these are all outputs, each once, and need no conversion."""
-        if self._reshape.has_outputs or len({output.name for output in outputs}) != len(self._outputs):
+        if outputs.kind in self._as_declared:
+            return True
+        heads = outputs.heads
+        if self._reshape.has_outputs or len(heads) != len(self._outputs) or {head.name for head in heads} != set(self._outputs):
             return False
-        for output in outputs:
-            spec = self._outputs.get(output.name)
-            if spec is None or spec.datatype != output.datatype or not _fits(output.shape, spec.shape):
+        for head in heads:
+            spec = self._outputs[head.name]
+            if spec.datatype != head.datatype or not _fits(head.shape, spec.shape):
                 return False
-        return len(outputs) == len(self._outputs)
+        if len(self._as_declared) >= _MAX_KINDS:
+            self._as_declared.clear()
+        self._as_declared.add(outputs.kind)
+        return True
 
     def _checked_output(self, spec: TensorSpec, array: Array) -> Array:
         try:

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.wire import Array, Buffer, TensorHead
+
+Kind: TypeAlias = tuple[tuple[str, str, tuple[int, ...], int], ...]
 
 
 class RawTensors(Mapping[str, Array]):
     """Tensors by name. They become arrays, all together, when one of them is looked at."""
 
-    __slots__ = ("_arrays", "heads", "raws")
+    __slots__ = ("_arrays", "_kind", "heads", "raws")
 
     def __init__(self, heads: Sequence[TensorHead], raws: Sequence[Buffer]) -> None:
         """`heads` say what each of `raws` is; places in them are ignored."""
         self.heads = heads
         self.raws = raws
         self._arrays: dict[str, Array] | None = None
+        self._kind: Kind | None = None
 
     def __repr__(self) -> str:
         return f"<RawTensors {[head.name for head in self.heads]}>"
+
+    @property
+    def kind(self) -> Kind:
+        """What is equal for tensors that differ in their elements alone."""
+        if self._kind is None:
+            self._kind = tuple([(head.name, head.datatype, head.shape, head.size) for head in self.heads])
+        return self._kind
 
     @property
     def arrays(self) -> dict[str, Array]:

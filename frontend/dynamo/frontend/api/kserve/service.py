@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from dynamo.common.errors import ShuttingDown, Unsupported
+from dynamo.common.known_heads import KnownHeads
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import MessageScanner, parse_message
 from dynamo.common.model_card import ModelCard
@@ -24,7 +25,6 @@ from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
-from dynamo.frontend.api.kserve.known_heads import KnownHeads
 from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request

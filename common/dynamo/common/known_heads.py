@@ -6,14 +6,17 @@ tensor. Finding it costs a comparison of these bytes instead of parsing them and
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from collections.abc import Callable
+from typing import Final, Generic, TypeAlias, TypeVar
 
 from dynamo.common.tensor_request import SMALL_BYTES, TensorRequest, raw_begin
 from dynamo.common.tensors import Buffer
-from dynamo.frontend.api.calls import MAX_ID_CHARS
 from dynamo.protos.inference_pb2 import ModelInferRequest
 
+T = TypeVar("T")
+
 _MAX_HEADS: Final = 256
+_MAX_ID_CHARS: Final = 128
 _MAX_HEAD_BYTES: Final = 1024
 _KEY_BYTES: Final = 16
 """The shortest head has so many bytes, and they hold most of the model's name."""
@@ -41,7 +44,7 @@ class KnownHeads:
         begin = len(beginning)
         if data[:begin] != beginning:
             return None
-        return TensorRequest(data, head, [data[begin:] if size <= SMALL_BYTES else memoryview(data)[begin:]])
+        return TensorRequest(data, head, [data[begin:] if size <= SMALL_BYTES else memoryview(data)[begin:]], is_known=True)
 
     def add(self, request: TensorRequest) -> None:
         """Remember the head of a request that was not found, if its like is likely to come again.
@@ -50,7 +53,7 @@ class KnownHeads:
         costs more than finding saves, so requests that always differ must not get here each time.
         """
         head = request.head
-        if head.parameters or len(head.id) > MAX_ID_CHARS:
+        if head.parameters or len(head.id) > _MAX_ID_CHARS:
             return
         missed, self._missed = self._missed, ((len(request.raw), bytes(request.raw[:_KEY_BYTES])), head.id)
         if self._missed != missed:
@@ -61,3 +64,25 @@ class KnownHeads:
         if len(self._heads) >= _MAX_HEADS:
             self._heads.clear()
         self._heads[missed[0]] = bytes(request.raw[:begin]), head
+
+
+class PerHead(Generic[T]):
+    """What is computed of heads, once for all requests with the same one."""
+
+    def __init__(self, compute: Callable[[TensorRequest], T]) -> None:
+        """`compute` looks at the head, and at the sizes of the tensors."""
+        self._compute = compute
+        self._computed: dict[int, tuple[ModelInferRequest, T]] = {}
+        """By the identity of the head, which therefore has to be kept."""
+
+    def of(self, request: TensorRequest) -> T:
+        head = request.head
+        known = self._computed.get(id(head))
+        if known is not None:
+            return known[1]
+        computed = self._compute(request)
+        if request.is_known:
+            if len(self._computed) >= _MAX_HEADS:
+                self._computed.clear()
+            self._computed[id(head)] = head, computed
+        return computed

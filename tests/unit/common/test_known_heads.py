@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.known_heads import KnownHeads, PerHead
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_check import RequestChecker
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Buffer
-from dynamo.frontend.api.kserve.known_heads import KnownHeads
 from dynamo.protos.inference_pb2 import ModelInferRequest
 
 
@@ -99,3 +99,18 @@ def test_a_known_head_is_checked_against_each_model_card() -> None:
         checker.check(request)
     with pytest.raises(InvalidRequest, match="unexpected shape"):
         RequestChecker(card(4)).check(request)
+
+
+def test_what_depends_on_the_head_is_computed_once_per_known_head() -> None:
+    heads = KnownHeads()
+    computed: list[str] = []
+
+    def compute(request: TensorRequest) -> str:
+        computed.append(request.head.model_name)
+        return request.head.model_name
+
+    names = PerHead(compute)
+    for model in ("a", "b", "a"):
+        for _ in range(5):
+            assert names.of(received(heads, message(b"abc", model=model))[0]) == model
+    assert computed == ["a"] * 3 + ["b"] * 3, "twice before a head is known, and once for all requests with it"
