@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import DeadlineExceeded, NoInstances, Overloaded
@@ -12,11 +15,14 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import QueueOptions, QueuePolicy, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RoutingDecision
-from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
+from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.data_plane import open_data_plane
 from dynamo.frontend.serving.dispatch import Dispatcher
+from dynamo.frontend.serving.fair_queue import FairQueue
+from dynamo.frontend.serving.fair_slots import FairSlots
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeTexts, RecordingRouter, instance
 from tests.support.virtual_time import in_virtual_time
@@ -46,11 +52,11 @@ class Fleet:
         self.dispatcher = Dispatcher(self.directory, self.client, FakeLink(), self.router, queue=self.queue)
         self.done: list[str] = []
 
-    def send(self, name: str, *, prompt: int = 1, **call: object) -> asyncio.Task[None]:
+    def send(self, name: str, *, prompt: int = 1, account: Account = ANONYMOUS, **call: object) -> asyncio.Task[None]:
         work = Work(model="adder", verb="infer", body=name.encode(), metrics=self.metrics, prompt=bytes(4 * prompt))
 
         async def sent() -> None:
-            await self.dispatcher.call(work, Call(account=ANONYMOUS, request_id=name, **call))  # type: ignore[arg-type]
+            await self.dispatcher.call(work, Call(account=account, request_id=name, **call))  # type: ignore[arg-type]
             self.done.append(name)
 
         return asyncio.create_task(sent())
@@ -280,3 +286,142 @@ async def test_metrics_say_how_many_wait_and_why_others_may_not() -> None:
         assert (count("refusals_total", reason="full"), count("refusals_total", reason="expired")) == (1, 1)
         client.streams[0].end(b"response")
         await running
+
+
+# Between keys
+
+
+def key(name: str, weight: float = 1.0) -> KeyAccount:
+    return KeyAccount(ApiKey(name=name, salt=b"", digest=b"", weight=weight))
+
+
+async def serve_all(fleet: Fleet, tasks: list[asyncio.Task[None]]) -> None:
+    for _ in tasks:
+        await asyncio.sleep(0.1)
+        await fleet.respond()
+    await asyncio.gather(*tasks)
+
+
+@in_virtual_time
+async def test_a_light_key_does_not_wait_behind_the_requests_of_a_heavy_one() -> None:
+    fleet, heavy, light = Fleet(30), key("heavy"), key("light")
+    tasks = [fleet.send(f"h{number}", account=heavy) for number in range(20)]
+    await asyncio.sleep(0.1)
+    tasks += [fleet.send(f"l{number}", account=light) for number in range(3)]
+    await serve_all(fleet, tasks)
+    assert fleet.done[:7] == ["h0", "h1", "l0", "h2", "l1", "h3", "l2"]
+    assert fleet.done[7:] == [f"h{number}" for number in range(4, 20)]
+
+
+@in_virtual_time
+async def test_keys_get_tokens_in_proportion_to_their_weights() -> None:
+    fleet, double, single = Fleet(100), key("double", 2.0), key("single")
+    tasks = [fleet.send("first")]
+    await asyncio.sleep(0.1)
+    tasks += [fleet.send(f"d{number}", account=double, prompt=30) for number in range(30)]
+    tasks += [fleet.send(f"s{number}", account=single, prompt=10) for number in range(30)]
+    await serve_all(fleet, tasks)
+    served = "".join(name[0] for name in fleet.done[1:36])
+    tokens = {"d": 30 * served.count("d"), "s": 10 * served.count("s")}
+    assert tokens["d"] == pytest.approx(2 * tokens["s"], rel=0.15)
+
+
+@in_virtual_time
+async def test_higher_priority_goes_first_whichever_key_it_has() -> None:
+    fleet, one, other = Fleet(30), key("one"), key("other")
+    tasks = [fleet.send("first")]
+    await asyncio.sleep(0.1)
+    tasks += [fleet.send(f"batch{number}", account=other, priority=-1000) for number in range(2)]
+    tasks += [fleet.send(f"normal{number}", account=one) for number in range(3)]
+    tasks += [fleet.send("high", account=one, priority=5)]
+    await serve_all(fleet, tasks)
+    assert fleet.done == ["first", "high", "normal0", "normal1", "normal2", "batch0", "batch1"]
+
+
+@in_virtual_time
+async def test_a_heavy_key_that_fills_the_queue_makes_room_for_a_light_one() -> None:
+    fleet, heavy, light = Fleet(4), key("heavy"), key("light")
+    tasks = [fleet.send(f"h{number}", account=heavy) for number in range(5)]
+    await asyncio.sleep(0.1)
+    refused = fleet.send("h5", account=heavy)
+    with pytest.raises(Overloaded, match="full: 4 waiting"):
+        await refused
+    tasks += [fleet.send("l0", account=light), fleet.send("l1", account=light)]
+    await asyncio.sleep(0.1)
+    for displaced in (tasks.pop(4), tasks.pop(3)):
+        with pytest.raises(Overloaded, match="full: 4 waiting"):
+            await displaced
+    with pytest.raises(Overloaded):  # each has half of the queue now
+        await fleet.send("l2", account=light)
+    await serve_all(fleet, tasks)
+    assert sorted(fleet.done) == ["h0", "h1", "h2", "l0", "l1"]
+    assert max(fleet.waiting) == 4
+
+
+@in_virtual_time
+async def test_a_request_is_not_displaced_by_one_of_lower_priority() -> None:
+    fleet, heavy, light = Fleet(2), key("heavy"), key("light")
+    tasks = [fleet.send(f"h{number}", account=heavy) for number in range(3)]
+    await asyncio.sleep(0.1)
+    with pytest.raises(Overloaded):
+        await fleet.send("batch", account=light, priority=-1000)
+    await serve_all(fleet, tasks)
+
+
+class Waiting:
+    """An item that costs nothing to make."""
+
+    def __init__(self, key: str, number: int) -> None:
+        self.key, self.number, self.rank = key, number, 0.0
+
+    def __lt__(self, other: object) -> bool:
+        return isinstance(other, Waiting) and self.number < other.number
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.booleans()), min_size=1, max_size=200),
+    weights=st.fixed_dictionaries({key: st.sampled_from([0.5, 1.0, 4.0]) for key in "abc"}),
+)
+def test_between_two_keys_that_always_wait_no_one_is_ahead_by_more_than_a_request(
+    steps: list[tuple[str, int, bool]], weights: dict[str, float]
+) -> None:
+    """Of `a` and `b` there is always a request in line; `c` comes and goes."""
+    queue: FairQueue[Waiting] = FairQueue()
+    served = dict.fromkeys("abc", 0.0)
+    numbers = itertools.count()
+    for name in "ab":
+        queue.push(Waiting(name, next(numbers)))
+    for name, cost, is_there in steps:
+        if is_there:
+            queue.push(Waiting("c", next(numbers)))
+        item = queue.pop()
+        queue.charge(item.key, cost, weights[item.key])
+        served[item.key] += cost / weights[item.key]
+        if item.key != "c":
+            queue.push(Waiting(item.key, next(numbers)))
+        assert abs(served["a"] - served["b"]) <= 50 / min(weights["a"], weights["b"])
+        if name == "c" and (waiting := next((item for item in queue if item.key == "c"), None)):
+            queue.remove(waiting)
+    assert len(queue) == sum(1 for _ in queue)
+
+
+@in_virtual_time
+async def test_slots_are_given_to_keys_in_turn_and_come_back_however_the_work_ends() -> None:
+    slots, order = FairSlots(2), []
+
+    async def work(account: KeyAccount, name: str) -> None:
+        async with slots.slot(account):
+            order.append(name)
+            await asyncio.sleep(1.0)
+            if name == "a1":
+                raise ValueError(name)
+
+    one, other = key("one"), key("other")
+    tasks = [asyncio.create_task(work(one, f"a{number}")) for number in range(8)]
+    await asyncio.sleep(0.1)
+    tasks += [asyncio.create_task(work(other, f"b{number}")) for number in range(3)]
+    await asyncio.sleep(0.1)
+    tasks[7].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == ["a0", "a1", "b0", "a2", "b1", "a3", "b2", "a4", "a5", "a6"]
+    assert [type(result) for result in results if result is not None] == [ValueError, asyncio.CancelledError]

@@ -38,7 +38,8 @@ from dynamo.frontend.api.openai.batches.runner import BatchRunner
 from dynamo.frontend.config import HttpOptions
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.security.accounts import ANONYMOUS, Account
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
+from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.security.surfaces import Surface
 from tests.support.fake_records import FakeRecords
 
@@ -267,6 +268,36 @@ async def test_lines_wait_while_they_are_refused(monkeypatch: pytest.MonkeyPatch
     async with running(handle) as r:
         done = await r.ended(await r.create(lines_of(1)))
     assert done.request_counts == RequestCounts(1, 1, 0)
+
+
+async def test_the_batches_of_one_key_leave_room_for_those_of_others() -> None:
+    begun: list[str] = []
+    may_end = asyncio.Event()
+
+    async def handle(exchange: Exchange) -> None:
+        begun.append(exchange.account.name)
+        await may_end.wait()
+        await exchange.respond(b"{}")
+
+    def account(name: str) -> Account:
+        return KeyAccount(ApiKey(name=name, salt=b"", digest=b""))
+
+    async with running(handle, account) as r:
+        made = []
+        for owner in (*["heavy"] * 5, "light", "lighter"):
+            file = await r.files.create(owner, "f", "batch", lines_of(1))
+            made.append((owner, await r.batches.create(owner, URL, file.id, None)))
+        r.runner.poke()
+        async with asyncio.timeout(10):
+            while len(begun) < runner_module.MAX_BATCHES:
+                await asyncio.sleep(0)
+            may_end.set()
+            while any(".waiting." in key for key in r.records.records):
+                await asyncio.sleep(0)
+        statuses = {(await r.batches.read(owner, batch.id)).status for owner, batch in made}
+    assert {*begun[:4]} >= {"light", "lighter"}
+    assert begun[:4].count("heavy") <= runner_module.SHARED_BATCHES
+    assert (statuses, len(begun)) == ({"completed"}, 7)
 
 
 async def test_what_was_done_before_is_not_done_again() -> None:

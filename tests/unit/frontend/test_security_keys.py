@@ -440,18 +440,19 @@ def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     made = keys("add", "team-a", "--file", str(file), "--model", "llama-*", "--tokens-per-minute", "1000")
     assert made.returncode == 0, made.stderr
-    other = keys("add", "team-b", "--file", str(file), "--stdin", "--scope", "admin", stdin="x" * 40 + "\n")
+    other = keys("add", "team-b", "--file", str(file), "--stdin", "--scope", "admin", "--weight", "2.5", stdin="x" * 40 + "\n")
     assert (other.returncode, other.stdout) == (0, ""), "a key that is known already is not printed"
     assert file.stat().st_mode & 0o777 == 0o600
     ring = read_keys(file)
     found = ring.find(made.stdout.strip())
     assert found is not None
     assert (found.name, found.models, found.limits.tokens_per_minute) == ("team-a", ("llama-*",), 1000)
-    assert (ring.find("x" * 40) or found).name == "team-b"
+    admin = ring.find("x" * 40) or found
+    assert (admin.name, admin.weight, found.weight) == ("team-b", 2.5, 1.0)
     listed = keys("list", str(file))
     assert listed.stdout.splitlines() == [
         "team-a: scopes infer; models llama-*; 1000 tokens/min",
-        "team-b: scopes admin; models *",
+        "team-b: scopes admin; models *; weight 2.5",
     ]
 
 
@@ -467,6 +468,7 @@ def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
         (("add", "none", "--requests-per-s", "-1"), "", "--requests-per-s must be above 0 and at most 1000000000, got -1"),
         (("add", "none", "--requests-per-s", "nan"), "", "--requests-per-s must be above 0"),
         (("add", "none", "--concurrent-requests", "0"), "", "--concurrent-requests must be above 0"),
+        (("add", "none", "--weight", "0"), "", "--weight must be at least 0.001 and at most 1000, got 0"),
         (("remove", "old"), "", "invalid choice"),
     ],
 )

@@ -16,7 +16,18 @@ import msgspec
 
 from dynamo.common.admin_api import AdminApi, add_options
 from dynamo.common.config import ConfigError, exit_with
-from dynamo.frontend.security.keys import MAX_LIMIT, KeyRing, Limits, entry_for, make_key, parse_expiry, parse_keys, read_keys
+from dynamo.frontend.security.keys import (
+    MAX_LIMIT,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    KeyRing,
+    Limits,
+    entry_for,
+    make_key,
+    parse_expiry,
+    parse_keys,
+    read_keys,
+)
 from dynamo.frontend.security.ledger import Row
 from dynamo.frontend.security.surfaces import Scope
 
@@ -62,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--requests-per-s", type=float, metavar="N")
     add.add_argument("--concurrent-requests", type=int, metavar="N")
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="Read and generated, together.")
+    add.add_argument(
+        "--weight",
+        type=float,
+        default=1.0,
+        metavar="N",
+        help="In proportion to other keys, where requests wait in line; default: 1.",
+    )
     add.add_argument("--expires", metavar="DATE", help="2027-01-31, or with a time.")
     add.add_argument("--stdin", action="store_true", help="Take a key made elsewhere from the standard input.")
     listed = commands.add_parser("list", help="Check a key file and print what its keys may use.")
@@ -81,6 +99,8 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, flag[2:].replace("-", "_"))
         if value is not None and not 0 < value <= MAX_LIMIT:
             raise ConfigError(f"{flag} must be above 0 and at most {MAX_LIMIT}, got {value:g}")
+    if not MIN_WEIGHT <= arguments.weight <= MAX_WEIGHT:
+        raise ConfigError(f"--weight must be at least {MIN_WEIGHT} and at most {MAX_WEIGHT}, got {arguments.weight:g}")
     if arguments.expires is None:
         return
     try:
@@ -105,6 +125,7 @@ def _add(arguments: argparse.Namespace) -> None:
             concurrent_requests=arguments.concurrent_requests,
             tokens_per_minute=arguments.tokens_per_minute,
         ),
+        weight=arguments.weight,
         expires=arguments.expires,
     )
     before = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -143,6 +164,8 @@ def _list(file: Path) -> None:
             notes.append(f"{limits.concurrent_requests} at once")
         if limits.tokens_per_minute is not None:
             notes.append(f"{limits.tokens_per_minute} tokens/min")
+        if key.weight != 1:
+            notes.append(f"weight {key.weight:g}")
         if key.expires_at is not None:
             notes.append(("expired " if time.time() >= key.expires_at else "until ") + _day(key.expires_at))
         print(f"{key.name}: {'; '.join(notes)}")

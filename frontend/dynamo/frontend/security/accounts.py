@@ -45,6 +45,11 @@ class Account(Protocol):
         """The name of the key; empty without one."""
         ...
 
+    @property
+    def weight(self) -> float:
+        """How much this caller gets, in proportion to others, where requests wait in line."""
+        ...
+
     def permits(self, model: str) -> bool:
         """Return whether this caller may use a model."""
         ...
@@ -115,6 +120,10 @@ class KeyAccount:
     @property
     def name(self) -> str:
         return self.key.name
+
+    @property
+    def weight(self) -> float:
+        return self.key.weight
 
     def renew(self, key: ApiKey) -> None:
         self.key = key
@@ -396,6 +405,7 @@ class AnonymousAccount:
     __slots__ = ()
 
     name = ""
+    weight = 1.0
 
     def permits(self, model: str) -> bool:
         return True

@@ -8,6 +8,7 @@
       requests_per_s: 50
       concurrent_requests: 100
       tokens_per_minute: 200000
+      weight: 2
       expires: 2027-01-31
 
 A key reads `dyn-<id>-<secret>`. The id finds the entry, so a lookup costs one hash however many keys there are, and the digests
@@ -37,12 +38,14 @@ MIN_FOREIGN_CHARS = 32
 """The least length of a key made elsewhere: a hash this fast protects long random keys only."""
 MAX_LIMIT = 1_000_000_000
 """The largest number of requests per second. `dynamo-keys` accepts no larger value for the other limits either."""
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000
 _MAX_CHARS = 512
 _PREFIX = "dyn"
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=MAX_LIMIT)]
+Weight = Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._@-]+$")]
 
 
@@ -66,6 +69,8 @@ class ApiKey:
     models: tuple[str, ...] = ("*",)
     """Patterns of model names, as requests write them."""
     limits: Limits = Limits()
+    weight: float = 1.0
+    """How much the key gets, in proportion to others, where requests wait in line."""
     expires_at: float | None = None
     """Unix time, seconds."""
 
@@ -106,6 +111,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     requests_per_s: PositiveFloat | None = None
     concurrent_requests: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
+    weight: Weight = 1.0
     expires: str | None = None
 
     def key(self) -> ApiKey:
@@ -127,6 +133,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
             scopes=frozenset(self.scopes),
             models=self.models,
             limits=limits,
+            weight=self.weight,
             expires_at=None if self.expires is None else parse_expiry(self.expires),
         )
 
@@ -195,6 +202,7 @@ def entry_for(
     scopes: Sequence[Scope] = (Scope.INFER,),
     models: Sequence[str] = ("*",),
     limits: Limits | None = None,
+    weight: float = 1.0,
     expires: str | None = None,
 ) -> str:
     """Return the entry of the key file for `key`. Raises ValueError for a name, key or date that cannot be used."""
@@ -211,6 +219,7 @@ def entry_for(
         requests_per_s=limits.requests_per_s,
         concurrent_requests=limits.concurrent_requests,
         tokens_per_minute=limits.tokens_per_minute,
+        weight=weight,
         expires=expires,
     )
     text = yaml.safe_dump([msgspec.to_builtins(entry)], sort_keys=False, default_flow_style=None, width=200)

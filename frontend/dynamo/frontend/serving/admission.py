@@ -2,24 +2,25 @@
 
 Which instances are busy is for the router to say: it raises Overloaded when none may take more. Without a queue the request is
 refused then. With one, up to so many requests per model wait, and the first in line tries again whenever a request ends and
-every few milliseconds. Which one is first:
+every few milliseconds. Requests of different API keys have their turns in proportion to the weights of the keys, measured in
+tokens (see `fair_queue`). Which one of a key is first:
 
 | policy | order |
 |---|---|
-| `fcfs` | higher priority first; of equal ones, the earlier |
+| `fcfs` | higher priority first, of whichever key; of equal ones of a key, the earlier |
 | `wspt` | most priority per token first: (1 + priority) / (prompt tokens + expected output tokens) |
 
 Negative priorities count as 0 there. `wspt` makes the mean wait short at the expense of long requests, which may wait as long as
-shorter ones keep coming.
+shorter ones of the same key keep coming.
 
-A request is refused at once if the queue is full, or if, by the recent pace, its turn would come after its deadline. Where
+A request is refused at once if, by the recent pace, its turn would come after its deadline, or if the queue is full; unless one
+key has more requests in it than another one that sends a request: then the last one of the former is refused instead. Where
 prompts are computed apart, requests wait for prefill instances in one line and for decode instances in another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 from collections.abc import Callable
 from types import TracebackType
@@ -28,6 +29,8 @@ from typing import Self
 from dynamo.common.errors import DeadlineExceeded, Overloaded
 from dynamo.common.model_card import Role
 from dynamo.frontend.config import QueuePolicy
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
+from dynamo.frontend.serving.fair_queue import FairQueue
 
 _RETRY_S = 0.02
 """Loads also change by reports, of which the queue is not notified."""
@@ -37,17 +40,24 @@ _PACE_WEIGHT = 0.2
 class Place:
     """One request's place in line; a context manager, at whose end the next request gets its turn."""
 
-    __slots__ = ("_deadline", "_line", "_loop", "_turn", "key")
+    __slots__ = ("_deadline", "_line", "_loop", "_order", "_turn", "key", "rank", "tokens", "weight")
 
-    def __init__(self, line: _Line, key: tuple[float, int], deadline: float | None) -> None:
-        self.key = key
+    def __init__(
+        self, line: _Line, account: Account, rank: float, order: tuple[float, int], tokens: int, deadline: float | None
+    ) -> None:
+        """`rank` is compared with those of other keys, `order` with those of the same key."""
+        self.key = account.name
+        self.weight = account.weight
+        self.rank = rank
+        self.tokens = tokens
+        self._order = order
         self._line = line
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()
         self._turn: asyncio.Future[None] | None = None
 
-    def __lt__(self, other: Place) -> bool:
-        return self.key < other.key
+    def __lt__(self, other: object) -> bool:
+        return isinstance(other, Place) and self._order < other._order
 
     def __enter__(self) -> Self:
         return self
@@ -56,7 +66,7 @@ class Place:
         self._line.leave(self, served=kind is None)
 
     async def turn(self) -> None:
-        """Return when this request is the one to try. Raises DeadlineExceeded."""
+        """Return when this request is the one to try. Raises DeadlineExceeded, and Overloaded if it has to leave the line."""
         self._turn = self._loop.create_future()
         self._line.enter(self)
         try:
@@ -71,6 +81,11 @@ class Place:
         if self._turn is not None and not self._turn.done():
             self._turn.set_result(None)
 
+    def refuse(self, error: Overloaded) -> None:
+        """Let `turn` raise an error."""
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_exception(error)
+
 
 class _Line:
     """The requests that wait for one model. At most one of them tries at a time."""
@@ -80,7 +95,7 @@ class _Line:
         """Between two turns that led to an instance, smoothed; 0: not known yet."""
         self.refused = refused
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[Place] = []
+        self._waiting: FairQueue[Place] = FairQueue()
         self._trying: Place | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._paced_from = 0.0
@@ -90,9 +105,18 @@ class _Line:
     def __len__(self) -> int:
         return len(self._waiting) + (self._trying is not None)
 
-    def before(self, key: tuple[float, int]) -> int:
-        """Return how many requests have their turn earlier."""
-        return sum(place.key < key for place in self._waiting) + (self._trying is not None)
+    def before(self, place: Place) -> int:
+        """Return about how many requests have their turn earlier."""
+        return self._waiting.before(place) + (self._trying is not None)
+
+    def make_room(self, place: Place, error: Overloaded) -> bool:
+        """Let the last request of the key with the most leave instead of `place`; False if `place`'s own key has as many."""
+        last = self._waiting.last_of_longest(place)
+        if last is None:
+            return False
+        self._waiting.remove(last)
+        last.refuse(error)
+        return True
 
     def enter(self, place: Place) -> None:
         """A place waits for its turn, for the first time or after a try that failed."""
@@ -101,7 +125,7 @@ class _Line:
             self._trying = None
         elif not len(self):
             self._paced_from = self._loop.time()
-        heapq.heappush(self._waiting, place)
+        self._waiting.push(place)
         self._changed()
         if not failed:
             self.advance()
@@ -113,8 +137,8 @@ class _Line:
             self._trying = None
         elif place in self._waiting:
             self._waiting.remove(place)
-            heapq.heapify(self._waiting)
         if served:
+            self._waiting.charge(place.key, place.tokens, place.weight)
             self._pace()
         self._changed()
         self.advance()
@@ -122,7 +146,7 @@ class _Line:
     def advance(self) -> None:
         """Let the first in line try, unless another request is trying."""
         if self._trying is None and self._waiting and self._timer is None:
-            self._trying = heapq.heappop(self._waiting)
+            self._trying = self._waiting.pop()
             self._trying.call()
 
     def poke(self) -> None:
@@ -169,19 +193,26 @@ class AdmissionQueue:
         line = self._lines.get((model, role))
         return 0 if line is None else len(line)
 
-    def place(self, model: str, role: Role | None = None, *, priority: int, tokens: int, deadline: float | None) -> Place:
+    def place(
+        self,
+        model: str,
+        role: Role | None = None,
+        *,
+        account: Account = ANONYMOUS,
+        priority: int,
+        tokens: int,
+        deadline: float | None,
+    ) -> Place:
         """Return a place in line; `tokens` are those of the prompt and of the expected response. Raises Overloaded."""
         line = self._line(model, role)
-        number = next(self._numbers)
-        key = (-float(priority), number)
+        number, tokens = next(self._numbers), max(tokens, 1)
         if self._policy is QueuePolicy.WSPT:
-            key = (-(1 + max(priority, 0)) / max(tokens, 1), number)
-        if len(line) >= self._size:
-            line.refused("full")
-            wait_s = len(line) * line.interval_s
-            raise Overloaded(f"the queue for model '{model}' is full: {len(line)} waiting", retry_after_s=max(1.0, wait_s))
+            rank, order = 0.0, (-(1 + max(priority, 0)) / tokens, number)
+        else:
+            rank, order = -float(priority), (-float(priority), number)
+        place = Place(line, account, rank, order, tokens, deadline)
         if deadline is not None:
-            wait_s = line.before(key) * line.interval_s
+            wait_s = line.before(place) * line.interval_s
             left_s = deadline - self._loop.time()
             if wait_s > left_s:
                 line.refused("late")
@@ -189,7 +220,13 @@ class AdmissionQueue:
                     f"requests for model '{model}' wait for about {wait_s:.1f} s now, and this one has {left_s:.1f} s left",
                     retry_after_s=wait_s,
                 )
-        return Place(line, key, deadline)
+        if len(line) >= self._size:
+            wait_s = len(line) * line.interval_s
+            full = Overloaded(f"the queue for model '{model}' is full: {len(line)} waiting", retry_after_s=max(1.0, wait_s))
+            line.refused("full")
+            if not line.make_room(place, full):
+                raise full
+        return place
 
     def poke(self) -> None:
         """A request has ended."""

@@ -429,7 +429,10 @@ class DispatchedStream:
         """
         shared, work, call = self._shared, self._work, self._call
         tokens = len(work.prompt) // TOKEN_BYTES + work.expected_output_tokens
-        with queue.place(work.model, work.role, priority=call.priority, tokens=tokens, deadline=self._deadline) as place:
+        place = queue.place(
+            work.model, work.role, account=call.account, priority=call.priority, tokens=tokens, deadline=self._deadline
+        )
+        with place:
             while True:
                 await place.turn()
                 candidates = shared.candidates.select(work, call, self._attempts.failed)

@@ -41,13 +41,16 @@ from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.fair_slots import FairSlots
 
 log = logging.getLogger(__name__)
 
 MAX_BATCHES = 4
 """That one process carries out at a time."""
+SHARED_BATCHES = 2
+"""While so many are carried out, a key that has one begins no other here: the rest are for other keys."""
 LINES_AT_ONCE = 64
-"""Of all its batches."""
+"""Of all its batches; those of several keys in turn."""
 MAX_RESULT_CHARS = 64 << 20
 """Of one batch, after which no further segment is carried out: the results are put together in memory."""
 POLL_S = 5.0
@@ -83,7 +86,9 @@ class BatchRunner:
         self._metrics = metrics
         self._tasks = Tasks()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._lines = asyncio.Semaphore(LINES_AT_ONCE)
+        self._owners: dict[str, str] = {}
+        """Of the batches that are carried out here."""
+        self._lines = FairSlots(LINES_AT_ONCE)
         self._poke = asyncio.Event()
 
     def poke(self) -> None:
@@ -112,7 +117,10 @@ class BatchRunner:
         for owner, id in await self._batches.waiting():
             if len(self._running) >= MAX_BATCHES:
                 return
-            if id not in self._running and await self._leases().take(id):
+            if id in self._running or (owner in self._owners.values() and len(self._running) >= SHARED_BATCHES):
+                continue
+            if await self._leases().take(id):
+                self._owners[id] = owner
                 self._running[id] = self._tasks.start(self._carry_out(owner, id), f"batch {id}")
 
     def _stop_all(self) -> None:
@@ -127,12 +135,13 @@ class BatchRunner:
                 batch = await self._worked_on(owner, batch)
             self._metrics.batch_ended(batch.status)
             await self._batches.done(owner, id)
+            self.poke()  # there is room for another one
         except BatchNotFound:
             await self._batches.done(owner, id)
         except DynamoError as error:
             log.warning("batch %s stops for now: %s", id, error)
         finally:
-            del self._running[id]
+            del self._running[id], self._owners[id]
             try:
                 await self._leases().release(id)
             except DynamoError as error:
@@ -233,7 +242,7 @@ class BatchRunner:
         pause_s = FIRST_PAUSE_S
         operation = self._operations[batch.endpoint]
         for _ in range(_RETRIES):
-            async with self._lines:
+            async with self._lines.slot(account):
                 status, response = await self._call(account, operation, bytes(line.body), _line_id(batch.id, line))
             if status not in _REFUSED or self._batches.now + pause_s >= batch.expires_at:
                 break
