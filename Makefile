@@ -29,7 +29,7 @@ PYTEST_FLAGS ?= -n 2 --dist loadfile
 
 CLIENTS := .venv-clients
 BACKENDS := .venv-backends
-BACKEND_TESTS := tests/unit/worker/test_s3_store.py
+BACKEND_TESTS := tests/unit/worker/test_s3_store.py tests/unit/worker/test_torch_backend.py tests/unit/worker/test_openvino_backend.py
 VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -18,7 +17,7 @@ from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository.execution import ModelRequest, ModelResult, Version
-from dynamo.worker.repository.onnx_backend import OnnxModel
+from dynamo.worker.repository.session import SessionModel
 from tests.support.repositories import X_TO_Y, infer, opened, python_model
 
 KINDS = {
@@ -115,16 +114,12 @@ async def test_batch_inputs_that_the_model_does_not_have_are_refused(tmp_path: P
         assert reason in str((await models.load_all(["m"]))["m"])
 
 
-class Session:
+class CopyingSession:
     """Copies x to y, and refuses negative numbers."""
 
-    def get_inputs(self) -> Sequence[Any]:
-        return ()
+    signature = None
 
-    def get_outputs(self) -> Sequence[Any]:
-        return ()
-
-    def run(self, outputs: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Any]:
+    def run(self, outputs: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Array]:
         if inputs["x"].min() < 0:
             raise ValueError("negative")
         return [inputs["x"] for _ in outputs]
@@ -132,7 +127,7 @@ class Session:
 
 async def test_sequences_whose_requests_cannot_be_joined_run_one_by_one_and_fail_alone(tmp_path: Path) -> None:
     config = text_format.Parse(f"name: 'm' max_batch_size: 4 {X_TO_Y} {batch_input('COUNT')}", ModelConfig())
-    model = OnnxModel(Version("m", "1", config, tmp_path), Session(), None)
+    model = SessionModel(Version("m", "1", config, tmp_path), CopyingSession(), None)
     given = [np.ones((1, 2), np.float32), np.full((1, 3), -1, np.float32), np.ones((1, 4), np.float32)]
     results = await model.respond_all([ModelRequest({"x": array}, Context("r")) for array in given])
     await model.close()

@@ -32,10 +32,21 @@ _GPU_DEVICE = Path("/dev/nvidia0")
 Field: TypeAlias = Any
 """A FieldDescriptor of whichever implementation protobuf runs on; the stubs do not agree on one."""
 
-_PLATFORMS = {"onnxruntime_onnx": "onnxruntime", "ensemble": "ensemble"}
-_BACKENDS = {"onnxruntime": "onnxruntime_onnx", "ensemble": "ensemble"}
-_BY_FILE = {"model.onnx": "onnxruntime", "model.py": "python"}
-_FILES = {backend: file for file, backend in _BY_FILE.items()}
+_PLATFORMS = {
+    "onnxruntime_onnx": "onnxruntime",
+    "pytorch_libtorch": "pytorch",
+    "tensorrt_plan": "tensorrt",
+    "ensemble": "ensemble",
+}
+_BACKENDS = {backend: platform for platform, backend in _PLATFORMS.items()}
+_FILES = {
+    "onnxruntime": "model.onnx",
+    "python": "model.py",
+    "pytorch": "model.pt",
+    "openvino": "model.xml",
+    "tensorrt": "model.plan",
+}
+_BY_FILE = {file: backend for backend, file in _FILES.items()} | {"model.pt2": "pytorch"}
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -68,7 +79,7 @@ def settle_backend(config: ModelConfig, version_folder: Path | None) -> None:
     if not config.backend:
         config.backend = _PLATFORMS.get(config.platform, "")
     if not config.backend and config.platform:
-        raise InvalidRequest(f"the platform '{config.platform}' is not supported: onnxruntime, python and ensembles are")
+        raise InvalidRequest(f"the platform '{config.platform}' is not supported: {', '.join(_PLATFORMS)} are")
     if not config.backend and version_folder is not None:
         config.backend = next((backend for file, backend in _BY_FILE.items() if (version_folder / file).exists()), "")
     if not config.backend:

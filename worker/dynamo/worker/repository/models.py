@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,18 +49,28 @@ from dynamo.worker.repository.model_config import (
     read_config,
     settle_backend,
 )
-from dynamo.worker.repository.onnx_backend import OnnxBackend
+from dynamo.worker.repository.onnx_backend import open_onnx
+from dynamo.worker.repository.openvino_backend import open_openvino
 from dynamo.worker.repository.python_backend import PythonBackend
 from dynamo.worker.repository.rate_limiter import RateLimiter
 from dynamo.worker.repository.remote_repository import RemoteRepository
 from dynamo.worker.repository.response_cache import ResponseCache
 from dynamo.worker.repository.sequences import SequenceModel
+from dynamo.worker.repository.session import Session, SessionBackend
 from dynamo.worker.repository.source import FilesNotWritten, ModelPaths, temporary_folder, write_files
+from dynamo.worker.repository.tensorrt_backend import open_tensorrt
+from dynamo.worker.repository.torch_backend import open_torch
 from dynamo.worker.repository.warmup import warm_up
 from dynamo.worker.statistics import VersionStatistics
 
 log = logging.getLogger(__name__)
 
+_SESSIONS: Mapping[str, Callable[[Version], Session]] = {
+    "onnxruntime": open_onnx,
+    "pytorch": open_torch,
+    "openvino": open_openvino,
+    "tensorrt": open_tensorrt,
+}
 _LOADS_AT_ONCE = 4
 _MAX_MISMATCHES = 16
 _MAX_SENT = 1000
@@ -158,8 +168,9 @@ class RepositoryModels:
         self._host: Host | None = None
         self.cache = ResponseCache(settings.cache_bytes) if settings.cache_bytes else None
         self._python = PythonBackend(self, Environments(copies, settings.path_max_bytes), settings.rate_limiter)
+        batch_size = settings.default_max_batch_size if settings.auto_complete else 0
         self._backends: dict[str, ModelBackend] = {
-            "onnxruntime": OnnxBackend(settings.default_max_batch_size if settings.auto_complete else 0, settings.rate_limiter),
+            **{name: SessionBackend(open_session, batch_size, settings.rate_limiter) for name, open_session in _SESSIONS.items()},
             "python": self._python,
             "ensemble": EnsembleBackend(self),
         }

@@ -1,33 +1,19 @@
-"""ONNX models by ONNX Runtime, the optional package `onnxruntime`.
-
-All instances of a version share one session, whose `run` is safe to call from several threads; their number is how many run
-at once.
-"""
+"""ONNX models by ONNX Runtime, the optional package `onnxruntime`."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
-from dynamo.common.tensors import DATATYPES, Array
-from dynamo.protos.model_config_pb2 import BatchInput, ModelConfig, ModelInput, ModelOutput
-from dynamo.worker.engine.batching import Batch, Batcher, Tensors
+from dynamo.common.errors import DynamoError, InvalidRequest
+from dynamo.common.tensors import Array
+from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.paths import relative_path
-from dynamo.worker.repository.batches import batch_policy, submit
-from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, Version
-from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
-from dynamo.worker.repository.ragged import RaggedBatches, batch_inputs, ragged_inputs
-from dynamo.worker.repository.rate_limiter import RateLimiter, limits_of
-from dynamo.worker.repository.sequence_tensors import added_tensors
-
-T = TypeVar("T")
+from dynamo.worker.repository.execution import Arrays, Version
+from dynamo.worker.repository.model_config import instances_of
+from dynamo.worker.repository.session import SessionTensor, Signature, first_line, model_file, number_parameter
 
 DEFAULT_FILE = "model.onnx"
 
@@ -57,7 +43,9 @@ class _Node(Protocol):
     type: str
 
 
-class _OnnxSession(Protocol):
+class _Runtime(Protocol):
+    """An InferenceSession of ONNX Runtime, whose `run` is safe to call from several threads."""
+
     def get_inputs(self) -> Sequence[_Node]: ...
 
     def get_outputs(self) -> Sequence[_Node]: ...
@@ -65,144 +53,30 @@ class _OnnxSession(Protocol):
     def run(self, outputs: Sequence[str], inputs: Mapping[str, Array]) -> Sequence[Any]: ...
 
 
-class OnnxBackend:
-    """Loads ONNX models. `default_max_batch_size` is for models that can batch and whose configuration gives no size."""
+class OnnxSession:
+    def __init__(self, name: str, runtime: _Runtime) -> None:
+        self.signature = Signature(
+            [_to_tensor(node) for node in runtime.get_inputs()], [_to_tensor(node) for node in runtime.get_outputs()]
+        )
+        self._name = name
+        self._runtime = runtime
+        self._text = {tensor.name for tensor in self.signature.inputs if tensor.datatype == "BYTES"}
 
-    def __init__(self, default_max_batch_size: int, limiter: RateLimiter | None = None) -> None:
-        self._default_max_batch_size = default_max_batch_size
-        self._limiter = limiter
-
-    async def complete(self, version: Version) -> ModelConfig:
-        session = await asyncio.to_thread(_open_session, version)
-        return complete_config(version.config, session, self._default_max_batch_size)
-
-    async def open_instances(self, version: Version) -> Sequence[OnnxModel]:
-        model = await self.open(version)
-        return [model for _ in instances_of(version.config)]
-
-    async def open(self, version: Version) -> OnnxModel:
-        session = await asyncio.to_thread(_open_session, version)
-        _check(version.config, session)
-        return OnnxModel(version, session, self._limiter)
-
-
-class OnnxModel:
-    """One version of a model."""
-
-    def __init__(self, version: Version, session: _OnnxSession, limiter: RateLimiter | None) -> None:
-        """Raises InvalidRequest if an instance needs more of a resource than there is."""
-        self._name = version.name
-        self._config = version.config
-        self._session = session
-        ragged = RaggedBatches(version.config)
-        self._ragged = ragged if ragged.is_used else None
-        self._ragged_inputs = ragged_inputs(version.config)
-        self._outputs = sorted({output.name for output in version.config.output} | added_tensors(version.config)[1])
-        self._text = {node.name for node in session.get_inputs() if node.type == "tensor(string)"}
-        instances = list(instances_of(version.config))
-        policy = batch_policy(version.config, len(instances), ahead=len(instances))
-        [self._limits] = limits_of(limiter, [instances])
-        self._pool = ThreadPoolExecutor(len(instances), f"model-{version.name}")
-        self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
-        if self._batcher is not None:
-            self._batcher.start()
-
-    def __repr__(self) -> str:
-        return f"<OnnxModel {self._name}>"
-
-    async def close(self) -> None:
-        if self._batcher is not None:
-            await self._batcher.close()
-        self._pool.shutdown(wait=False)
-        self._limits.close()
-
-    async def respond(self, request: ModelRequest) -> ModelResult:
-        if self._batcher is not None:
-            outputs = await submit(self._batcher, self._config, request)
-        else:
-            outputs = await self._execute(request)
-        return ModelResult(outputs)
-
-    async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
-        """Run requests of one row each as one batch, or one by one if they cannot be joined."""
-        inputs = [request.inputs for request in requests]
-        if len({self._form(each) for each in inputs}) > 1:
-            return [await self._result(each) for each in inputs]
-        return [ModelResult(outputs) for outputs in await self._in_pool(partial(self._run_rows, inputs))]
-
-    async def _result(self, inputs: Arrays) -> ModelResult | DynamoError:
-        try:
-            return ModelResult(await self._in_pool(partial(self._run_alone, inputs)))
-        except DynamoError as error:
-            return error
-
-    def _form(self, inputs: Arrays) -> Hashable:
-        """Return what must agree in the requests of a batch."""
-        return frozenset((name, () if name in self._ragged_inputs else array.shape) for name, array in inputs.items())
-
-    def _run_rows(self, requests: Sequence[Arrays]) -> list[Arrays]:
-        if self._ragged is not None:
-            return self._run_joined(self._ragged, requests)
-        if len(requests) == 1:
-            return [self._run(requests[0])]
-        outputs = self._run({name: np.concatenate([inputs[name] for inputs in requests]) for name in requests[0]})
-        return [{name: array[row : row + 1] for name, array in outputs.items()} for row in range(len(requests))]
-
-    async def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        yield await self.respond(request)
-
-    async def _in_pool(self, run: Callable[[], T]) -> T:
-        async with self._limits.running():
-            return await asyncio.get_running_loop().run_in_executor(self._pool, run)
-
-    async def _execute(self, request: ModelRequest) -> Tensors:
-        submitted = begun = time.perf_counter_ns()
-
-        def run() -> Tensors:
-            nonlocal begun
-            begun = time.perf_counter_ns()
-            return self._run_alone(request.inputs)
-
-        try:
-            return await self._in_pool(run)
-        finally:
-            request.context.timings.queue_ns += begun - submitted
-            request.context.timings.infer_ns += time.perf_counter_ns() - begun
-
-    async def _execute_batch(self, batch: Batch) -> Tensors | list[Any]:
-        submitted = begun = time.perf_counter_ns()
-
-        def run() -> Tensors | list[Any]:
-            nonlocal begun
-            begun = time.perf_counter_ns()
-            if self._ragged is not None:
-                return [*self._run_joined(self._ragged, [request.inputs for request in batch.requests])]
-            outputs = self._run(batch.inputs())
-            return outputs if self._config.max_batch_size else [outputs]
-
-        try:
-            return await self._in_pool(run)
-        finally:
-            batch.queue_ns = begun - submitted
-            batch.infer_ns = time.perf_counter_ns() - begun - batch.input_ns
-
-    def _run_alone(self, inputs: Arrays) -> Arrays:
-        return self._run(inputs) if self._ragged is None else self._run_joined(self._ragged, [inputs])[0]
-
-    def _run_joined(self, ragged: RaggedBatches, requests: Sequence[Arrays]) -> list[Arrays]:
-        return ragged.split(self._run(ragged.join(requests)), requests)
-
-    def _run(self, inputs: Arrays) -> Tensors:
+    def run(self, outputs: Sequence[str], inputs: Arrays) -> Sequence[Array]:
         feeds = {
             name: _to_text(array) if name in self._text else np.require(array, requirements="A") for name, array in inputs.items()
         }
         try:
-            outputs = self._session.run(self._outputs, feeds)
+            return [np.asarray(array) for array in self._runtime.run(outputs, feeds)]
         except Exception as error:
             if type(error).__name__ == "InvalidArgument":
-                raise InvalidRequest(f"model '{self._name}': {_first_line(error)}") from error
-            raise EngineError(f"model '{self._name}' failed: {_first_line(error)}") from error
-        return {name: np.asarray(array) for name, array in zip(self._outputs, outputs, strict=True)}
+                raise InvalidRequest(f"model '{self._name}': {first_line(error)}") from error
+            raise
+
+
+def _to_tensor(node: _Node) -> SessionTensor:
+    dims = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
+    return SessionTensor(node.name, node.type, _DATATYPES.get(node.type), dims)
 
 
 def _to_text(array: Array) -> Array:
@@ -215,14 +89,8 @@ def _to_text(array: Array) -> Array:
     return texts.reshape(array.shape)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:500]
-
-
-def _open_session(version: Version) -> _OnnxSession:
-    file = version.path / relative_path(version.config.default_model_filename or DEFAULT_FILE)
-    if not file.exists():
-        raise InvalidRequest(f"there is no file {version.version}/{file.name}")
+def open_onnx(version: Version) -> OnnxSession:
+    file = model_file(version, DEFAULT_FILE)
     if file.is_dir():
         file = file / DEFAULT_FILE
     try:
@@ -230,14 +98,14 @@ def _open_session(version: Version) -> _OnnxSession:
     except ModuleNotFoundError:
         raise InvalidRequest("ONNX models need the package onnxruntime: install dynamo-serving[onnx]") from None
     try:
-        session: _OnnxSession = onnxruntime.InferenceSession(
+        runtime: _Runtime = onnxruntime.InferenceSession(
             str(file), _options(onnxruntime, version), providers=_providers(onnxruntime, version.config)
         )
     except DynamoError:
         raise
     except Exception as error:
-        raise InvalidRequest(f"ONNX Runtime cannot load {version.version}/{file.name}: {_first_line(error)}") from error
-    return session
+        raise InvalidRequest(f"ONNX Runtime cannot load {version.version}/{file.name}: {first_line(error)}") from error
+    return OnnxSession(version.name, runtime)
 
 
 def _options(onnxruntime: Any, version: Version) -> Any:
@@ -248,9 +116,10 @@ def _options(onnxruntime: Any, version: Version) -> Any:
         ("intra_op_thread_count", "intra_op_num_threads"),
         ("inter_op_thread_count", "inter_op_num_threads"),
     ):
-        if name in config.parameters:
-            setattr(options, attribute, _number(name, config.parameters[name].string_value))
-    if "execution_mode" in config.parameters and _number("execution_mode", config.parameters["execution_mode"].string_value):
+        count = number_parameter(config, name)
+        if count is not None:
+            setattr(options, attribute, count)
+    if number_parameter(config, "execution_mode"):
         options.execution_mode = onnxruntime.ExecutionMode.ORT_PARALLEL
     if config.optimization.HasField("graph"):
         levels = onnxruntime.GraphOptimizationLevel
@@ -261,13 +130,6 @@ def _options(onnxruntime: Any, version: Version) -> Any:
     for library in config.model_operations.op_library_filename:
         options.register_custom_ops_library(str(version.folder / relative_path(library)))
     return options
-
-
-def _number(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidRequest(f"the parameter {name} is {text[:40]!r}, which is not a number") from None
 
 
 def _providers(onnxruntime: Any, config: ModelConfig) -> list[Any]:
@@ -284,100 +146,3 @@ def _providers(onnxruntime: Any, config: ModelConfig) -> list[Any]:
         elif any(group.kind == group.KIND_GPU for group in config.instance_group):
             raise InvalidRequest("instance_group requires a GPU, but this onnxruntime has no CUDA: install onnxruntime-gpu")
     return [*providers, "CPUExecutionProvider"]
-
-
-# Completing and checking configurations by the model's file
-
-
-def complete_config(config: ModelConfig, session: _OnnxSession, default_max_batch_size: int) -> ModelConfig:
-    """Return `config`, completed with what the model declares. Settings of the configuration stay. Raises InvalidRequest.
-
-    A model whose configuration has no batch size, and whose tensors all begin with a dimension of any size, batches dynamically.
-    """
-    inputs, outputs = session.get_inputs(), session.get_outputs()
-    completed = ModelConfig()
-    completed.CopyFrom(config)
-    declared = bool(config.input or config.output)
-    if not declared and not config.max_batch_size and default_max_batch_size and _can_batch((*inputs, *outputs)):
-        completed.max_batch_size = default_max_batch_size
-    if completed.max_batch_size > 1 and not declared and completed.WhichOneof("scheduling_choice") is None:
-        completed.dynamic_batching.SetInParent()
-    batch_dims = 1 if completed.max_batch_size else 0
-    inputs_by_name = {tensor.name: tensor for tensor in completed.input}
-    outputs_by_name = {tensor.name: tensor for tensor in completed.output}
-    added_inputs, added_outputs = added_tensors(completed)
-    inputs = [node for node in inputs if node.name not in added_inputs | batch_inputs(completed).keys()]
-    outputs = [node for node in outputs if node.name not in added_outputs]
-    for node in inputs:
-        _complete(inputs_by_name.get(node.name) or completed.input.add(name=node.name), node, batch_dims)
-    if not completed.output:
-        for node in outputs:
-            completed.output.add(name=node.name)
-        outputs_by_name = {tensor.name: tensor for tensor in completed.output}
-    for node in outputs:
-        if node.name in outputs_by_name:
-            _complete(outputs_by_name[node.name], node, batch_dims)
-    return completed
-
-
-def _can_batch(nodes: Sequence[_Node]) -> bool:
-    return all(len(node.shape) > 0 and not isinstance(node.shape[0], int) for node in nodes)
-
-
-def _complete(tensor: ModelInput | ModelOutput, node: _Node, batch_dims: int) -> None:
-    if not tensor.data_type:
-        tensor.data_type = DATATYPES[_datatype(node)].config_type  # type: ignore[assignment]
-    if not tensor.dims:
-        is_ragged = isinstance(tensor, ModelInput) and tensor.allow_ragged_batch
-        tensor.dims.extend((-1,) if is_ragged else _dims(node)[batch_dims:])
-
-
-def _dims(node: _Node) -> tuple[int, ...]:
-    return tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
-
-
-def _datatype(node: _Node) -> str:
-    datatype = _DATATYPES.get(node.type)
-    if datatype is None:
-        raise InvalidRequest(f"tensor '{node.name}' is {node.type}, which is not supported")
-    return datatype
-
-
-def _check(config: ModelConfig, session: _OnnxSession) -> None:
-    """Raises InvalidRequest if the configuration does not match the model."""
-    inputs = {node.name: node for node in session.get_inputs()}
-    outputs = {node.name: node for node in session.get_outputs()}
-    scattered = {target for batch_output in config.batch_output for target in batch_output.target_name}
-    for what, declared, actual in (("input", config.input, inputs), ("output", config.output, outputs)):
-        for tensor in declared:
-            if tensor.name not in actual:
-                raise InvalidRequest(f"the model has no {what} '{tensor.name}'; it has {', '.join(sorted(actual))}")
-            is_ragged = tensor.name in scattered or (isinstance(tensor, ModelInput) and tensor.allow_ragged_batch)
-            dims = (-1,) if is_ragged else (*((-1,) if config.max_batch_size else ()), *model_dims(tensor))
-            _check_tensor(what, tensor, actual[tensor.name], dims, is_batched=bool(config.max_batch_size))
-    for name, batch_input in batch_inputs(config).items():
-        if name not in inputs:
-            raise InvalidRequest(f"batch_input names the input '{name}', which the model does not have")
-        rank = 2 if batch_input.kind == BatchInput.BATCH_ITEM_SHAPE else 1
-        _check_tensor("batch_input", ModelInput(name=name, data_type=batch_input.data_type), inputs[name], (-1,) * rank)
-    added_inputs, added_outputs = added_tensors(config)
-    for what, names, actual in (("input", added_inputs, inputs), ("output", added_outputs, outputs)):
-        if unknown := sorted(names - actual.keys()):
-            raise InvalidRequest(f"sequence_batching names the {what} '{unknown[0]}', which the model does not have")
-    declared_inputs = {tensor.name for tensor in config.input} | added_inputs | batch_inputs(config).keys()
-    if missing := sorted(inputs.keys() - declared_inputs):
-        raise InvalidRequest(f"the configuration lacks the input '{missing[0]}' of the model")
-
-
-def _check_tensor(
-    what: str, tensor: ModelInput | ModelOutput, node: _Node, dims: tuple[int, ...], *, is_batched: bool = False
-) -> None:
-    """Raises InvalidRequest unless the model has the tensor in this shape."""
-    datatype = datatype_name(tensor)
-    if datatype != _datatype(node):
-        raise InvalidRequest(f"{what} '{tensor.name}' is declared as {datatype}; the model has {_datatype(node)}")
-    actual = _dims(node)
-    fits = len(dims) == len(actual) and all(-1 in (one, other) or one == other for one, other in zip(dims, actual, strict=True))
-    if actual and (not fits or (is_batched and actual[0] not in (-1,))):
-        batch = " with the batch dimension in front" if is_batched else ""
-        raise InvalidRequest(f"{what} '{tensor.name}' is declared in shape {list(dims)}{batch}; the model has {list(actual)}")
