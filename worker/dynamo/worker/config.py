@@ -110,7 +110,7 @@ class RepositoryOptions:
         env=("DYN_DEFAULT_MAX_BATCH_SIZE",),
         minimum=0,
         maximum=1 << 20,
-        help="Batch size of ONNX models that can batch and whose configuration has none; 0: no batching.",
+        help="Batch size of models whose file says that they can batch and whose configuration has none; 0: no batching.",
     )
     exit_on_error: bool = option(
         True,

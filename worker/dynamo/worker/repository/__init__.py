@@ -1,4 +1,4 @@
-"""Serves a Triton model repository: folders with `config.pbtxt`, numbered versions, and ONNX or Python-backend models.
+"""Serves a Triton model repository: folders with `config.pbtxt`, numbered versions, and models of several backends.
 
 | module | holds |
 |---|---|
@@ -7,7 +7,8 @@
 | `source` | where a model's files come from: the repository, a request's own files, a path or object-store URL |
 | `object_store`, `remote_repository` | object stores, their URLs and credentials; a repository in one |
 | `execution` | what a backend is, and what a request looks like to it |
-| `onnx_backend`, `python_backend`, `ensemble` | the backends |
+| `python_backend`, `ensemble`, `session` | the backends; `session` is that of libraries which run a model as one function |
+| `onnx_backend`, `torch_backend`, `openvino_backend`, `tensorrt_backend` | those libraries |
 | `batches`, `ragged` | dynamic batching as a configuration declares it; requests of different shapes in one batch |
 | `sequences`, `sequence_tensors` | sequence batching; the inputs that it adds |
 | `rate_limiter` | resources that models share |
