@@ -410,6 +410,11 @@ async def test_records_large_and_small_are_replaced_only_as_they_were_read(nats_
         assert await records.put("a.b%2E", large, last=read.revision) is not None
         assert await records.put("a.b%2E", b"late", last=read.revision) is None
         assert await records.put("a.b%2E", b"new", last=0) is None
+        for number in range(20):
+            await records.put(f"many.{number:02}", b"%d" % number)
+        await records.put("many.large", large)
+        assert await records.values("many.*") == {f"many.{number:02}": b"%d" % number for number in range(20)}
+        assert await records.values("none.>") == {}
         await records.delete("a.b%2E")
         await records.delete("a.b%2E")
         assert await records.get("a.b%2E") is None

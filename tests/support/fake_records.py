@@ -37,6 +37,9 @@ class FakeRecords:
         self._check()
         return sorted(key for key in self.records if fnmatchcase(key, pattern.replace(">", "*")))
 
+    async def values(self, pattern: str) -> dict[str, bytes]:
+        return {key: self.records[key].value for key in await self.keys(pattern)}
+
     async def delete(self, key: str) -> None:
         self._check()
         self.records.pop(key, None)

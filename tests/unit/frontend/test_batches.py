@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
-from dynamo.common.errors import InvalidRequest, NoInstances, PayloadTooLarge, RateLimited, Unauthenticated
+from dynamo.common.errors import InvalidRequest, NoInstances, PayloadTooLarge, RateLimited, Unauthenticated, Unavailable
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Operation
@@ -368,7 +368,39 @@ async def test_a_key_has_a_bounded_number_of_batches_that_have_not_ended(monkeyp
     other = await batches.create("b", URL, "f", None)
     await batches.done("a", made[0].id)
     again = await batches.create("a", URL, "f", None)
-    assert sorted(await batches.waiting()) == sorted([("a", made[1].id), ("b", other.id), ("a", again.id)])
+    waiting = [(each.owner, each.id) for each in await batches.waiting()]
+    assert sorted(waiting) == sorted([("a", made[1].id), ("b", other.id), ("a", again.id)])
+
+
+@pytest.mark.parametrize("write", [1, 2])
+async def test_a_batch_that_could_not_be_made_is_neither_shown_nor_waits_for_ever(write: int) -> None:
+    async def handle(exchange: Exchange) -> None:
+        raise AssertionError("nothing is carried out")
+
+    async with running(handle) as r:
+        put, writes = r.records.put, [0]
+
+        async def failing(key: str, value: bytes, *, last: int | None = None) -> int | None:
+            writes[0] += 1
+            if writes[0] == write:
+                raise Unavailable("the bucket is full")
+            return await put(key, value, last=last)
+
+        file = await r.files.create("", "f", "batch", lines_of(1))
+        r.records.put = failing  # type: ignore[method-assign]
+        with pytest.raises(Unavailable):
+            await r.batches.create("", URL, file.id, None)
+        r.records.put = put  # type: ignore[method-assign]
+        assert await r.batches.owned_by("") == []
+        r.runner.poke()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(await r.batches.waiting()) == write - 1, "it may yet be written"
+        r.now[0] += runner_module.CREATED_WITHIN_S + 1
+        r.runner.poke()
+        async with asyncio.timeout(10):
+            while await r.batches.waiting():
+                await asyncio.sleep(0)
 
 
 async def test_a_batch_without_its_key_or_its_file_fails() -> None:

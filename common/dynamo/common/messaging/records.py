@@ -121,19 +121,26 @@ class RecordStore:
 
     async def keys(self, pattern: str) -> list[str]:
         """Return the keys that a pattern of NATS subjects matches, in order."""
-        keys: list[str] = []
+        return sorted([entry.key async for entry in self._matching(pattern, meta_only=True)])
+
+    async def values(self, pattern: str) -> dict[str, bytes]:
+        """Return the records that a pattern matches, by key in order; those that lie in the object store are left out."""
+        entries = [entry async for entry in self._matching(pattern, meta_only=False)]
+        values = {entry.key: entry.value[1:] for entry in entries if entry.value is not None and _object_of(entry) is None}
+        return dict(sorted(values.items()))
+
+    async def _matching(self, pattern: str, *, meta_only: bool) -> AsyncIterator[KeyValue.Entry]:
         with self._plain_errors("listed"):
             async with asyncio.timeout(_LARGE_LIMIT_S):
                 # `KeyValue.keys` reads all keys of the bucket, and filters them afterwards.
-                watcher = await (await self._values()).watch(pattern, ignore_deletes=True, meta_only=True)
+                watcher = await (await self._values()).watch(pattern, ignore_deletes=True, meta_only=meta_only)
                 try:
                     async for entry in watcher:
                         if entry is None:  # that was all
                             break
-                        keys.append(entry.key)
+                        yield entry
                 finally:
                     await watcher.stop()  # type: ignore[no-untyped-call]
-        return sorted(keys)
 
     async def delete(self, key: str) -> None:
         """Delete a record, if it is there."""

@@ -114,6 +114,15 @@ class Owned(Struct, frozen=True):
     batch: Batch
 
 
+class Waiting(Struct, frozen=True, kw_only=True):
+    """A batch that has not ended."""
+
+    owner: str
+    id: str
+    since: int
+    """Unix time, seconds."""
+
+
 class BatchNotFound(NotFound):
     """There is no such batch, or it is another key's."""
 
@@ -131,6 +140,7 @@ class InvalidBatch(Exception):
 
 _lines = msgspec.json.Decoder(Line)
 _flags = msgspec.json.Decoder(_Flags)
+_waiting = msgspec.json.Decoder(Waiting)
 _owned = msgspec.json.Decoder(Owned)
 _segments = msgspec.json.Decoder(Segment)
 
@@ -206,8 +216,10 @@ class Batches:
             expires_at=self.now + WINDOW_S,
             metadata=metadata,
         )
+        # In this order, a batch that exists is carried out, and what waits in vain, because the second write failed, is dropped.
+        waiting = msgspec.json.encode(Waiting(owner=owner, id=batch.id, since=self.now))
+        await self._records().put(self._waiting_key(owner, batch.id), waiting, last=0)
         await self._records().put(self._key(owner, batch.id), msgspec.json.encode(Owned(owner, batch)), last=0)
-        await self._records().put(self._waiting_key(owner, batch.id), owner.encode(), last=0)
         return batch
 
     async def read(self, owner: str, id: str) -> Batch:
@@ -235,16 +247,13 @@ class Batches:
 
     async def owned_by(self, owner: str) -> Sequence[Batch]:
         """Return all batches of a key, the newest first."""
-        keys = await self._records().keys(self._key(owner, "*"))
-        records = [await self._records().get(key) for key in keys]
-        batches = [_owned.decode(record.value).batch for record in records if record is not None]
+        records = (await self._records().values(self._key(owner, "*"))).values()
+        batches = [_owned.decode(record).batch for record in records]
         return sorted(batches, key=lambda batch: (-batch.created_at, batch.id))
 
-    async def waiting(self) -> list[tuple[str, str]]:
-        """Return the batches that have not ended, as (owner, id)."""
-        keys = await self._records().keys(f"{self._prefix}.waiting.>")
-        records = [(key.rpartition(".")[2], await self._records().get(key)) for key in keys]
-        return [(record.value.decode(), id) for id, record in records if record is not None]
+    async def waiting(self) -> list[Waiting]:
+        """Return the batches that have not ended, and some that never came to be."""
+        return [_waiting.decode(record) for record in (await self._records().values(f"{self._prefix}.waiting.>")).values()]
 
     async def done(self, owner: str, id: str) -> None:
         """Delete what is kept of a batch that has ended, apart from the batch."""

@@ -88,9 +88,7 @@ class Files:
 
     async def owned_by(self, owner: str) -> Sequence[FileObject]:
         """Return all files of a key, the newest first."""
-        keys = await self._records().keys(self._key(owner, "*"))
-        records = [await self._records().get(key) for key in keys]
-        files = [_decoder.decode(record.value) for record in records if record is not None]
+        files = map(_decoder.decode, (await self._records().values(self._key(owner, "*"))).values())
         return sorted(files, key=lambda file: (-file.created_at, file.id))
 
     def _key(self, owner: str, id: str) -> str:

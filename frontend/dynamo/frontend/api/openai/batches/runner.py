@@ -34,6 +34,7 @@ from dynamo.frontend.api.openai.batches.batch import (
     Problems,
     RequestCounts,
     Segment,
+    Waiting,
     parse_lines,
     result_file_id,
 )
@@ -54,6 +55,8 @@ LINES_AT_ONCE = 64
 MAX_RESULT_CHARS = 64 << 20
 """Of one batch, after which no further segment is carried out: the results are put together in memory."""
 POLL_S = 5.0
+CREATED_WITHIN_S = 120
+"""After a batch waits, its record is written; otherwise it will never be."""
 _REFUSED = frozenset({429, 503, 529})
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _RETRIES = 20
@@ -114,20 +117,22 @@ class BatchRunner:
             await self._tasks.close()
 
     async def _look(self) -> None:
-        for owner, id in await self._batches.waiting():
+        for waiting in await self._batches.waiting():
+            owner, id = waiting.owner, waiting.id
             if len(self._running) >= MAX_BATCHES:
                 return
             if id in self._running or (owner in self._owners.values() and len(self._running) >= SHARED_BATCHES):
                 continue
             if await self._leases().take(id):
                 self._owners[id] = owner
-                self._running[id] = self._tasks.start(self._carry_out(owner, id), f"batch {id}")
+                self._running[id] = self._tasks.start(self._carry_out(waiting), f"batch {id}")
 
     def _stop_all(self) -> None:
         for task in self._running.values():
             task.cancel()
 
-    async def _carry_out(self, owner: str, id: str) -> None:
+    async def _carry_out(self, waiting: Waiting) -> None:
+        owner, id = waiting.owner, waiting.id
         try:
             log.info("batch %s is carried out here", id)
             batch = await self._batches.read(owner, id)
@@ -137,7 +142,8 @@ class BatchRunner:
             await self._batches.done(owner, id)
             self.poke()  # there is room for another one
         except BatchNotFound:
-            await self._batches.done(owner, id)
+            if self._batches.now - waiting.since > CREATED_WITHIN_S:
+                await self._batches.done(owner, id)
         except DynamoError as error:
             log.warning("batch %s stops for now: %s", id, error)
         finally:
