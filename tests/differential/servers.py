@@ -38,6 +38,7 @@ class Server:
 async def triton(packages: Path, repository: Path, models: Sequence[str]) -> AsyncIterator[Server]:
     """Run the tritonserver among the Python packages in the folder `packages`."""
     flags = ("--model-control-mode", "explicit", *(f"--load-model={model}" for model in models))
+    flags += ("--trace-config", f"triton,file={_trace_file(repository)}")
     async with tritonserver(packages, repository, models, *flags) as server:
         yield Server(server.grpc, server.http, server.metrics, server.process)
 
@@ -49,5 +50,12 @@ async def here(repository: Path, models: Sequence[str]) -> AsyncIterator[Server]
     flags += [f"--load-model={model}" for model in models]
     [metrics] = free_ports(1)
     flags += ["--status-port", str(metrics)]
-    async with ours(models=(), worker_flags=flags, wait_for=models, frontend_flags=["--server-name", "triton"]) as system:
+    traced = [f"--trace-file={_trace_file(repository)}"]
+    frontend_flags = ["--server-name", "triton", *traced]
+    async with ours(models=(), worker_flags=flags + traced, wait_for=models, frontend_flags=frontend_flags) as system:
         yield Server(system.grpc_port, system.http_port, metrics)
+
+
+def _trace_file(repository: Path) -> Path:
+    """The same for both servers, as it is shown in their settings; there, ours adds its instance to the name."""
+    return repository.with_name("trace.json")

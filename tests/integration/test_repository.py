@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import struct
 import sys
@@ -324,9 +325,10 @@ async def test_metrics_of_a_model_are_on_the_page_of_its_worker_while_it_is_load
     python_model(tmp_path, "counts", COUNTS)
     [port] = free_ports(1)
     flags = ("--model-repository", str(tmp_path), *EXPLICIT, "--load-model", "counts", "--status-port", str(port))
+    traced = ("--trace-file", str(tmp_path / "trace.json"))
     async with (
-        worker(etcd_server, nats_server, namespace, *flags),
-        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
+        worker(etcd_server, nats_server, namespace, *flags, *traced),
+        frontend(etcd_server.endpoint, nats_server.url, namespace, *traced) as front,
         connect(front) as channel,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as http,
     ):
@@ -335,8 +337,24 @@ async def test_metrics_of_a_model_are_on_the_page_of_its_worker_while_it_is_load
         assert [await client.infer("counts"), await client.infer("counts")] == [[1.0], [2.0]]
         page = (await http.get("/metrics")).text
         assert '# TYPE seen_total counter\nseen_total{kind="x"} 2.0\n' in page
+        await settings_reach_the_worker(f"http://127.0.0.1:{front.http_port}", client, http, tmp_path)
         await client.unload("counts")
         assert "seen_total" not in (await http.get("/metrics")).text
+
+
+async def settings_reach_the_worker(url: str, client: Client, http: httpx2.AsyncClient, folder: Path) -> None:
+    """Switch traces on over HTTP, and see that the worker writes a file."""
+    change = {"trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "1", "log_frequency": "1"}
+    shown = (await http.post(f"{url}/v2/models/counts/trace/setting", json=change)).json()
+    assert shown == {**change, "trace_count": "-1", "trace_mode": "triton", "trace_file": str(folder / "trace.json")}
+    async with asyncio.timeout(20):
+        while not (files := list(folder.glob("trace-*.json.0"))):
+            await client.infer("counts", 7.0)
+    entries = json.loads(files[0].read_text())
+    assert entries[0] == {"id": 1, "model_name": "counts", "model_version": 1}
+    tensors = {entry["activity"]: entry["tensor"]["data"] for entry in entries if "tensor" in entry}
+    assert tensors["TENSOR_QUEUE_INPUT"] == "7"
+    assert set(tensors) == {"TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"}
 
 
 @pytest.mark.timeout(60)

@@ -20,6 +20,8 @@ REPOSITORY_ROOT = f"{ROOT}/%repositories"
 """Below `ROOT`, so that one permission in etcd covers both; no encoded namespace looks like this."""
 NAMES_ROOT = f"{ROOT}/%names"
 """Below `ROOT` for the same reason; one key per namespace, with its names for models."""
+SETTINGS_ROOT = f"{ROOT}/%settings"
+"""Below `ROOT` too; one key per namespace, with the trace and log settings that clients have changed."""
 LEASES_ROOT = f"{ROOT}/%leases"
 """Below `ROOT` too; the work that one process of a namespace does at a time."""
 ADAPTERS_ROOT = f"{ROOT}/%adapters"
@@ -168,6 +170,11 @@ def repository_prefix(namespace: str | None) -> str:
 def model_names_key(namespace: str) -> str:
     """The etcd key with the names for models that the operators of a namespace have set."""
     return f"{NAMES_ROOT}/{encode(namespace, 'namespace')}"
+
+
+def server_settings_key(namespace: str) -> str:
+    """The etcd key with the trace and log settings that clients of a namespace have changed."""
+    return f"{SETTINGS_ROOT}/{encode(namespace, 'namespace')}"
 
 
 def leases_prefix(namespace: str, work: str) -> str:

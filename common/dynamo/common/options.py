@@ -162,12 +162,26 @@ class LogOptions:
         help="Least severe messages to log: debug, info, warning or error; also per logger: info,dynamo.worker=debug.",
     )
     format: LogFormat = option(LogFormat.TEXT, parse=LogFormat, help="Text for people, or one JSON object per line.")
+    file: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        help="File to which lines are appended instead of standard error. Processes may share it; it is opened again when it was "
+        "moved away.",
+    )
 
 
 def _otlp_endpoint(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise ValueError("must begin with http:// or https://")
     return text
+
+
+class TraceMode(StrEnum):
+    """Where the traces go that trace settings switch on."""
+
+    TRITON = "triton"
+    OPENTELEMETRY = "opentelemetry"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +202,25 @@ class TraceOptions:
         maximum=1,
         help="Share traced of the requests that come without a trace context; with one, the caller has decided.",
     )
+    file: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        help="Lets clients switch on traces in Triton's format, by trace settings. Workers write them to files of this path with "
+        "the instance in the name; frontends need the same option. Default: clients cannot.",
+    )
+    mode: TraceMode = option(
+        TraceMode.TRITON,
+        parse=TraceMode,
+        help="Where traces go that trace settings switch on: `triton`, to --trace-file, or `opentelemetry`, to --otlp-endpoint.",
+    )
+    file_max_bytes: int = option(
+        2**30, parse=parse_bytes, minimum=1, help="Of all trace files that a worker writes; later traces are dropped."
+    )
+
+    def __post_init__(self) -> None:
+        if self.mode is TraceMode.OPENTELEMETRY and self.otlp_endpoint is None:
+            raise ValueError("--trace-mode opentelemetry needs --otlp-endpoint as well")
 
 
 def _check_addresses(flag: str, addresses: tuple[str, ...], login: str) -> None:

@@ -124,10 +124,12 @@ class Tracing:
         self._tracer = tracer
         self._ratio = sample_ratio
 
-    def begin(self, name: str, headers: Mapping[str, str], attributes: Attributes | None = None) -> Span | None:
-        """Start the span of a request with these headers; None if it is not sampled."""
+    def begin(
+        self, name: str, headers: Mapping[str, str], attributes: Attributes | None = None, *, always: bool = False
+    ) -> Span | None:
+        """Start the span of a request with these headers; None if it is not sampled. `always`: sample it in any case."""
         parent = context_of(headers)
-        sampled = parent.sampled if parent is not None else self._ratio >= 1 or random.random() < self._ratio
+        sampled = always or (parent.sampled if parent is not None else self._ratio >= 1 or random.random() < self._ratio)
         if not sampled:
             return None
         started_ns = time.time_ns()

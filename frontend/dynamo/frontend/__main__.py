@@ -6,7 +6,7 @@ import sys
 
 from dynamo.common.config import ConfigError, exit_with, load_or_exit
 from dynamo.common.lifecycle import run
-from dynamo.common.logs import setup_logging
+from dynamo.common.logs import setup_logging_or_exit
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.grafana import write_dashboards
 
@@ -15,7 +15,7 @@ PROGRAM = "dynamo-frontend"
 
 def main() -> None:
     config = load_or_exit(FrontendConfig, program=PROGRAM)
-    setup_logging(config.log)
+    setup_logging_or_exit(config.log, PROGRAM)
     if config.grafana_folder is not None:
         try:
             write_dashboards(config.grafana_folder, config.grafana, config.prometheus)

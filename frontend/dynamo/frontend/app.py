@@ -34,6 +34,7 @@ from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.server import open_kserve
+from dynamo.frontend.api.kserve.settings import Settings
 from dynamo.frontend.api.openai.responses.background import BackgroundResponses
 from dynamo.frontend.api.openai.responses.stored import StoredResponses
 from dynamo.frontend.api.rpc.server import GrpcServer, check_grpc
@@ -111,7 +112,8 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
         async with AsyncExitStack() as stack:
             http_guard, grpc_guard = make_guards(config, Ledger(counted=metrics.frontend.key_used))
             folder = Path(metrics_folder) if metrics_folder else None
-            kserve = await stack.enter_async_context(open_kserve(config.kserve, folder, config.grpc.max_message_bytes))
+            settings = Settings(links.server_settings, config.trace, config.log.file)
+            kserve = await stack.enter_async_context(open_kserve(config.kserve, folder, config.grpc.max_message_bytes, settings))
             if config.grpc.wanted:
                 check_grpc(config.grpc, share_port=share_port)
             http = await stack.enter_async_context(

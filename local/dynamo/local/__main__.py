@@ -7,7 +7,7 @@ import sys
 
 from dynamo.common.config import load_or_exit
 from dynamo.common.lifecycle import run
-from dynamo.common.logs import setup_logging
+from dynamo.common.logs import setup_logging_or_exit
 from dynamo.local.app import serve
 from dynamo.local.config import LocalConfig
 
@@ -20,7 +20,7 @@ def main() -> None:
     if sys.argv[1:] and (tool := TOOLS.get(sys.argv[1])):
         importlib.import_module(tool).main(sys.argv[2:])
     config = load_or_exit(LocalConfig, program=PROGRAM)
-    setup_logging(config.log)
+    setup_logging_or_exit(config.log, PROGRAM)
     sys.exit(run(serve(config), program=PROGRAM))
 
 

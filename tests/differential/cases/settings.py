@@ -17,6 +17,9 @@ _TRACE: tuple[dict[str, Any], ...] = (
     {"trace_level": ["TIMESTAMPS", "TENSORS"]},
     {"trace_level": "OFF"},
     {"trace_level": ["NONSENSE"]},
+    {"trace_level": ["OFF", "TENSORS"]},
+    {"trace_level": ["TENSORS", "NONSENSE"]},
+    {"trace_level": ["TENSORS", "TIMESTAMPS"], "trace_rate": "9", "trace_count": "-2"},
     {"trace_level": []},
     {"trace_rate": "5"},
     {"trace_rate": 7},
@@ -36,6 +39,7 @@ _TRACE: tuple[dict[str, Any], ...] = (
     {"trace_level": None},
     {"trace_count": None},
     {"log_frequency": None},
+    {"trace_level": ["OFF"]},
     {},
 )
 _LOG: tuple[dict[str, Any], ...] = (

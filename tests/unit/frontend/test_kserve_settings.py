@@ -1,80 +1,101 @@
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dynamo.common.errors import InvalidRequest, Unsupported
-from dynamo.frontend.api.kserve.settings import LogSettings, LogValue, TraceSettings, Values
+from dynamo.common.options import TraceMode, TraceOptions
+from dynamo.common.server_settings import LocalSettings
+from dynamo.frontend.api.kserve.settings import LogValue, Settings, Values
+
+FILES = TraceOptions(file=Path("/var/traces/t.json"))
 
 
-def test_trace_settings_are_the_servers_until_a_model_has_its_own() -> None:
-    settings = TraceSettings()
-    settings.change("", {"trace_rate": ["5"], "unknown": ["x"]})
-    settings.change("m", {"log_frequency": ["2"], "trace_count": ["-1"]})
-    assert settings.read("m")["trace_rate"] == ["5"]
-    assert (settings.read("m")["log_frequency"], settings.read("")["log_frequency"]) == (["2"], ["0"])
-    settings.change("m", {"log_frequency": None})
-    settings.change("", {"trace_rate": None})
-    assert settings.read("m") == settings.read("") == TraceSettings().read("")
+def settings_of(options: TraceOptions = FILES) -> Settings:
+    store = LocalSettings()
+    return Settings(lambda: store, options)
+
+
+async def test_trace_settings_are_the_servers_until_a_model_has_its_own() -> None:
+    settings = settings_of()
+    await settings.change_trace("", {"trace_rate": ["5"], "unknown": ["x"]})
+    await settings.change_trace("m", {"log_frequency": ["2"], "trace_count": ["-1"]})
+    assert settings.trace("m")["trace_rate"] == ["5"]
+    assert (settings.trace("m")["log_frequency"], settings.trace("")["log_frequency"]) == (["2"], ["0"])
+    await settings.change_trace("m", {"log_frequency": None, "trace_count": None})
+    await settings.change_trace("", {"trace_rate": None})
+    assert settings.trace("m") == settings.trace("") == settings_of().trace("")
+    assert "m" not in settings.store().value.trace
+
+
+async def test_levels_are_shown_in_one_order_and_unknown_ones_are_ignored() -> None:
+    settings = settings_of()
+    await settings.change_trace("", {"trace_level": ["TENSORS", "NONSENSE", "TIMESTAMPS"]})
+    assert settings.trace("")["trace_level"] == ["TIMESTAMPS", "TENSORS"]
+    await settings.change_trace("m", {"trace_level": ["OFF"]})
+    await settings.change_trace("", {"trace_level": ["NONSENSE"]})
+    assert (settings.trace("m")["trace_level"], len(settings.trace("")["trace_level"])) == (["OFF"], 2)
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("values", "sentence"),
     [
         ({"trace_rate": ["x"]}, "Unable to parse 'trace_rate', got: x"),
         ({"trace_count": ["-2"]}, "Unable to parse 'trace_count'. Expecting value >= -1, got: -2"),
         ({"log_frequency": ["1", "2"]}, "expect only 1 value for 'log_frequency'"),
-        ({"trace_rate": ["5"], "trace_level": ["TENSORS"]}, "trace file name is not given"),
+        ({"trace_level": ["OFF", "TENSORS"]}, "Expect only one trace level 'OFF' is specified"),
+        ({"trace_rate": ["0"], "trace_level": ["TENSORS"]}, "sample rate must be non-zero"),
     ],
 )
-def test_a_wrong_trace_setting_changes_nothing(settings: dict[str, Values], sentence: str) -> None:
-    own = TraceSettings()
+async def test_a_wrong_trace_setting_changes_nothing(values: dict[str, Values], sentence: str) -> None:
+    settings = settings_of()
     with pytest.raises(InvalidRequest, match=sentence):
-        own.change("", settings)
-    assert own.read("") == TraceSettings().read("")
+        await settings.change_trace("", values)
+    assert settings.trace("") == settings_of().trace("")
 
 
-def test_files_are_not_chosen_by_clients() -> None:
+async def test_a_server_setting_that_makes_a_models_own_impossible_is_refused() -> None:
+    settings = settings_of()
+    await settings.change_trace("m", {"trace_level": ["TENSORS"]})
+    with pytest.raises(InvalidRequest, match="sample rate must be non-zero"):
+        await settings.change_trace("", {"trace_rate": ["0"]})
+    assert settings.trace("m")["trace_rate"] == ["1000"]
+
+
+async def test_traces_need_a_file_unless_they_go_to_a_collector() -> None:
+    with pytest.raises(InvalidRequest, match="trace file name is not given"):
+        await settings_of(TraceOptions()).change_trace("", {"trace_level": ["TENSORS"]})
+    collected = settings_of(TraceOptions(mode=TraceMode.OPENTELEMETRY, otlp_endpoint="http://collector:4317"))
+    await collected.change_trace("", {"trace_level": ["TIMESTAMPS"]})
+    assert collected.trace("")["url"] == ["http://collector:4317"]
+    assert "trace_file" not in collected.trace("")
+
+
+async def test_files_are_not_chosen_by_clients() -> None:
+    settings = settings_of()
     with pytest.raises(Unsupported, match="trace file location can not be updated through network protocol"):
-        TraceSettings().change("", {"trace_file": ["/etc/passwd"]})
+        await settings.change_trace("", {"trace_file": ["/etc/passwd"]})
     with pytest.raises(Unsupported, match="log file location can not be updated through network protocol"):
-        LogSettings().change({"log_file": "/etc/passwd"})
+        await settings.change_log({"log_file": "/etc/passwd"})
+    assert settings.trace("")["trace_file"] == ["/var/traces/t.json"]
 
 
-@pytest.fixture
-def root() -> Iterator[logging.Handler]:
-    """A handler of the root logger, which is restored afterwards."""
-    logger, handler = logging.getLogger(), logging.NullHandler()
-    level, filters = logger.level, {own: list(own.filters) for own in logger.handlers}
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-    for own, kept in filters.items():
-        own.filters = kept
-
-
-def shows(handler: logging.Handler, level: int) -> bool:
-    return bool(handler.filter(logging.LogRecord("x", level, "", 0, "text", None, None)))
-
-
-def test_levels_are_switched_on_and_off(root: logging.Handler) -> None:
-    settings, before = LogSettings(), logging.getLogger().level
-    settings.change({"log_info": False, "log_error": False})
-    assert [shows(root, level) for level in (logging.INFO, logging.WARNING, logging.ERROR)] == [False, True, False]
-    settings.change({"log_info": True, "log_error": True, "unknown": 1})
-    assert [shows(root, level) for level in (logging.INFO, logging.WARNING, logging.ERROR)] == [True, True, True]
-    settings.change({"log_verbose_level": 1, "log_format": "ISO8601"})
-    assert logging.getLogger().level == logging.DEBUG
-    settings.change({"log_verbose_level": 0})
-    assert logging.getLogger().level == before
-    assert settings.read()["log_format"] == "ISO8601"
+async def test_a_log_setting_is_kept_for_all_processes() -> None:
+    settings = settings_of()
+    await settings.change_log({"log_info": False, "log_verbose_level": 2, "log_format": "ISO8601", "unknown": 1})
+    assert settings.log() == {
+        "log_file": "",
+        "log_info": False,
+        "log_warning": True,
+        "log_error": True,
+        "log_verbose_level": 2,
+        "log_format": "ISO8601",
+    }
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    ("values", "sentence"),
     [
         ({"log_info": 1}, "expect boolean for 'log_info'"),
         ({"log_verbose_level": True}, "expect int32 for 'log_verbose_level'"),
@@ -82,8 +103,8 @@ def test_levels_are_switched_on_and_off(root: logging.Handler) -> None:
         ({"log_info": False, "log_format": "odd"}, "invalid argument for log_format, got: odd"),
     ],
 )
-def test_a_wrong_log_setting_changes_nothing(settings: dict[str, LogValue], sentence: str) -> None:
-    own = LogSettings()
+async def test_a_wrong_log_setting_changes_nothing(values: dict[str, LogValue], sentence: str) -> None:
+    settings = settings_of()
     with pytest.raises(InvalidRequest, match=sentence):
-        own.change(settings)
-    assert own == LogSettings()
+        await settings.change_log(values)
+    assert settings.log() == settings_of().log()

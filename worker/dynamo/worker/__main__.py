@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo.common.config import load_or_exit
 from dynamo.common.lifecycle import run
-from dynamo.common.logs import setup_logging
+from dynamo.common.logs import setup_logging_or_exit
 from dynamo.worker import app
 from dynamo.worker.config import WorkerConfig
 
@@ -15,7 +15,7 @@ EXIT_TIMEOUT_S = 5.0
 
 def main() -> None:
     config = load_or_exit(WorkerConfig, program=PROGRAM)
-    setup_logging(config.log)
+    setup_logging_or_exit(config.log, PROGRAM)
     run(app.run(config), program=PROGRAM, exit_timeout_s=EXIT_TIMEOUT_S)
 
 

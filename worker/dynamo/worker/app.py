@@ -31,6 +31,7 @@ from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsup
 from dynamo.common.etcd import Etcd, connect_etcd
 from dynamo.common.etcd.config import check_etcd
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal, within
+from dynamo.common.log_settings import apply_log_settings
 from dynamo.common.memory import Trimmer
 from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.kv_stream import KvStream
@@ -41,6 +42,7 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.repository import RepositoryInstance
 from dynamo.common.scrape import Scraper
+from dynamo.common.server_settings import ServerSettings, open_server_settings
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
 from dynamo.common.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.tracing import Tracing, open_tracing
@@ -57,6 +59,7 @@ from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.serve import ServedModel, Service, check_names
 from dynamo.worker.sleep import Sleeper
 from dynamo.worker.status import Status, serve_status
+from dynamo.worker.traces.recorder import TritonTraces, open_triton_traces
 from dynamo.worker.triton_metrics import TritonMetrics
 
 log = logging.getLogger(__name__)
@@ -263,6 +266,7 @@ async def open_worker(
         observers.status.show_models([model.card.name for model in models])
         nats, etcd = await _connect(config, identity, observers, stack)
         publishers = await _open_publishers(config, identity, models, nats, stack)
+        await stack.enter_async_context(open_server_settings(etcd, identity.endpoint.namespace, observers.follow))
         service = await _open_service(models, observers, publishers, nats, stack)
         registration = Registration(etcd)
         offer = Offer(identity, service, observers.status, registration, _repository_in(_listed(engines)))
@@ -307,6 +311,12 @@ class Observers:
     metrics: WorkerMetrics
     runtime: RuntimeMetrics
     tracing: Tracing | None
+    traces: TritonTraces
+
+    def follow(self, settings: ServerSettings) -> None:
+        """Trace and log by settings that clients have changed."""
+        self.traces.use(settings)
+        apply_log_settings(settings.log)
 
 
 class Offer:
@@ -373,7 +383,8 @@ async def _open_observers(config: WorkerConfig, identity: Identity, stack: Async
     attributes = {"service.instance.id": f"{identity.instance:x}", "dynamo.endpoint": str(identity.endpoint)}
     tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-worker", attributes))
     await stack.enter_async_context(running(metrics.link.measure_lag(), "lag of the event loop"))
-    return Observers(status, port, metrics, runtime, tracing)
+    traces = await stack.enter_async_context(open_triton_traces(config.trace, f"{identity.instance:x}"))
+    return Observers(status, port, metrics, runtime, tracing, traces)
 
 
 async def _start_engines(engines: Sequence[AnyEngine], config: WorkerConfig, stack: AsyncExitStack) -> list[ServedModel]:
@@ -417,7 +428,7 @@ async def _open_service(
     models: Sequence[ServedModel], observers: Observers, publishers: KvPublishers, nats: Connection, stack: AsyncExitStack
 ) -> Service:
     """Return the service of `models` once their files are in the object store. The files are stored again after a reconnect."""
-    service = Service(models, observers.metrics, observers.tracing, publishers.accepted)
+    service = Service(models, observers.metrics, observers.tracing, publishers.accepted, observers.traces)
     observers.metrics.include(TritonMetrics(service.version_statistics))
     stack.push_async_callback(service.close)
     await _store_files(models, nats)

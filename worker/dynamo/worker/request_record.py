@@ -1,4 +1,4 @@
-"""One request of a worker, counted once: its metrics, its statistics and its span."""
+"""One request of a worker, counted once: its metrics, its statistics, its span and its trace."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dynamo.common.telemetry import code_of
 from dynamo.common.tracing import Span
 from dynamo.worker.engine.base import RequestTimings
 from dynamo.worker.metrics import WorkerModelMetrics
+from dynamo.worker.request_trace import RequestTrace
 from dynamo.worker.statistics import VersionStatistics
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class RequestRecord:
         "sent_bytes",
         "span",
         "timings",
+        "trace",
     )
 
     def __init__(
@@ -46,10 +48,12 @@ class RequestRecord:
         start_ns: int,
         *,
         decoupled: bool,
+        trace: RequestTrace | None = None,
     ) -> None:
         """`start_ns`: when the request arrived, by `perf_counter_ns`."""
         self.metrics = metrics
         self.span = span
+        self.trace = trace
         self.timings = timings
         self.sent_bytes = 0
         self._statistics = statistics
@@ -64,6 +68,8 @@ class RequestRecord:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         taken_ns = perf_counter_ns() - self._start_ns
+        if self.trace is not None:
+            self.trace.end(self.timings, has_failed=error is not None)
         if error is None:
             self._statistics.succeeded(taken_ns, self.timings)
             log.debug("request ends after %.1f ms: success", taken_ns / 1e6)

@@ -35,8 +35,10 @@ from dynamo.worker.canary import Canary, CanaryRequest
 from dynamo.worker.engine.base import Context, Engine, RequestTimings, RespondsOnce, TensorEngine, TensorResponse
 from dynamo.worker.metrics import WorkerMetrics, WorkerModelMetrics
 from dynamo.worker.request_record import RequestRecord
+from dynamo.worker.request_trace import RequestTrace
 from dynamo.worker.spans import end_generation, end_inference
 from dynamo.worker.statistics import VersionStatistics
+from dynamo.worker.traces.recorder import TritonTraces
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +149,7 @@ class Service:
         metrics: WorkerMetrics | None = None,
         tracing: Tracing | None = None,
         on_accepted: Callable[[str, str], None] | None = None,
+        traces: TritonTraces | None = None,
     ) -> None:
         """Call `on_accepted` with model and booking of each request for text before an engine gets it.
 
@@ -156,6 +159,7 @@ class Service:
         self.models: tuple[ServedModel, ...] = ()
         self._metrics = metrics or WorkerMetrics(CollectorRegistry(), Endpoint(), InstanceId(0))
         self._tracing = tracing
+        self._traces = traces
         self._measured: dict[str, WorkerModelMetrics] = {}
         """By the model's own name."""
         self._canaries: dict[str, Canary] = {}
@@ -263,13 +267,17 @@ class Service:
             context.timings.rows = request.head.inputs[0].shape[0]
         form = forms.of(request)
         body: Body = ()
-        with self._record(incoming, context, model, statistics, start) as record:
+        with self._record(incoming, context, model, statistics, start, request.head.id) as record:
             self._refuse_late(incoming)
+            if record.trace is not None:
+                record.trace.request(request)
             if model.card.decoupled:
                 await _send_all(engine.infer(request, context), form, record, incoming)
             else:
                 response = await respond(request, context)
                 made_ns = perf_counter_ns()
+                if record.trace is not None:
+                    record.trace.response(response)
                 body = form.encode(response.head, response.raw_outputs, response.encoded)
                 record.timings.output_ns += perf_counter_ns() - made_ns
             record.sent_bytes += size_of(body)
@@ -295,7 +303,7 @@ class Service:
         encode, send = delta_encoder.encode, incoming.send_nowait
         summary: Summary | None = None
         canary = self._canaries[model.card.name]
-        record = self._record(incoming, context, model, statistics, start)
+        record = self._record(incoming, context, model, statistics, start, incoming.request_id)
         with self._adapters.used(request.adapter), record:
             self._refuse_late(incoming)
             if self._on_accepted is not None:
@@ -368,14 +376,36 @@ class Service:
         return Context(request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, RequestTimings())
 
     def _record(
-        self, incoming: IncomingRequest, context: Context, model: ServedModel, statistics: VersionStatistics, start_ns: int
+        self,
+        incoming: IncomingRequest,
+        context: Context,
+        model: ServedModel,
+        statistics: VersionStatistics,
+        start_ns: int,
+        request_id: str,
     ) -> RequestRecord:
-        name, span = model.card.name, None
+        """`request_id`: as the client named it."""
+        name, span, trace = model.card.name, None, None
+        traces = self._traces
+        is_sampled = False
+        if traces is not None and traces.is_on:
+            if traces.to_collector:
+                is_sampled = traces.is_sampled(name)
+            else:
+                context.trace = traces.begin(name, statistics.version, request_id)
+                trace = None if context.trace is None else RequestTrace(context.trace, start_ns)
         if self._tracing is not None:
             attributes = {"dynamo.model": name, "dynamo.request_id": incoming.request_id}
-            span = self._tracing.begin("serve", incoming.headers, attributes)
+            span = self._tracing.begin("serve", incoming.headers, attributes, always=is_sampled)
         return RequestRecord(
-            self._measured[name], statistics, span, context.timings, len(incoming.body), start_ns, decoupled=model.card.decoupled
+            self._measured[name],
+            statistics,
+            span,
+            context.timings,
+            len(incoming.body),
+            start_ns,
+            decoupled=model.card.decoupled,
+            trace=trace,
         )
 
     def _refuse_late(self, incoming: IncomingRequest) -> None:
@@ -408,6 +438,8 @@ async def _send_all(
     try:
         async for response in iterator:
             made_ns = perf_counter_ns()
+            if record.trace is not None:
+                record.trace.response(response)
             body = form.encode(response.head, response.raw_outputs, response.encoded)
             record.responded(made_ns, size_of(body), empty=not response.head.outputs)
             if not incoming.send_nowait(body):

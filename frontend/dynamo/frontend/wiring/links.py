@@ -8,6 +8,7 @@ from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.client import RequestClient
 from dynamo.common.messaging.connection import Connection, OnMessage
 from dynamo.common.messaging.records import RecordStore
+from dynamo.common.server_settings import SettingsStore
 from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.event_bus import EventBus, EventSubscription
@@ -34,6 +35,8 @@ class Links:
     directory: Directory | None = None
     siblings: Siblings | None = None
     names: NameTable | None = None
+    settings: SettingsStore | None = None
+    """Trace and log settings of the namespace."""
     responses: RecordStore | None = None
     """The stored responses."""
     batches: RecordStore | None = None
@@ -95,6 +98,12 @@ class Links:
         if self.usage is None:
             raise Unavailable("there is no usage ledger: it needs API keys, a connection to NATS, and --usage-ledger")
         return await self.usage.read(first_day, last_day)
+
+    def server_settings(self) -> SettingsStore:
+        """Return the trace and log settings. Raises Unavailable until there is a connection."""
+        if self.settings is None:
+            raise Unavailable("there is no connection to etcd yet")
+        return self.settings
 
     async def change_names(self, change: Change) -> None:
         """Change the names of models for all frontends of the namespace. Raises InvalidRequest, Unavailable."""

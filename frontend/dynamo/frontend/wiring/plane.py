@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from dynamo.common.etcd import connect_etcd
+from dynamo.common.log_settings import apply_log_settings
 from dynamo.common.messaging.client import open_client
 from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.records import open_records
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.names import leases_prefix
 from dynamo.common.options import NatsOptions
+from dynamo.common.server_settings import open_server_settings
 from dynamo.common.shared_memory.sharing import open_shared_memory
 from dynamo.common.tracing import open_tracing
 from dynamo.frontend.api.console.fleet import LoadWatch
@@ -88,6 +90,9 @@ async def open_plane(
         )
         links.batch_leases = await stack.enter_async_context(open_leases(etcd, leases_prefix(config.namespace, "batches")))
         names = links.names = await stack.enter_async_context(open_names(etcd, config.namespace))
+        links.settings = await stack.enter_async_context(
+            open_server_settings(etcd, config.namespace, lambda settings: apply_log_settings(settings.log))
+        )
         repositories = await stack.enter_async_context(open_repositories(etcd, config.namespace))
         adapters = Adapters(etcd, config.namespace, directory, config.serving.repository_timeout_s)
         store = FileStore(nats, config.cache_dir.expanduser())

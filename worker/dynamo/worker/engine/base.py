@@ -18,6 +18,7 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferResponse
+from dynamo.worker.traces.trace import Trace
 
 Buffer = bytes | bytearray | memoryview
 
@@ -62,6 +63,8 @@ class Context:
     version: str = ""
     """The model version that serves the request: the requested one, or the newest. Tensor models only."""
     timings: RequestTimings = field(default_factory=RequestTimings)
+    trace: Trace | None = None
+    """Of this request; of the request that it is a part of, until it begins."""
 
     @property
     def is_cancelled(self) -> bool:

@@ -148,6 +148,8 @@ class Ensemble:
     @asynccontextmanager
     async def _running(self, flow: _Flow, request: ModelRequest) -> AsyncIterator[asyncio.Future[list[None]]]:
         """Run all steps until they end, or the body does. Errors name the ensemble, as in Triton."""
+        if request.context.trace is not None:
+            request.context.trace.is_composed = True
         steps = [awaited(run(step, flow, request)) for run, step in zip(self._runs, flow.steps, strict=True)]
         all_steps = asyncio.gather(*steps)
         try:

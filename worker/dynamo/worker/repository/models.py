@@ -61,6 +61,7 @@ from dynamo.worker.repository.source import FilesNotWritten, ModelPaths, tempora
 from dynamo.worker.repository.tensorrt_backend import open_tensorrt
 from dynamo.worker.repository.torch_backend import open_torch
 from dynamo.worker.repository.warmup import warm_up
+from dynamo.worker.request_trace import RequestTrace
 from dynamo.worker.statistics import VersionStatistics
 
 log = logging.getLogger(__name__)
@@ -276,17 +277,25 @@ class RepositoryModels:
         context = request.context
         statistics = None if self._host is None else self._host.statistics(model.name, context.version)
         start = time.perf_counter_ns()
+        trace = _begin_trace(model, request, start)
+        has_failed = True
         array = next(iter(request.inputs.values()), None)
         if model.card.max_batch_size and array is not None and array.ndim:
             context.timings.rows = array.shape[0]
         try:
             async with closing(model.run(request)) as responses:
                 async for response in responses:
+                    if trace is not None:
+                        trace.outputs(response.outputs, model.datatypes)
                     yield response
+            has_failed = False
         except DynamoError:
             if statistics is not None:
                 statistics.failed(time.perf_counter_ns() - start, context.timings)
             raise
+        finally:
+            if trace is not None:
+                trace.end(context.timings, has_failed=has_failed)
         if statistics is not None:
             statistics.succeeded(time.perf_counter_ns() - start, context.timings)
 
@@ -639,6 +648,19 @@ class RepositoryModels:
         self._loaded.clear()
         for remote in self._remote.values():
             remote.close()
+
+
+def _begin_trace(model: LoadedModel, request: ModelRequest, start_ns: int) -> RequestTrace | None:
+    """Begin the trace of a request that is a part of another one, if that is traced."""
+    context = request.context
+    if context.trace is None:
+        return None
+    context.trace = context.trace.child(model.name, context.version, request.id)
+    if context.trace is None:
+        return None
+    trace = RequestTrace(context.trace, start_ns)
+    trace.inputs(request.inputs, {tensor.name: tensor.datatype for tensor in model.card.inputs})
+    return trace
 
 
 async def _open_version(backend: ModelBackend, version: Version) -> Executable:

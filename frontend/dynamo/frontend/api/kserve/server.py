@@ -12,9 +12,11 @@ from urllib.parse import unquote
 
 from dynamo.common.background import running
 from dynamo.common.errors import Forbidden, InvalidRequest, ModelNotFound, NotFound, Unsupported
+from dynamo.common.options import TraceOptions
+from dynamo.common.server_settings import LocalSettings
 from dynamo.frontend.api.kserve.regions import Regions
 from dynamo.frontend.api.kserve.registrations import SharedRegistrations
-from dynamo.frontend.api.kserve.settings import LogSettings, TraceSettings, Values
+from dynamo.frontend.api.kserve.settings import Settings, Values
 from dynamo.frontend.config import KserveOptions
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
@@ -24,6 +26,11 @@ _CLOSE_STALE_S = 5.0
 """How long a process may keep memory open that was unregistered at another one."""
 
 
+def _local_settings() -> Settings:
+    settings = LocalSettings()
+    return Settings(lambda: settings, TraceOptions())
+
+
 @dataclass(frozen=True, slots=True)
 class KserveServer:
     name: str = "dynamo"
@@ -31,8 +38,7 @@ class KserveServer:
     """None: clients cannot register memory."""
     allows_remote_memory: bool = False
     """Whether clients on other hosts may register memory of this one."""
-    trace: TraceSettings = field(default_factory=TraceSettings)
-    log: LogSettings = field(default_factory=LogSettings)
+    settings: Settings = field(default_factory=_local_settings)
 
     @property
     def regions(self) -> Regions:
@@ -48,13 +54,16 @@ class KserveServer:
             check_is_local(peer)
         regions.register(name, key, offset, size_bytes)
 
-    def trace_settings(
+    async def trace_settings(
         self, plane: DataPlane, account: Account, model: str, changes: Mapping[str, Values]
     ) -> dict[str, list[str]]:
-        """Change trace settings of a model, or of the server if it is empty. Return all. Raises InvalidRequest, Unsupported."""
+        """Change trace settings of a model, or of the server if it is empty. Return all.
+
+        Raises InvalidRequest, Unsupported, Unavailable.
+        """
         check_traced(plane, account, model)
-        self.trace.change(model, changes)
-        return self.trace.read(model)
+        await self.settings.change_trace(model, changes)
+        return self.settings.trace(model)
 
 
 def check_traced(plane: DataPlane, account: Account, model: str) -> None:
@@ -92,18 +101,22 @@ def check_is_local(peer: str) -> None:
 
 
 @asynccontextmanager
-async def open_kserve(options: KserveOptions, folder: Path | None, max_request_bytes: int) -> AsyncIterator[KserveServer]:
+async def open_kserve(
+    options: KserveOptions, folder: Path | None, max_request_bytes: int, settings: Settings
+) -> AsyncIterator[KserveServer]:
     """Make the state of a process; close the regions that clients have left registered at the end.
 
     `folder`: shared by all processes on the same ports, if there are several. `max_request_bytes`: see `Regions`.
     """
     if not options.client_shared_memory:
-        yield KserveServer(options.server_name)
+        yield KserveServer(options.server_name, settings=settings)
         return
     registrations = None if folder is None else SharedRegistrations(folder / "regions")
     keys = options.client_shared_memory_keys
     regions = Regions(registrations=registrations, keys=keys, max_request_bytes=max_request_bytes)
-    server = KserveServer(options.server_name, regions, allows_remote_memory=options.client_shared_memory_remote)
+    server = KserveServer(
+        options.server_name, regions, allows_remote_memory=options.client_shared_memory_remote, settings=settings
+    )
     try:
         if folder is None:
             yield server

@@ -244,9 +244,10 @@ class KserveService:
 
     async def _trace_setting(self, data: bytes) -> bytes:
         request = parse_message(pb.TraceSettingRequest, data)
-        settings = {key: list(setting.value) for key, setting in request.settings.items()}
+        settings = {key: list(setting.value) or None for key, setting in request.settings.items()}
         response = pb.TraceSettingResponse()
-        for key, values in self._server.trace_settings(self._plane, self._account(), request.model_name, settings).items():
+        shown = await self._server.trace_settings(self._plane, self._account(), request.model_name, settings)
+        for key, values in shown.items():
             response.settings[key].value.extend(values)
         return response.SerializeToString()
 
@@ -257,9 +258,9 @@ class KserveService:
             for key, setting in request.settings.items()
             if (kind := setting.WhichOneof("parameter_choice")) is not None
         }
-        self._server.log.change(settings)
+        await self._server.settings.change_log(settings)
         response = pb.LogSettingsResponse()
-        for key, value in self._server.log.read().items():
+        for key, value in self._server.settings.log().items():
             match value:
                 case bool():
                     response.settings[key].bool_param = value

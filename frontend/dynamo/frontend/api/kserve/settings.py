@@ -1,80 +1,134 @@
-"""Trace and log settings over the protocol."""
+"""Trace and log settings over the protocol: what clients may change, in which words they are refused, and what they are shown."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from dynamo.common.errors import InvalidRequest, Unsupported
+import msgspec
 
-_LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
+from dynamo.common.errors import InvalidRequest, Overloaded, Unsupported
+from dynamo.common.log_settings import FORMATS
+from dynamo.common.options import TraceMode, TraceOptions
+from dynamo.common.server_settings import LEVELS, SERVER, ServerSettings, SettingsStore, TraceChange, why_not_traced
+
+OFF = "OFF"
 _UINT32 = 2**32
+_MAX_MODELS = 1000
+"""With trace settings of their own."""
 TRACE_NUMBERS = ("trace_rate", "trace_count", "log_frequency")
 """Trace settings with one number each."""
 Values = Sequence[str] | None
 """The values of a setting; None resets it."""
+LogValue = bool | int | str
+LOG_FLAGS = ("log_info", "log_warning", "log_error")
 
 
 @dataclass(frozen=True, slots=True)
-class TraceValues:
-    """Settings as they are shown. There is no trace file here, so the level is always OFF."""
+class Settings:
+    """The settings as clients read and change them."""
 
-    trace_rate: str = "1000"
-    trace_count: str = "-1"
-    log_frequency: str = "0"
+    store: Callable[[], SettingsStore]
+    """Raises Unavailable while there is none."""
+    options: TraceOptions
+    log_file: Path | None = None
 
-    def shown(self) -> dict[str, list[str]]:
-        return {
-            "trace_level": ["OFF"],
-            "trace_rate": [self.trace_rate],
-            "trace_count": [self.trace_count],
-            "log_frequency": [self.log_frequency],
-            "trace_file": [""],
-            "trace_mode": ["triton"],
+    def trace(self, model: str) -> dict[str, list[str]]:
+        """Return the trace settings of a model, or of the server if it is empty, each as a list of values. Raises Unavailable."""
+        settings = self.store().value.trace_of(model)
+        shown = {
+            "trace_level": list(settings.levels) or [OFF],
+            "trace_rate": [str(settings.rate)],
+            "trace_count": [str(settings.count)],
+            "trace_mode": [self.options.mode.value],
         }
+        if self.options.mode is TraceMode.TRITON:
+            shown["log_frequency"] = [str(settings.log_frequency)]
+            shown["trace_file"] = ["" if self.options.file is None else str(self.options.file)]
+        else:
+            shown["url"] = [self.options.otlp_endpoint or ""]
+        return shown
 
+    async def change_trace(self, model: str, values: Mapping[str, Values]) -> None:
+        """Change all of `values`, or none, for all processes. Unknown ones are ignored.
 
-@dataclass(slots=True)
-class TraceSettings:
-    """The trace settings of the server, and of models with some of their own."""
-
-    _server: TraceValues = field(default_factory=TraceValues)
-    _models: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By model, the settings that differ from the server's."""
-
-    def read(self, model: str) -> dict[str, list[str]]:
-        """Return the settings of a model, or of the server if it is empty, each as a list of values."""
-        return replace(self._server, **self._models.get(model, {})).shown()
-
-    def change(self, model: str, settings: Mapping[str, Values]) -> None:
-        """Change all of `settings`, or none. Unknown ones are ignored. Raises InvalidRequest, Unsupported."""
-        if "trace_file" in settings:
-            raise Unsupported("trace file location can not be updated through network protocol")
-        changes: dict[str, str | None] = {}
-        for key in TRACE_NUMBERS:
-            if key in settings:
-                changes[key] = _number(key, settings[key])
-        levels = settings.get("trace_level") or ()
-        if any(level in _LEVELS[1:] for level in levels):
-            raise InvalidRequest("Attempting to set invalid trace setting :trace file name is not given")
+        Raises InvalidRequest, Unsupported, and Unavailable without etcd.
+        """
+        changes = _trace_changes(values)
         if not changes:
             return
-        if model:
-            own = {**self._models.get(model, {}), **{key: value for key, value in changes.items() if value is not None}}
-            self._models[model] = {key: value for key, value in own.items() if changes.get(key, value) is not None}
-        else:
-            defaults = TraceValues()
-            self._server = replace(
-                self._server, **{key: getattr(defaults, key) if value is None else value for key, value in changes.items()}
+
+        def changed(settings: ServerSettings) -> ServerSettings:
+            own = settings.trace.get(model, TraceChange())
+            own = msgspec.structs.replace(own, **changes, number=own.number + 1)
+            trace = {**settings.trace, model: own}
+            if own.is_empty and model != SERVER:
+                del trace[model]
+            if len(trace) > _MAX_MODELS:
+                raise Overloaded(f"{_MAX_MODELS} models have trace settings of their own: clear those of another one first")
+            settings = msgspec.structs.replace(settings, trace=trace)
+            for name in trace if model == SERVER else (model,):
+                effective = settings.trace_of(name)
+                if effective.levels and (why := why_not_traced(effective, self.options)):
+                    raise InvalidRequest(f"Attempting to set invalid trace setting :{why}")
+            return settings
+
+        await self.store().change(changed)
+
+    def log(self) -> dict[str, LogValue]:
+        """Return the log settings. Raises Unavailable."""
+        settings = self.store().value.log
+        return {
+            "log_file": "" if self.log_file is None else str(self.log_file),
+            "log_info": settings.info,
+            "log_warning": settings.warning,
+            "log_error": settings.error,
+            "log_verbose_level": settings.verbose_level,
+            "log_format": settings.format,
+        }
+
+    async def change_log(self, values: Mapping[str, LogValue]) -> None:
+        """Change all of `values`, or none, for all processes. Unknown ones are ignored.
+
+        Raises InvalidRequest, Unsupported, and Unavailable without etcd.
+        """
+        if changes := _log_changes(values):
+            await self.store().change(
+                lambda settings: msgspec.structs.replace(settings, log=msgspec.structs.replace(settings.log, **changes))
             )
 
 
-def _number(key: str, values: Values) -> str | None:
-    """Return a number as it is shown; None if it is reset."""
-    if not values:
+def _trace_changes(values: Mapping[str, Values]) -> dict[str, tuple[str, ...] | int | None]:
+    """Return the fields of a `TraceChange`."""
+    if "trace_file" in values:
+        raise Unsupported("trace file location can not be updated through network protocol")
+    changes: dict[str, tuple[str, ...] | int | None] = {}
+    if "trace_level" in values:
+        changes |= _level_changes(values["trace_level"])
+    for key in TRACE_NUMBERS:
+        if key in values:
+            changes[key.removeprefix("trace_")] = _number(key, values[key])
+    return changes
+
+
+def _level_changes(values: Values) -> dict[str, tuple[str, ...] | int | None]:
+    """Unknown levels are ignored; if there are only such, nothing changes."""
+    if values is None:
+        return {"levels": None}
+    if OFF in values:
+        if len(values) > 1:
+            raise InvalidRequest("Expect only one trace level 'OFF' is specified")
+        return {"levels": ()}
+    levels = tuple(level for level in LEVELS if level in values)
+    return {"levels": levels} if levels else {}
+
+
+def _number(key: str, values: Values) -> int | None:
+    """Return a number; None if it is reset."""
+    if values is None:
         return None
-    if len(values) > 1:
+    if len(values) != 1:
         raise InvalidRequest(f"expect only 1 value for '{key}'")
     text = values[0]
     try:
@@ -84,83 +138,30 @@ def _number(key: str, values: Values) -> str | None:
     if key == "trace_count":
         if number < -1:
             raise InvalidRequest(f"Unable to parse 'trace_count'. Expecting value >= -1, got: {text[:40]}")
-        return str(number)
-    return str(number % _UINT32)
+        return number
+    return number % _UINT32
 
 
-LogValue = bool | int | str
-LOG_FLAGS = ("log_info", "log_warning", "log_error")
-_FORMATS = ("default", "ISO8601")
-
-
-@dataclass(slots=True)
-class LogSettings:
-    """The log settings of this process. A level that is switched off silences the lines of this level, on all loggers."""
-
-    log_info: bool = True
-    log_warning: bool = True
-    log_error: bool = True
-    log_verbose_level: int = 0
-    log_format: str = "default"
-    """Shown as it was set; lines have the format of `--log-format`."""
-    _quiet_level: int | None = field(default=None, compare=False)
-    """The level of the root logger before a verbose level was set."""
-
-    def read(self) -> dict[str, LogValue]:
-        return {
-            "log_file": "",
-            "log_info": self.log_info,
-            "log_warning": self.log_warning,
-            "log_error": self.log_error,
-            "log_verbose_level": self.log_verbose_level,
-            "log_format": self.log_format,
-        }
-
-    def change(self, settings: Mapping[str, LogValue]) -> None:
-        """Change all of `settings`, or none. Unknown ones are ignored. Raises InvalidRequest, Unsupported."""
-        if "log_file" in settings:
-            raise Unsupported("log file location can not be updated through network protocol")
-        for key in LOG_FLAGS:
-            if not isinstance(settings.get(key, True), bool):
+def _log_changes(values: Mapping[str, LogValue]) -> dict[str, LogValue]:
+    """Return the fields of `LogSettings`."""
+    if "log_file" in values:
+        raise Unsupported("log file location can not be updated through network protocol")
+    changes: dict[str, LogValue] = {}
+    for key in LOG_FLAGS:
+        if key in values:
+            if not isinstance(values[key], bool):
                 raise InvalidRequest(f"expect boolean for '{key}'")
-        level = settings.get("log_verbose_level", self.log_verbose_level)
+            changes[key.removeprefix("log_")] = values[key]
+    if "log_verbose_level" in values:
+        level = values["log_verbose_level"]
         if isinstance(level, bool) or not isinstance(level, int):
             raise InvalidRequest("expect int32 for 'log_verbose_level'")
-        form = settings.get("log_format", self.log_format)
+        changes["verbose_level"] = level if level < _UINT32 // 2 else 0
+    if "log_format" in values:
+        form = values["log_format"]
         if not isinstance(form, str):
             raise InvalidRequest("expect string for 'log_format'")
-        if form not in _FORMATS:
+        if form not in FORMATS:
             raise InvalidRequest(f"invalid argument for log_format, got: {form[:40]}")
-        for key in LOG_FLAGS:
-            setattr(self, key, settings.get(key, getattr(self, key)))
-        self.log_verbose_level = level if level < _UINT32 // 2 else 0
-        self.log_format = form
-        self._apply()
-
-    def _apply(self) -> None:
-        """Silence the levels that are off; a verbose level above 0 shows debugging messages."""
-        root = logging.getLogger()
-        for handler in root.handlers:
-            for own in [own for own in handler.filters if isinstance(own, _Levels)]:
-                handler.removeFilter(own)
-            handler.addFilter(_Levels(self.log_info, self.log_warning, self.log_error))
-        if self.log_verbose_level and self._quiet_level is None:
-            self._quiet_level = root.level
-            root.setLevel(logging.DEBUG)
-        elif not self.log_verbose_level and self._quiet_level is not None:
-            root.setLevel(self._quiet_level)
-            self._quiet_level = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Levels:
-    """A filter of log records by level."""
-
-    info: bool
-    warning: bool
-    error: bool
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.ERROR:
-            return self.error
-        return self.warning if record.levelno >= logging.WARNING else self.info
+        changes["format"] = form
+    return changes

@@ -28,13 +28,13 @@ class SettingHandlers:
         changes = await _object(exchange) if exchange.method == "POST" else {}
         settings = {key: _trace_values(key, value) for key, value in changes.items()}
         check_version(target.version)
-        shown = self._server.trace_settings(self._readiness.plane, exchange.account, target.model, settings)
+        shown = await self._server.trace_settings(self._readiness.plane, exchange.account, target.model, settings)
         await _send(exchange, {key: values if key == "trace_level" else values[0] for key, values in shown.items()})
 
     async def logging(self, exchange: Exchange) -> None:
         changes = await _object(exchange) if exchange.method == "POST" else {}
-        self._server.log.change({key: _log_value(key, value) for key, value in changes.items()})
-        await _send(exchange, self._server.log.read())
+        await self._server.settings.change_log({key: _log_value(key, value) for key, value in changes.items()})
+        await _send(exchange, self._server.settings.log())
 
     # Shared memory
 
