@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -16,19 +17,31 @@ collect_ignore_glob = [] if find_spec("langchain") and find_spec("pydantic_ai") 
 
 LOCAL = os.environ.get("DYNAMO_LOCAL", ".venv/bin/dynamo-local")
 AGENT = "sim:speedup=0,calls=1"
+CLASSIFIER = f"{Path(__file__).parents[2]}/examples/classifier.py:Classifier"
+
+
+class Deployment(NamedTuple):
+    url: str
+    grpc_target: str
 
 
 @pytest.fixture(scope="session")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a deployment whose model `sim` calls the tools that it is told to."""
+def url(deployment: Deployment) -> str:
+    """The address of HTTP."""
+    return deployment.url
+
+
+@pytest.fixture(scope="session")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A deployment whose model `sim` calls the tools that it is told to, and with a classifier."""
     http_port, grpc_port = _free_ports(2)
     folder = tmp_path_factory.mktemp("local")
     ports = ("--http-port", str(http_port), "--grpc-port", str(grpc_port))
-    command = (LOCAL, "--model", AGENT, *ports, "--no-ask", "--folder", str(folder))
+    command = (LOCAL, "--model", AGENT, "--model", CLASSIFIER, *ports, "--no-ask", "--folder", str(folder))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             _await_start(process)
-            yield f"http://127.0.0.1:{http_port}"
+            yield Deployment(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
         finally:
             process.terminate()
             process.communicate(timeout=60)

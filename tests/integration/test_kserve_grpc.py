@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import trustme
 
+from dynamo.frontend.security.keys import entry_for, make_key
+from tests.support.certificates import issue, write_ca
 from tests.support.processes import frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
 
@@ -58,4 +61,32 @@ async def test_tritons_client_finds_everything_as_it_expects(
         assert sum(line["kind"] == "bad" for line in result) >= 60
         problems = [f"{line['kind']}: {line['case']}\n{line['problem']}" for line in result if line["problem"]]
         assert not problems, "\n".join(problems)
+        pool = await asyncio.create_subprocess_exec(
+            *(sys.executable, "examples/clients/pool.py", front.grpc_target, "classifier", "--requests", "50"),
+            stdout=asyncio.subprocess.PIPE,
+            cwd=ROOT,
+        )
+        printed, _ = await pool.communicate()
+        assert printed == b"50 responses over 4 connections: ['probability', 'digit', 'name']\n"
         assert not [line for line in front.lines if " ERROR " in line or "Traceback" in line]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("server", ["grpcio", "http2"])
+async def test_the_options_of_tritons_clients_work(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str, tmp_path: Path
+) -> None:
+    ca = trustme.CA()
+    authority, pair = write_ca(ca, tmp_path / "ca.pem"), issue(ca, tmp_path, "server", "localhost")
+    key = make_key()
+    (tmp_path / "keys.yaml").write_text(entry_for(key, "triton"))
+    tls = ("--use-tls", "--cert-file", str(pair.cert), "--key-file", str(pair.key))
+    flags = (*tls, "--api-keys-file", str(tmp_path / "keys.yaml"), "--grpc-server", server)
+    async with (
+        worker(etcd_server, nats_server, namespace, "--model", MODELS[0]),
+        frontend(etcd_server.endpoint, nats_server.url, namespace, *flags) as front,
+    ):
+        ports = (str(front.grpc_port), str(front.http_port))
+        result = await run_client("triton_options", *ports, str(authority), key, timeout_s=100)
+    assert len(result) == 14
+    assert [f"{line['case']}: {line['problem']}" for line in result if line["problem"]] == []

@@ -126,7 +126,11 @@ async def test_a_key_is_taken_in_each_of_its_forms(doors_with: Open, key_file: K
             assert (await doors.call("ModelInfer", infer_request(), **headers)).status == 401
         login = base64.b64encode(f"prometheus:{key}".encode()).decode()
         assert (await doors.get("/metrics", authorization=f"Basic {login}")).status_code == 200
-        assert (await doors.post("/v2/models/echo/infer", TENSOR, authorization=f"Basic {login}")).status_code == 401
+        assert (await doors.post("/v2/models/echo/infer", TENSOR, authorization=f"Basic {login}")).status_code == 200
+        assert (await doors.call("ModelInfer", infer_request(), authorization=f"Basic {login}")).status == 200
+        for page in ({"origin": "http://elsewhere"}, {"sec_fetch_site": "cross-site"}):
+            response = await doors.post("/v2/models/echo/infer", TENSOR, authorization=f"Basic {login}", **page)
+            assert response.status_code == 401, "browsers send a login for pages of others, too"
         assert (await doors.get("/metrics")).headers["www-authenticate"].startswith("Basic")
 
 

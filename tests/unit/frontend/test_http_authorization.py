@@ -104,7 +104,7 @@ class Caller:
 
 
 def callers_of(file: Path) -> list[Caller]:
-    """Sixteen kinds of callers, the keys of whom are in `file`."""
+    """Kinds of callers, the keys of whom are in `file`."""
     keys = {scope: make_key() for scope in Scope}
     limited, expired = make_key(), make_key()
     entries = [entry_for(key, scope.value, scopes=[scope]) for scope, key in keys.items()]
@@ -121,7 +121,8 @@ def callers_of(file: Path) -> list[Caller]:
         Caller("an empty key", nothing, ("authorization", "Bearer "), ("x-api-key", "")),
         Caller("a wrong key", nothing, ("x-api-key", admin[:-1] + "_")),
         Caller("an expired key", nothing, ("x-api-key", expired)),
-        Caller("a login with a key for inference", nothing, ("authorization", f"Basic {login}")),
+        Caller("a login with a key for inference", INFER, ("authorization", f"Basic {login}")),
+        Caller("a login that a browser adds", nothing, ("authorization", f"Basic {login}"), ("sec-fetch-site", "cross-site")),
         Caller("a wrong bearer beside a good key", nothing, ("authorization", "Bearer wrong"), ("x-api-key", admin)),
         Caller("two credentials", nothing, ("authorization", f"Bearer {admin}"), ("authorization", "Bearer wrong")),
     ]
@@ -135,6 +136,7 @@ def canonical(operation: Operation) -> str:
         "{region:path}": "g",
         "{name:path}": "n",
         "{id}": "i",
+        "{item}": "t",
     }
     path = operation.path
     for name, value in parameters.items():

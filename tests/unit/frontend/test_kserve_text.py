@@ -60,6 +60,23 @@ def test_a_prompt_is_one_element(shape: list[int]) -> None:
     assert to_text_requests(parsed(typed_request("hëllo")), CARD) == [text]
 
 
+@pytest.mark.parametrize("prompt", ["hëllo", "a", "Hello, world!"])
+def test_a_raw_prompt_may_lack_its_length(prompt: str) -> None:
+    request = raw_request(prompt)
+    request.raw_input_contents[0] = prompt.encode()
+    assert to_text_requests(parsed(request), CARD) == to_text_requests(parsed(raw_request(prompt)), CARD)
+
+
+def test_a_length_is_not_taken_for_text() -> None:
+    long = "x" * (0x01010101)
+    (text,) = to_text_requests(parsed(raw_request(long)), CARD)
+    assert text.prompt == long
+    request = raw_request("one", "two")
+    request.raw_input_contents[0] = b"onetwo"
+    with pytest.raises(InvalidRequest, match="input 'text_input' has a BYTES element 0 of"):
+        to_text_requests(parsed(request), CARD)
+
+
 def test_a_batch_is_one_request_per_prompt() -> None:
     assert [text.prompt for text in to_text_requests(parsed(raw_request("a", "", "c", shape=[3, 1])), CARD)] == ["a", "", "c"]
 

@@ -25,7 +25,7 @@ from dynamo.frontend.security.sharing import Fleet, KeyUse
 from dynamo.frontend.security.surfaces import SCOPES, Restriction, Surface
 
 BROWSED = frozenset({Surface.DOCS, Surface.CONSOLE, Surface.METRICS})
-"""Pages, which browsers and scrapers may also read with the key as the password of a Basic login."""
+"""Pages, which browsers may read with the key as the password of a Basic login."""
 
 ADMIN = frozenset(
     {
@@ -96,8 +96,10 @@ class Guard:
                     raise InvalidRequest(f"the header '{name}' must not be given twice")
                 seen.add(name)
 
-    def enter(self, surface: Surface, headers: Mapping[str, str], *, browsing: bool = False) -> Account:
+    def enter(self, surface: Surface, headers: Mapping[str, str], *, takes_login: bool = False) -> Account:
         """Return the account that a call is made for. `headers` have lower-case names.
+
+        `takes_login`: the key may be the password of a Basic login, which browsers add to requests that any web page makes.
 
         Raises Unauthenticated, Forbidden, RateLimited.
         """
@@ -106,7 +108,7 @@ class Guard:
                 raise Forbidden(f"access is restricted: the header '{restriction.header}' is missing or wrong")
         if self.accounts is None or surface is Surface.HEALTH:
             return ANONYMOUS
-        presented = _credential(headers, browsing=browsing)
+        presented = _credential(headers, takes_login=takes_login)
         if not presented:
             if surface in self._open:
                 return ANONYMOUS
@@ -237,11 +239,11 @@ def _fields(action: str, key: str, peer: str, request_id: str, outcome: str) -> 
     return {"action": action, "key": key, "peer": peer, "request_id": request_id, "outcome": outcome}
 
 
-def _credential(headers: Mapping[str, str], *, browsing: bool) -> str:
+def _credential(headers: Mapping[str, str], *, takes_login: bool) -> str:
     scheme, _, rest = headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()
-    if browsing and scheme.lower() == "basic":
+    if takes_login and scheme.lower() == "basic":
         try:
             return base64.b64decode(rest, validate=True).decode().partition(":")[2]
         except ValueError:  # no base64, or no text in it

@@ -26,8 +26,9 @@ class HttpGuard:
             return True
         try:
             self._guard.check_unique(exchange.header_names)
-            browsing = surface in BROWSED and exchange.method in _READING
-            exchange.account = self._guard.enter(surface, exchange.headers, browsing=browsing)
+            is_page = surface in BROWSED and exchange.method in _READING
+            takes_login = is_page or not _is_of_web_page(exchange)
+            exchange.account = self._guard.enter(surface, exchange.headers, takes_login=takes_login)
         except DynamoError as error:
             await self._refuse(error, surface, exchange)
             return False
@@ -49,6 +50,11 @@ class HttpGuard:
         finally:
             outcome = "no response" if exchange.status is None else str(exchange.status)
             record(_action(exchange), exchange.account, exchange.peer, exchange.ensure_id(), outcome)
+
+
+def _is_of_web_page(exchange: Exchange) -> bool:
+    """Return whether a browser made the request, maybe for a page of others: it says so in one of these headers."""
+    return any(name in exchange.headers for name in ("origin", "sec-fetch-site"))
 
 
 def _action(exchange: Exchange) -> str:

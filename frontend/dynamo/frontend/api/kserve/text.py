@@ -250,12 +250,21 @@ def _elements(tensor: ModelInferRequest.InferInputTensor, raw: bytes | bytearray
     if contents is not None and filled_fields(contents):
         raise InvalidRequest(f"{what} has contents although the request has raw_input_contents", param=name)
     if tensor.datatype == "BYTES":
-        return decode_bytes(raw, count, what)
+        return [bytes(raw)] if name == "text_input" and count == 1 and _is_bare(raw) else decode_bytes(raw, count, what)
     array: Array = to_numpy(raw, tensor.datatype, (count,), what)
     if tensor.datatype == "BF16":
         array = bf16_to_float32(array)
     elements: list[Any] = array.tolist()
     return elements
+
+
+def _is_bare(raw: bytes | bytearray | memoryview) -> bool:
+    """Return whether a prompt is given without its length, as some examples of clients do.
+
+    A length below 16 MiB, right or wrong, has a zero among its four bytes, and text has none.
+    """
+    length = bytes(raw[:4])
+    return len(length) > 0 and 0 not in length and int.from_bytes(length, "little") != len(raw) - 4
 
 
 def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Value]:

@@ -99,7 +99,7 @@ def _guarded(
         request_id = usable_id(headers.get("x-request-id", ""))
         try:
             guard.check_unique(key for key, _ in context.invocation_metadata() or ())
-            account = guard.enter(surface, headers)
+            account = guard.enter(surface, headers, takes_login=True)  # no web page speaks gRPC
         except DynamoError as error:
             request_id = request_id or secrets.token_hex(12)
             if is_action:
