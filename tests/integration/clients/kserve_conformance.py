@@ -831,6 +831,17 @@ refused(
     "INTERNAL",
 )
 
+
+def faulty_echo(fault: str) -> pb.ModelInferRequest:
+    request = fixed()
+    request.parameters[fault].bool_param = True
+    return request
+
+
+refused("an echo that raises", faulty_echo("raise_exception"), "INTERNAL", "intentional exception")
+refused("an echo without a datatype", faulty_echo("malformed_response"), "INTERNAL", "datatype")
+refused("an echo without data", faulty_echo("data_mismatch"), "INTERNAL", "has 0 bytes where INT32 of shape [2, 3] needs 24")
+
 LLM = "echo-llm"
 refused("text: no input", text_request(), INVALID, "text_input")
 refused("text: no text but a setting", text_request(max_tokens=("INT32", 3)), INVALID, "text_input")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from hashlib import sha256
 
 import pytest
@@ -9,8 +10,10 @@ from tokenizers import Tokenizer
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensor_response import ResponseForm
+from dynamo.common.tensors import Buffer
 from dynamo.protos.inference_pb2 import ModelInferRequest
-from dynamo.worker.engine.base import Context, Engine, HasFiles, RespondsOnce, TensorEngine
+from dynamo.worker.engine.base import Context, Engine, HasFiles, RespondsOnce, TensorEngine, TensorResponse
 from dynamo.worker.engine.declaration import Declaration, Tensor
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens, echo_declaration, parse_tensors
 
@@ -67,6 +70,49 @@ async def test_repeat_gives_several_responses_and_is_bounded() -> None:
     head.parameters["repeat"].uint64_param = 2**63
     with pytest.raises(InvalidRequest, match="repeat"):
         await anext(engine.infer(TensorRequest.build(head), Context("r")))
+
+
+async def encoded(response: Awaitable[TensorResponse], form: ResponseForm) -> list[Buffer]:
+    made = await response
+    return form.encode(made.head, made.raw_outputs)
+
+
+@pytest.mark.parametrize("raw", [True, False])
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("raise_exception", "intentional exception"),
+        ("malformed_response", "datatype"),
+        ("data_mismatch", "0 (bytes|elements|values)"),
+    ],
+)
+async def test_faults_come_on_demand(fault: str, sentence: str, *, raw: bool) -> None:
+    head = ModelInferRequest(model_name="echo")
+    tensor = head.inputs.add(name="INPUT0", datatype="FP32", shape=[2])
+    if not raw:
+        tensor.contents.fp32_contents.extend([1, 2])
+    head.parameters[fault].bool_param = True
+    [card] = await EchoTensors().start()
+    for echo in (EchoTensors(), EchoTensors(echo_declaration(decoupled=True))):
+        request = TensorRequest.build(head, [bytes(8)] if raw else ())
+        form = ResponseForm.of(request, card)
+
+        with pytest.raises(EngineError, match=sentence):
+            await encoded(echo.respond(request, Context("r")), form)
+        with pytest.raises(EngineError, match=sentence):
+            await encoded(anext(echo.infer(request, Context("r"))), form)
+
+
+async def test_a_fault_is_a_boolean_that_may_be_false_and_needs_a_tensor_to_spoil() -> None:
+    head = ModelInferRequest(model_name="echo")
+    head.parameters["data_mismatch"].bool_param = False
+    assert not (await EchoTensors().respond(TensorRequest.build(head), Context("r"))).head.outputs
+    head.parameters["data_mismatch"].bool_param = True
+    with pytest.raises(InvalidRequest, match="parameter 'data_mismatch' needs an input"):
+        await EchoTensors().respond(TensorRequest.build(head), Context("r"))
+    head.parameters["data_mismatch"].int64_param = 1
+    with pytest.raises(InvalidRequest, match="parameter 'data_mismatch' must be a boolean"):
+        await EchoTensors().respond(TensorRequest.build(head), Context("r"))
 
 
 async def test_a_model_that_is_not_decoupled_responds_once_or_fails() -> None:

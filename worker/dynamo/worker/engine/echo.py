@@ -22,6 +22,8 @@ from dynamo.worker.engine.declaration import Declaration, Tensor
 
 MAX_REPEATS = 10_000
 MAX_DELAY_MS = 600_000
+_RAISE, _MALFORMED, _MISMATCH = "raise_exception", "malformed_response", "data_mismatch"
+"""Faults that requests may demand."""
 CONTEXT_LENGTH = 131_072
 
 CHAT_TEMPLATE = (
@@ -64,8 +66,9 @@ def parse_tensors(text: str) -> dict[str, Tensor]:
 class EchoTensors:
     """Responds to each request with its own inputs and parameters.
 
-    Two request parameters help tests: `delay_ms` waits before each response, and `repeat` is the number of responses (an error
-    unless the model is declared as decoupled).
+    Request parameters help tests. `delay_ms` waits before each response, and `repeat` is the number of responses (an error
+    unless the model is declared as decoupled). Faults are booleans: `raise_exception`, `malformed_response` (the first tensor has
+    no datatype), `data_mismatch` (it has no data).
     """
 
     def __init__(self, declaration: Declaration | None = None, *, name: str = "") -> None:
@@ -88,7 +91,7 @@ class EchoTensors:
         for _ in range(repeat):
             if delay_s:
                 await asyncio.sleep(delay_s)
-            yield _echo(request)
+            yield _response(request)
 
     async def respond(self, request: TensorRequest, context: Context) -> TensorResponse:
         repeat, delay_s = _behaviour(request.head)
@@ -96,7 +99,7 @@ class EchoTensors:
             raise EngineError(f"parameter 'repeat' is {repeat}, but model '{self._name}' is not declared as decoupled")
         if delay_s:
             await asyncio.sleep(delay_s)
-        return _echo(request)
+        return _response(request)
 
     async def close(self) -> None:
         return
@@ -107,6 +110,35 @@ def _behaviour(request: ModelInferRequest) -> tuple[int, float]:
     if not request.parameters:
         return 1, 0.0
     return _parameter(request, "repeat", 1, MAX_REPEATS), _parameter(request, "delay_ms", 0, MAX_DELAY_MS) / 1000
+
+
+def _response(request: TensorRequest) -> TensorResponse:
+    """Return the inputs and parameters of a request, with the fault that it demands. Raises EngineError, InvalidRequest."""
+    response = _echo(request)
+    for fault in (_RAISE, _MALFORMED, _MISMATCH) if request.head.parameters else ():
+        if fault in request.head.parameters and _is_true(request.head, fault):
+            _spoil(response, fault)
+    return response
+
+
+def _spoil(response: TensorResponse, fault: str) -> None:
+    if fault == _RAISE:
+        raise EngineError(f"intentional exception, since the request has the parameter '{fault}'")
+    if not response.head.outputs:
+        raise InvalidRequest(f"parameter '{fault}' needs an input")
+    if fault == _MALFORMED:
+        response.head.outputs[0].datatype = ""
+    elif response.raw_outputs:
+        response.raw_outputs = [b"", *response.raw_outputs[1:]]
+    else:
+        response.head.outputs[0].ClearField("contents")
+
+
+def _is_true(request: ModelInferRequest, name: str) -> bool:
+    parameter = request.parameters[name]
+    if parameter.WhichOneof("parameter_choice") != "bool_param":
+        raise InvalidRequest(f"parameter '{name}' must be a boolean")
+    return parameter.bool_param
 
 
 def _echo(request: TensorRequest) -> TensorResponse:
