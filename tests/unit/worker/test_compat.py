@@ -223,6 +223,10 @@ async def test_a_model_is_registered_at_its_endpoint(caplog: pytest.LogCaptureFi
     assert "kv_cache_block_size have no effect" in caplog.text
     with pytest.raises(NotImplementedError, match="Prefill"):
         await llm.register_model(ModelInput.Tokens, kinds, endpoint, "m", worker_type=llm.WorkerType.Prefill)
+    for kind in (llm.ModelType.Embedding, kinds | llm.ModelType.Embedding, llm.ModelType.Prefill):
+        with pytest.raises(NotImplementedError, match=r"of type (Embedding|Prefill) are not supported"):
+            await llm.register_model(ModelInput.Text, kind, endpoint, "m")
+    assert [model.name for model in endpoint.models] == ["org/m"]
 
 
 async def test_an_endpoint_without_a_model_waits_for_the_end() -> None:

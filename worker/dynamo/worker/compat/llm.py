@@ -16,7 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class ModelType(Flag):
-    """The kinds of requests. Here all language models take all of them: chat, completions, responses, messages, KServe."""
+    """The kinds of requests. Here all language models take chat, completions, responses, messages and KServe.
+
+    Embedding and Prefill are refused.
+    """
 
     Chat = auto()
     Completions = auto()
@@ -68,6 +71,10 @@ async def register_model(
     """Describe the model that `endpoint` serves. It is registered when the endpoint serves."""
     if worker_type is not WorkerType.Aggregated:
         raise NotImplementedError(f"workers of type {worker_type.name} are not supported")
+    if refused := [kind.name for kind in (ModelType.Embedding, ModelType.Prefill) if kind in model_type]:
+        raise NotImplementedError(
+            f"models of type {', '.join(map(str, refused))} are not supported: handlers generate or map tensors"
+        )
     if ignored := sorted(name for name, value in others.items() if value is not None):
         log.warning("register_model: %s have no effect here", ", ".join(ignored))
     settings = runtime_config or ModelRuntimeConfig()
