@@ -362,11 +362,52 @@ class TextLimits:
     max_embedding_inputs: int = option(2048, minimum=1, maximum=1_000_000, help="Texts in a request for embeddings.")
 
 
+def _parse_host(text: str) -> str:
+    """Return a host, or a domain with a leading dot. Raises ValueError with the end of a sentence."""
+    host = text.strip().lower()
+    if not re.fullmatch(r"\.?[a-z0-9_-]+(\.[a-z0-9_-]+)*", host):
+        raise ValueError("is not a host such as images.example.com, or a domain such as .example.com")
+    return host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaOptions:
+    """Images and other media that requests name by URL."""
+
+    hosts: tuple[str, ...] = option(
+        (),
+        flags=("--media-url-host",),
+        env=("DYN_MEDIA_URL_HOST",),
+        repeatable=True,
+        parse=_parse_host,
+        metavar="HOST",
+        help="A host, or with a leading dot a domain and its hosts, whose http and https URLs are fetched; may be given several "
+        "times. None: media must be data URLs.",
+    )
+    max_bytes: int = option(
+        16 * MIB,
+        flags=("--media-max-bytes",),
+        env=("DYN_MEDIA_MAX_BYTES",),
+        parse=parse_bytes,
+        minimum=1,
+        maximum=256 * MIB,
+        help="Longest media by URL, of one request together.",
+    )
+    timeout_s: float = option(
+        10.0,
+        flags=("--media-timeout",),
+        minimum=0.1,
+        maximum=600,
+        help="All media of a request must have arrived within this many seconds.",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
     """How text requests are completed, bounded and tokenized."""
 
     limits: TextLimits = group("Text", prefix="text", default=TextLimits)
+    media: MediaOptions = group("Media", prefix="media", default=MediaOptions)
     fast_tokenizer: bool = option(
         True,
         flags=("--fast-tokenizer",),

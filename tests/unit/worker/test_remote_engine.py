@@ -23,13 +23,13 @@ from dynamo.common.errors import (
     Unsupported,
 )
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
+from dynamo.common.http_client import HttpClient
 from dynamo.common.model_card import AdapterReport
 from dynamo.worker.config import RemoteOptions, WorkerConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.remote.completions import StreamReader, TensorRtDialect, VllmDialect
 from dynamo.worker.engine.remote.engine import RemoteEngine
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
-from dynamo.worker.engine.remote.http import HttpClient
 from dynamo.worker.engine.remote.sglang import SglangDialect, SglangReader
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import make_remote, sim_config

@@ -10,9 +10,9 @@ import pytest
 from dynamo.common.config import ConfigError, load
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import GenerateRequest, pack_tokens
+from dynamo.common.http_client import HttpClient
 from dynamo.worker.config import RemoteKind, RemoteOptions, WorkerConfig
 from dynamo.worker.engine.open_requests import OpenRequests
-from dynamo.worker.engine.remote.http import HttpClient
 from dynamo.worker.engine.remote.load import LoadFollower, ServerLoad, read_load
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import make_remote, sim_config

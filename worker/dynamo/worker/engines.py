@@ -23,6 +23,7 @@ from typing import TypeAlias
 from tokenizers import Tokenizer
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.http_client import HttpClient
 from dynamo.common.model_card import Role
 from dynamo.common.repository import ControlMode
 from dynamo.worker.config import EngineKind, RemoteOptions, RepositoryOptions
@@ -32,7 +33,6 @@ from dynamo.worker.engine.echo import CHAT_TEMPLATE, EchoTensors, EchoTokens, by
 from dynamo.worker.engine.python import PythonEngine
 from dynamo.worker.engine.python_text import PythonTextEngine, generates_text
 from dynamo.worker.engine.remote.engine import RemoteEngine
-from dynamo.worker.engine.remote.http import HttpClient
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
 from dynamo.worker.engine.sim.script import CALLS_TEMPLATE

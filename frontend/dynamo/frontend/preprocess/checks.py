@@ -11,13 +11,13 @@ from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.text import TextRequest
 
 _MAX_STOP_STRING_CHARS = 1024
-_MODALITIES = {
+MODALITIES = {
     **dict.fromkeys(("image", "image_url", "input_image"), "image"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
 """The modality that a model needs for content parts of these types."""
-_URL_FIELDS = frozenset((*_MODALITIES, "url"))
+_URL_FIELDS = frozenset((*MODALITIES, "url"))
 """Where servers look for the URL of a part, or for an object that has it."""
 
 
@@ -67,7 +67,7 @@ def with_checked_content(message: Mapping[str, Any], modalities: Collection[str]
 def _check_part(part: object, modalities: Collection[str]) -> None:
     """Raises InvalidRequest for a part that the model does not take, or that would have to be fetched."""
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text" and (not isinstance(kind, str) or _MODALITIES.get(kind) not in modalities):
+    if kind != "text" and (not isinstance(kind, str) or MODALITIES.get(kind) not in modalities):
         supported = ", ".join(("text", *sorted(modalities)))
         raise InvalidRequest(f"the model supports {supported}; got a content part of type {kind!r:.80}", param="messages")
     assert isinstance(part, Mapping)
@@ -77,7 +77,7 @@ def _check_part(part: object, modalities: Collection[str]) -> None:
 
 
 def _check_url(value: object) -> None:
-    """Raises InvalidRequest for media at a URL: neither frontends nor engines follow those of clients."""
+    """Raises InvalidRequest for media at a URL: engines follow none, and frontends have fetched what they may."""
     url = value.get("url", "data:") if isinstance(value, Mapping) else value
     if not (isinstance(url, str) and url.startswith("data:")):
         raise InvalidRequest(f"images and other media must be data URLs, data:…;base64,…; got {url!r:.80}", param="messages")

@@ -20,6 +20,7 @@ from dynamo.common.parser_names import GENERIC
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
 from dynamo.frontend.preprocess.detokenize import stopper_maker
+from dynamo.frontend.preprocess.media import MediaUrls
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import ContextExceeded, TextDelta, TextRequest
 from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
@@ -33,12 +34,14 @@ class PlainTextModel:
 
     template_source = ""
 
-    def __init__(self, card: ModelCard, limits: TextLimits, offload: Offload) -> None:
+    def __init__(self, card: ModelCard, limits: TextLimits, offload: Offload, media: MediaUrls | None = None) -> None:
+        """Without `media`, requests have data URLs only."""
         assert card.llm is not None
         self._name = card.name
         self._info = card.llm
         self._limits = limits
         self._offload = offload
+        self._media = media
         self.tokenizer = NoVocabulary(card.name)
 
     def __repr__(self) -> str:
@@ -46,8 +49,10 @@ class PlainTextModel:
 
     async def to_generate(self, request: TextRequest) -> GenerateRequest:
         """Return `request` with its prompt as text. Raises InvalidRequest, also for what needs token ids."""
-        check_text_request(request, self._info, self._limits)
         self._check_needs(request)
+        if request.media and self._media is not None:
+            request = await self._media.inlined(request, self._info.modalities)
+        check_text_request(request, self._info, self._limits)
         is_long = len(request.messages or ()) > _MANY_MESSAGES or bool(request.media)
         prompt, media = await self._offload.run_if(is_long, self._pack, request)
         generate = GenerateRequest(

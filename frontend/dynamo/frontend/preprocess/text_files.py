@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from dynamo.common.errors import EngineError
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.frontend.config import TextOptions
+from dynamo.frontend.preprocess.media import MediaUrls
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.shared import Shared
 
@@ -64,6 +65,7 @@ class TextFiles:
         self._store = store
         self._options = options
         self._offload = offload
+        self._media = MediaUrls(options.media)
         self._threads = Offload(threads=os.cpu_count() or 1)
         """Of all tokenizers."""
         self._tokenizers = Shared(self._tokenizer, lambda made: made.size_bytes, options.tokenizer_cache_bytes)
@@ -123,7 +125,7 @@ class TextFiles:
     def _plain_model(self, card: ModelCard) -> PlainTextModel:
         from dynamo.frontend.preprocess.plain import PlainTextModel
 
-        return PlainTextModel(card, self._options.limits, self._offload)
+        return PlainTextModel(card, self._options.limits, self._offload, self._media)
 
     async def _prepare(self, key: K, shared: Shared[K, V]) -> None:
         if key not in shared:

@@ -19,6 +19,7 @@ import msgspec
 from dynamo.common.background import running
 from dynamo.common.errors import EngineError, InvalidRequest, NotFound, Overloaded, Unavailable, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
+from dynamo.common.http_client import HttpClient
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import TAKES_TEXT, AdapterReport, LlmInfo, ModelCard, ModelKind
 from dynamo.worker.engine.base import Context, EngineLoad
@@ -26,7 +27,6 @@ from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.remote.completions import TensorRtDialect, VllmDialect
 from dynamo.worker.engine.remote.dialect import Dialect, RemoteKind
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
-from dynamo.worker.engine.remote.http import HttpClient
 from dynamo.worker.engine.remote.load import LoadFollower, ServerLoad
 from dynamo.worker.engine.remote.sglang import SglangDialect
 from dynamo.worker.engine.remote.text import REASONING_PARSER, TOOL_PARSER, TextDialect

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from dynamo.common.errors import Unavailable
-from dynamo.worker.engine.remote.http import HttpClient
+from dynamo.common.http_client import HttpClient
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n8\r\ndata: a\n\r\n0\r\n\r\n"

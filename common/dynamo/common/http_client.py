@@ -46,15 +46,16 @@ class _ConnectionLost(Unavailable):
 class HttpClient:
     """Sends requests to the server at one URL."""
 
-    def __init__(self, url: str, *, key: str | None = None, timeout_s: float) -> None:
+    def __init__(self, url: str, *, key: str | None = None, timeout_s: float, address: str | None = None) -> None:
         """`key` is sent as bearer token; `timeout_s` bounds the time between two reads of a response.
 
-        Raises InvalidRequest for a URL that is none.
+        Connections go to `address`, by default to that of the URL's host. Raises InvalidRequest for a URL that is none.
         """
         self._url = _parse(url)
         self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
         self._key = key
         self._timeout_s = timeout_s
+        self._address = address
         self._idle: list[_Connection] = []
         """In order of their last use."""
         self._is_closed = False
@@ -117,7 +118,11 @@ class HttpClient:
         port = self._url.port or (443 if self._tls else 80)
         with self._mapped():
             async with asyncio.timeout(_CONNECT_S):
-                return _Connection(*await asyncio.open_connection(self._url.hostname, port, ssl=self._tls))
+                host = self._url.hostname
+                opened = asyncio.open_connection(
+                    self._address or host, port, ssl=self._tls, server_hostname=host if self._tls else None
+                )
+                return _Connection(*await opened)
 
     def close(self) -> None:
         """Close the connections that are kept, and from now on each at the end of its response."""
@@ -221,14 +226,14 @@ class HttpResponse:
                 return
             await self._receive()
 
-    async def read(self) -> bytes:
-        """Return the whole body. Raises EngineError if it is longer than MAX_BODY_BYTES."""
+    async def read(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+        """Return the whole body. Raises EngineError if it is longer than `max_bytes`."""
         body = bytearray()
         async with aclosing(self.chunks()) as chunks:
             async for part in chunks:
                 body += part
-                if len(body) > MAX_BODY_BYTES:
-                    raise EngineError(f"the server at {self._client} sent a body of more than {MAX_BODY_BYTES} bytes")
+                if len(body) > max_bytes:
+                    raise EngineError(f"the server at {self._client} sent a body of more than {max_bytes} bytes")
         return bytes(body)
 
     async def finish(self) -> None:
