@@ -434,6 +434,7 @@ async def test_loading_again_changes_over_without_a_gap_and_a_failure_changes_no
     ("tensor", "reason"),
     [
         ("dims: [ 1 ]", "model input 'x' must specify 'data_type' for wrong"),
+        ("data_type: TYPE_FP32 format: FORMAT_NHWC dims: [ 3, 3 ]", "model input 'x' NHWC/NCHW require 3 dims for wrong, got 2"),
         ("data_type: TYPE_FP32", "model input 'x' must specify 'dims' for wrong"),
         ("data_type: TYPE_FP32 dims: [ 0 ]", "dimension must be integer >= 1, or -1 to indicate a variable-size dimension"),
         ("data_type: TYPE_FP32 dims: [ -2 ]", "dimension must be integer >= 1, or -1 to indicate a variable-size dimension"),

@@ -69,6 +69,10 @@ class Context:
         self._addresses: dict[str, int] = {}
         self._engine = engine
 
+    def set_optimization_profile_async(self, profile: int, stream: object) -> bool:
+        self._engine.profiles.append(profile)
+        return True
+
     def set_input_shape(self, name: str, shape: Sequence[int]) -> bool:
         self._shape = tuple(shape)
         return name == "x" and shape[-1] == 2
@@ -90,9 +94,11 @@ class Context:
 
 class Engine:
     num_io_tensors = 2
+    num_optimization_profiles = 2
 
     def __init__(self) -> None:
         self.is_broken = False
+        self.profiles: list[int] = []
 
     def get_tensor_name(self, index: int) -> str:
         return "xy"[index]
@@ -168,13 +174,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 async def test_a_tensorrt_engine_is_completed_run_in_batches_and_frees_its_memory(tmp_path: Path, device: Device) -> None:
-    model_of(tmp_path, "tensorrt", ON_GPU, b"plan")
+    model_of(tmp_path, "tensorrt", 'instance_group { kind: KIND_GPU profile: "1" }', b"plan")
     async with opened(tmp_path, "m") as models:
         config = models.config("m", "")
         assert (config.platform, config.max_batch_size, config.HasField("dynamic_batching")) == ("tensorrt_plan", 4, True)
         assert [(tensor.name, tensor.data_type, tensor.dims) for tensor in config.input] == [("x", 11, [2])]
         inputs = {"x": np.array([[1, 2], [3, 4]], np.float32)}
         assert await infer(models, "m", inputs) == {"y": [[2, 4], [6, 8]]}
+    assert device.engine.profiles == [1]
     assert device.cuda.held == {}
 
 
@@ -198,6 +205,12 @@ async def test_what_tensorrt_refuses_is_an_error_and_frees_its_memory(tmp_path: 
             "instance_group { kind: KIND_GPU gpus: 3 }",
             b"plan",
             "TensorRT cannot load 1/model.plan: cudaSetDevice failed with status 101",
+        ),
+        ('instance_group { kind: KIND_GPU profile: "2" }', b"plan", "instance_group.profile must be one number below 2, got 2"),
+        (
+            ON_GPU + 'input { name: "x" data_type: TYPE_FP32 dims: 2 is_non_linear_format_io: true }',
+            b"plan",
+            "tensor 'x' has is_non_linear_format_io, which is not supported",
         ),
         (ON_GPU + X_TO_Y.replace("FP32", "INT8"), b"plan", "input 'x' is declared as INT8; the model has FP32"),
     ],

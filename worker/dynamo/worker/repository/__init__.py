@@ -4,6 +4,7 @@
 |---|---|
 | `layout` | what lies in a repository folder: models, versions, which of them are to be served |
 | `model_config` | `config.pbtxt` and its JSON form, checked; instance groups |
+| `agents` | the checksum agent |
 | `source` | where a model's files come from: the repository, a request's own files, a path or object-store URL |
 | `object_store`, `remote_repository` | object stores, their URLs and credentials; a repository in one |
 | `execution` | what a backend is, and what a request looks like to it |

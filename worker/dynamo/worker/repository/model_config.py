@@ -26,6 +26,7 @@ from dynamo.worker.repository.sequence_tensors import check_sequences
 
 CONFIG_FILE = "config.pbtxt"
 MAX_INSTANCES = 256
+_IMAGE_DIMS = 3
 _SEQUENCE_IDLE_US = 1_000_000
 _GPU_DEVICE = Path("/dev/nvidia0")
 
@@ -141,6 +142,9 @@ def check_tensors(config: ModelConfig) -> None:
     """Raises InvalidRequest, in Triton's words, for tensors that are still incomplete when the model has completed them."""
     tensors: list[tuple[str, ModelInput | ModelOutput]] = [("input", tensor) for tensor in config.input]
     tensors += [("output", tensor) for tensor in config.output]
+    for image in config.input:
+        if image.format and len(image.dims) != _IMAGE_DIMS:
+            raise InvalidRequest(f"model input '{image.name}' NHWC/NCHW require 3 dims for {config.name}, got {len(image.dims)}")
     for kind, tensor in tensors:
         where = f"model {kind} '{tensor.name}'"
         if not tensor.data_type:
@@ -160,7 +164,6 @@ def ignored_settings(config: ModelConfig, *, has_cache: bool, has_rate_limiter: 
     policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     settings = {
         "response_cache": config.response_cache.enable and not has_cache,
-        "model_repository_agents": bool(config.model_repository_agents.agents),
         "cc_model_filenames": bool(config.cc_model_filenames),
         "rate_limiter": not has_rate_limiter and any(group.HasField("rate_limiter") for group in config.instance_group),
         "max_queue_delay_microseconds of sequences": bool(

@@ -23,6 +23,7 @@ from dynamo.common.names import check_name
 from dynamo.common.repository import MAX_REASON_CHARS, NOT_LOADED, UNLOADED, IndexEntry, LoadRequest, ModelState
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.repository.agents import run_agents
 from dynamo.worker.repository.config_checks import check_settings
 from dynamo.worker.repository.content_cache import ContentCache
 from dynamo.worker.repository.custom_metrics import CustomMetrics
@@ -459,6 +460,7 @@ class RepositoryModels:
         try:
             folder = await self._folder(request, files)
             config = self._config_of(request, folder)
+            await asyncio.to_thread(run_agents, config, folder)
             ensemble = config.HasField("ensemble_scheduling")
             for needed in models_in(config):
                 if needed not in self._loaded:

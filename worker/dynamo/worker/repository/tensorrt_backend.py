@@ -69,8 +69,10 @@ class _Cuda:
 
 
 class TensorRtSession:
-    def __init__(self, name: str, tensorrt: Any, engine: Any, cuda: _Cuda) -> None:
-        self._name = name
+    def __init__(self, version: Version, tensorrt: Any, engine: Any, cuda: _Cuda) -> None:
+        """Raises InvalidRequest for a configuration that the engine does not have."""
+        self._name = version.name
+        self._profile = _profile(version.config, engine)
         self._engine = engine
         self._cuda = cuda
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
@@ -80,6 +82,12 @@ class TensorRtSession:
         self.signature = Signature([self._tensor(each) for each in inputs], [self._tensor(each) for each in self._outputs])
         self._lanes = threading.local()
         """Each thread has an execution context and a stream of its own."""
+
+    def _open_lane(self) -> tuple[Any, Any]:
+        context, stream = self._engine.create_execution_context(), self._cuda.stream()
+        if self._profile:
+            context.set_optimization_profile_async(self._profile, stream)
+        return context, stream
 
     def _datatype(self, name: str) -> str | None:
         return _DATATYPES.get(self._engine.get_tensor_dtype(name).name)
@@ -91,7 +99,7 @@ class TensorRtSession:
     def run(self, outputs: Sequence[str], inputs: Arrays) -> Sequence[Array]:
         self._cuda.use()
         if not hasattr(self._lanes, "own"):
-            self._lanes.own = (self._engine.create_execution_context(), self._cuda.stream())
+            self._lanes.own = self._open_lane()
         context, stream = self._lanes.own
         with ExitStack() as memory:
             held = [
@@ -135,19 +143,37 @@ def open_tensorrt(version: Version) -> TensorRtSession:
         raise InvalidRequest(
             f"TensorRT models need a GPU and the packages tensorrt and cuda-python: {needed} is missing"
         ) from None
+    _check_formats(version.config)
     cuda = _Cuda(runtime, _device(version.config))
     try:
         cuda.use()
         engine = tensorrt.Runtime(tensorrt.Logger(tensorrt.Logger.WARNING)).deserialize_cuda_engine(file.read_bytes())
         if engine is None:
             raise InvalidRequest(f"TensorRT cannot load {version.version}/{file.name}: it is for another TensorRT or another GPU")
-        return TensorRtSession(version.name, tensorrt, engine, cuda)
+        return TensorRtSession(version, tensorrt, engine, cuda)
     except InvalidRequest:
         raise
     except DynamoError as error:
         raise InvalidRequest(f"TensorRT cannot load {version.version}/{file.name}: {error}") from error
     except Exception as error:
         raise InvalidRequest(f"TensorRT cannot load {version.version}/{file.name}: {first_line(error)}") from error
+
+
+def _profile(config: ModelConfig, engine: Any) -> int:
+    """Return the optimization profile that a configuration names, or the first. Raises InvalidRequest."""
+    names = next((list(group.profile) for group in config.instance_group if group.profile), ["0"])
+    if len(names) > 1 or not names[0].isdecimal() or int(names[0]) >= engine.num_optimization_profiles:
+        count = engine.num_optimization_profiles
+        raise InvalidRequest(f"instance_group.profile must be one number below {count}, got {', '.join(names)[:100]}")
+    return int(names[0])
+
+
+def _check_formats(config: ModelConfig) -> None:
+    """Raises InvalidRequest for a tensor whose elements do not lie in a row."""
+    tensors = [tensor.name for tensor in config.input if tensor.is_non_linear_format_io]
+    tensors += [tensor.name for tensor in config.output if tensor.is_non_linear_format_io]
+    if tensors:
+        raise InvalidRequest(f"tensor '{tensors[0]}' has is_non_linear_format_io, which is not supported")
 
 
 def _device(config: ModelConfig) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.execution import Arrays, Version
 from dynamo.worker.repository.model_config import datatype_name, instances_of
 from dynamo.worker.repository.ragged import batch_inputs
@@ -143,7 +144,11 @@ def open_torch(version: Version) -> TorchSession:
     _set_threads(torch, version.config)
     device = _device(torch, version.config)
     try:
+        for library in version.config.model_operations.op_library_filename:
+            torch.ops.load_library(str(version.folder / relative_path(library)))
         program = _open_exported(torch, file, device) if file.suffix == ".pt2" else _open_script(torch, file, device)
+    except InvalidRequest:
+        raise
     except Exception as error:
         raise InvalidRequest(f"PyTorch cannot load {version.version}/{file.name}: {first_line(error)}") from error
     return TorchSession(torch, version, program, device)
