@@ -171,7 +171,7 @@ async def test_the_limits_of_a_key_hold_for_all_frontends_together_and_any_of_th
     team, accountant = make_key(), make_key()
     keys, accountant_file = tmp_path / "keys", tmp_path / "accountant"
     keys.write_text(
-        entry_for(team, "team", limits=Limits(tokens_per_minute=1000, concurrent_requests=20))
+        entry_for(team, "team", limits=Limits(tokens_per_minute=1000, concurrent_requests=20, stored_bytes=100))
         + entry_for(accountant, "accountant", scopes=[Scope.USAGE])
     )
     accountant_file.write_text(accountant)
@@ -192,6 +192,11 @@ async def test_the_limits_of_a_key_hold_for_all_frontends_together_and_any_of_th
         assert refused.status_code == 429
         assert "of its 1000 tokens per minute left" in refused.text
         assert int(refused.headers["retry-after"]) > 10
+
+        upload = {"files": {"file": ("f.jsonl", b"x" * 90)}, "data": {"purpose": "batch"}, "headers": {"authorization": bearer}}
+        uploads = [await each.post("/v1/files", **upload) for each in fleet.http]  # type: ignore[arg-type]
+        assert [upload.status_code for upload in uploads] == [200, 413]
+        assert "has stored 90 of its 100 bytes" in uploads[1].text
 
         options = ["--url", f"http://127.0.0.1:{fleet.frontends[0].http_port}", "--api-key-file", str(accountant_file)]
         today = datetime.now(UTC).date()

@@ -35,6 +35,7 @@ from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.server import open_kserve
 from dynamo.frontend.api.kserve.settings import Settings
+from dynamo.frontend.api.openai.quota import StoredBytes
 from dynamo.frontend.api.openai.responses.background import BackgroundResponses
 from dynamo.frontend.api.openai.responses.stored import StoredResponses
 from dynamo.frontend.api.rpc.server import GrpcServer, check_grpc
@@ -105,12 +106,15 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     )
     capacity = Capacity(config.capacity)
     control = make_control(config.router, links)
-    stored = StoredResponses(links.stored_responses, config.namespace, metrics.frontend, by_default=config.responses.store)
-    background = BackgroundResponses(stored)
     loads = LoadWatch(links, config.namespace, asyncio.get_running_loop().time)
     with _plain_errors():
         async with AsyncExitStack() as stack:
             http_guard, grpc_guard = make_guards(config, Ledger(counted=metrics.frontend.key_used))
+            quota = StoredBytes(http_guard.stored_bytes)
+            stored = StoredResponses(
+                links.stored_responses, config.namespace, metrics.frontend, by_default=config.responses.store, quota=quota
+            )
+            background = BackgroundResponses(stored)
             folder = Path(metrics_folder) if metrics_folder else None
             settings = Settings(links.server_settings, config.trace, config.log.file)
             kserve = await stack.enter_async_context(open_kserve(config.kserve, folder, config.grpc.max_message_bytes, settings))
@@ -128,6 +132,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
                     capacity,
                     kserve,
                     background,
+                    quota,
                     share_port=share_port,
                 )
             )

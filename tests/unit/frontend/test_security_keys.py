@@ -440,7 +440,20 @@ def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     made = keys("add", "team-a", "--file", str(file), "--model", "llama-*", "--tokens-per-minute", "1000")
     assert made.returncode == 0, made.stderr
-    other = keys("add", "team-b", "--file", str(file), "--stdin", "--scope", "admin", "--weight", "2.5", stdin="x" * 40 + "\n")
+    other = keys(
+        "add",
+        "team-b",
+        "--file",
+        str(file),
+        "--stdin",
+        "--scope",
+        "admin",
+        "--weight",
+        "2.5",
+        "--stored-bytes",
+        "2GiB",
+        stdin="x" * 40 + "\n",
+    )
     assert (other.returncode, other.stdout) == (0, ""), "a key that is known already is not printed"
     assert file.stat().st_mode & 0o777 == 0o600
     ring = read_keys(file)
@@ -452,7 +465,7 @@ def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
     listed = keys("list", str(file))
     assert listed.stdout.splitlines() == [
         "team-a: scopes infer; models llama-*; 1000 tokens/min",
-        "team-b: scopes admin; models *; weight 2.5",
+        "team-b: scopes admin; models *; 2147483648 bytes stored; weight 2.5",
     ]
 
 
@@ -468,6 +481,8 @@ def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
         (("add", "none", "--requests-per-s", "-1"), "", "--requests-per-s must be above 0 and at most 1000000000, got -1"),
         (("add", "none", "--requests-per-s", "nan"), "", "--requests-per-s must be above 0"),
         (("add", "none", "--concurrent-requests", "0"), "", "--concurrent-requests must be above 0"),
+        (("add", "none", "--stored-bytes", "much"), "", "--stored-bytes is not a size such as 4194304 or 64MiB, got 'much'"),
+        (("add", "none", "--stored-bytes", "0"), "", "--stored-bytes must be above 0, got 0"),
         (("add", "none", "--weight", "0"), "", "--weight must be at least 0.001 and at most 1000, got 0"),
         (("remove", "old"), "", "invalid choice"),
     ],

@@ -79,6 +79,10 @@ class Guard:
             raise Unauthenticated("there are no API keys any more")
         return self.accounts.named(name)
 
+    def stored_bytes(self, name: str) -> int | None:
+        """Return how many bytes the key with this name may store; None without a limit."""
+        return None if self.accounts is None else self.accounts.stored_bytes(name)
+
     def guards(self, surface: Surface) -> bool:
         """Return whether `enter` may refuse, or count, calls to this surface."""
         restricted = any(surface in restriction.surfaces for restriction in self._restrictions)
@@ -147,6 +151,11 @@ class Accounts:
         if key is None:
             raise Unauthenticated(f"there is no API key '{name}' any more")
         return self._account(key)
+
+    def stored_bytes(self, name: str) -> int | None:
+        self._follow()
+        key = self._ring.by_name.get(name)
+        return None if key is None else key.limits.stored_bytes
 
     def _account(self, key: ApiKey) -> KeyAccount:
         account = self._by_name.get(key.name) or self._new(key)

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from dynamo.common.admin_api import AdminApi, add_options
-from dynamo.common.config import ConfigError, exit_with
+from dynamo.common.config import ConfigError, exit_with, parse_bytes
 from dynamo.frontend.security.keys import (
     MAX_LIMIT,
     MAX_WEIGHT,
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--requests-per-s", type=float, metavar="N")
     add.add_argument("--concurrent-requests", type=int, metavar="N")
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="Read and generated, together.")
+    add.add_argument("--stored-bytes", metavar="SIZE", help="Of files, responses and conversations together; such as 10GiB.")
     add.add_argument(
         "--weight",
         type=float,
@@ -111,6 +112,18 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--expires must be in the future, got {arguments.expires}, which is {_day(expires_at)}")
 
 
+def _size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--stored-bytes {error}, got {text!r}") from None
+    if size < 1:
+        raise ConfigError(f"--stored-bytes must be above 0, got {text}")
+    return size
+
+
 def _add(arguments: argparse.Namespace) -> None:
     _check(arguments)
     file: Path = arguments.file
@@ -124,6 +137,7 @@ def _add(arguments: argparse.Namespace) -> None:
             requests_per_s=arguments.requests_per_s,
             concurrent_requests=arguments.concurrent_requests,
             tokens_per_minute=arguments.tokens_per_minute,
+            stored_bytes=_size(arguments.stored_bytes),
         ),
         weight=arguments.weight,
         expires=arguments.expires,
@@ -164,6 +178,8 @@ def _list(file: Path) -> None:
             notes.append(f"{limits.concurrent_requests} at once")
         if limits.tokens_per_minute is not None:
             notes.append(f"{limits.tokens_per_minute} tokens/min")
+        if limits.stored_bytes is not None:
+            notes.append(f"{limits.stored_bytes} bytes stored")
         if key.weight != 1:
             notes.append(f"weight {key.weight:g}")
         if key.expires_at is not None:

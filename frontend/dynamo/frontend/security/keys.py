@@ -8,6 +8,7 @@
       requests_per_s: 50
       concurrent_requests: 100
       tokens_per_minute: 200000
+      stored_bytes: 1073741824
       weight: 2
       expires: 2027-01-31
 
@@ -56,6 +57,8 @@ class Limits:
     requests_per_s: float | None = None
     concurrent_requests: int | None = None
     tokens_per_minute: int | None = None
+    stored_bytes: int | None = None
+    """Of files, responses and conversations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     requests_per_s: PositiveFloat | None = None
     concurrent_requests: PositiveInt | None = None
     tokens_per_minute: PositiveInt | None = None
+    stored_bytes: PositiveInt | None = None
     weight: Weight = 1.0
     expires: str | None = None
 
@@ -124,6 +128,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
             requests_per_s=self.requests_per_s,
             concurrent_requests=self.concurrent_requests,
             tokens_per_minute=self.tokens_per_minute,
+            stored_bytes=self.stored_bytes,
         )
         return ApiKey(
             name=self.name,
@@ -219,6 +224,7 @@ def entry_for(
         requests_per_s=limits.requests_per_s,
         concurrent_requests=limits.concurrent_requests,
         tokens_per_minute=limits.tokens_per_minute,
+        stored_bytes=limits.stored_bytes,
         weight=weight,
         expires=expires,
     )

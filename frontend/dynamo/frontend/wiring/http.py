@@ -30,6 +30,7 @@ from dynamo.frontend.api.openai.batches.batch import Batches
 from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
+from dynamo.frontend.api.openai.quota import StoredBytes
 from dynamo.frontend.api.openai.responses.background import BackgroundResponses
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import FrontendConfig
@@ -60,6 +61,7 @@ async def open_http(
     capacity: Capacity,
     kserve: KserveServer,
     background: BackgroundResponses,
+    quota: StoredBytes,
     *,
     share_port: bool,
 ) -> AsyncIterator[HttpSide]:
@@ -69,7 +71,7 @@ async def open_http(
         options=config.http, overload=config.overload_status, capacity=capacity, unknown_fields=unknown_fields
     )
     protocols = protocol_operations(readiness, config.text, kserve=kserve, background=background)
-    files = Files(links.stored_batches, config.namespace)
+    files = Files(links.stored_batches, config.namespace, quota=quota)
     batches = Batches(links.stored_batches, config.namespace)
     by_path = {operation.path: operation for operation in protocols if operation.method == "POST"}
     runner = BatchRunner(files, batches, links.leases_of_batches, by_path, settings, guard.account_named, metrics.frontend)

@@ -19,7 +19,7 @@ from msgspec import Meta, Raw, Struct
 from dynamo.common.errors import InvalidRequest, NotFound, RateLimited
 from dynamo.common.messaging.records import RecordStore
 from dynamo.common.names import encode
-from dynamo.frontend.api.openai.batches.files import owner_token
+from dynamo.frontend.api.openai.owners import owner_token
 
 MAX_LINES = 50_000
 MAX_WAITING = 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
 import time
@@ -15,6 +14,8 @@ from msgspec import Struct
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge
 from dynamo.common.messaging.records import RecordStore
 from dynamo.common.names import encode
+from dynamo.frontend.api.openai.owners import owner_token
+from dynamo.frontend.api.openai.quota import StoredBytes
 
 MAX_FILE_BYTES = 64 << 20
 MAX_FILES = 10_000
@@ -45,8 +46,16 @@ _decoder = msgspec.json.Decoder(FileObject)
 class Files:
     """The files of a namespace. All methods raise Unavailable without JetStream."""
 
-    def __init__(self, records: Callable[[], RecordStore], namespace: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        records: Callable[[], RecordStore],
+        namespace: str,
+        clock: Callable[[], float] = time.time,
+        quota: StoredBytes | None = None,
+    ) -> None:
         """`records` raises Unavailable until there is a connection."""
+        self._quota = quota or StoredBytes()
+        self._quota.count_by(self._bytes_of)
         self._records = records
         self._prefix = encode(namespace, "namespace")
         self._clock = clock
@@ -57,13 +66,15 @@ class Files:
             raise PayloadTooLarge(f"the file has {len(content)} bytes; at most {MAX_FILE_BYTES} are allowed")
         if len(await self._records().keys(self._key(owner, "*"))) >= MAX_FILES:
             raise InvalidRequest(f"there are {MAX_FILES} files already; delete some")
+        await self._quota.check(owner, len(content))
         return await self.put(owner, f"file-{secrets.token_hex(16)}", filename, purpose, content)
 
     async def put(self, owner: str, id: str, filename: str, purpose: str, content: bytes) -> FileObject:
-        """Make a file of any size, or replace the one that has the `id`."""
+        """Make a file of any size, whatever the key has stored, or replace the one that has the `id`."""
         file = FileObject(id=id, bytes=len(content), created_at=int(self._clock()), filename=filename, purpose=purpose)
         await self._records().put(self._content_key(owner, file.id), content)
         await self._records().put(self._key(owner, file.id), msgspec.json.encode(file))
+        self._quota.add(owner, len(content))
         return file
 
     async def read(self, owner: str, id: str) -> FileObject:
@@ -82,22 +93,21 @@ class Files:
 
     async def delete(self, owner: str, id: str) -> None:
         """Raises FileNotFound."""
-        await self.read(owner, id)
+        file = await self.read(owner, id)
         await self._records().delete(self._key(owner, id))
         await self._records().delete(self._content_key(owner, id))
+        self._quota.add(owner, -file.bytes)
 
     async def owned_by(self, owner: str) -> Sequence[FileObject]:
         """Return all files of a key, the newest first."""
         files = map(_decoder.decode, (await self._records().values(self._key(owner, "*"))).values())
         return sorted(files, key=lambda file: (-file.created_at, file.id))
 
+    async def _bytes_of(self, owner: str) -> int:
+        return sum(file.bytes for file in await self.owned_by(owner))
+
     def _key(self, owner: str, id: str) -> str:
         return f"{self._prefix}.file.{owner_token(owner)}.{id}"
 
     def _content_key(self, owner: str, id: str) -> str:
         return f"{self._prefix}.content.{owner_token(owner)}.{id}"
-
-
-def owner_token(owner: str) -> str:
-    """Return what stands for the name of a key in the keys of its records."""
-    return hashlib.sha256(owner.encode()).hexdigest()[:32]

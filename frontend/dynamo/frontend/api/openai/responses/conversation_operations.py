@@ -83,6 +83,7 @@ class ConversationOperations:
         with exchange.account.occupy():
             refers = any(item.type == "item_reference" for item in request.items)
             items = await self._to_store(exchange, request.items, await self._items(exchange) if refers else [])
+            await self._conversations.check_room(exchange.account.name, items)
             await self._conversations.add(exchange.account.name, id, items)
         await exchange.respond(encode(listed(items)))
 

@@ -60,7 +60,10 @@ class Conversations:
             id = f"conv_{secrets.token_hex(16)}"
             shown = ConversationObject(id=id, created_at=int(storage.clock()), metadata=dict(metadata))
             stored = _Stored(owner, shown, Raw(msgspec.json.encode(items)))
-            await storage.records.put(storage.key(id), bounded(msgspec.json.encode(stored)), last=0)
+            data = bounded(msgspec.json.encode(stored))
+            await storage.quota.check(owner, len(data))
+            await storage.records.put(storage.key(id), data, last=0)
+            await storage.written(owner, id, len(data))
             return shown
 
     async def read(self, owner: str, id: str) -> ConversationObject:
@@ -86,6 +89,11 @@ class Conversations:
             return msgspec.structs.replace(stored, items=_joined(stored.items, added))
 
         await self._change("add_items", owner, id, change)
+
+    async def check_room(self, owner: str, items: Sequence[Item]) -> None:
+        """Raise PayloadTooLarge if the key may not store so much more."""
+        if self._storage.quota.limit(owner) is not None:
+            await self._storage.quota.check(owner, len(msgspec.json.encode(items)))
 
     async def delete_item(self, owner: str, id: str, item_id: str, hold: Hold = lambda size_bytes: None) -> ConversationObject:
         """Delete an item. Raises ConversationNotFound; NotFound if there is no such item."""
@@ -114,6 +122,7 @@ class Conversations:
         with storage.counted("delete_conversation"):
             await self._load(owner, id)
             await storage.records.delete(storage.key(id))
+            await storage.deleted(owner, id)
 
     async def _change(self, operation: str, owner: str, id: str, change: Callable[[_Stored], _Stored]) -> ConversationObject:
         storage = self._storage
@@ -123,6 +132,7 @@ class Conversations:
                 changed = change(stored)
                 data = bounded(msgspec.json.encode(changed))
                 if await storage.records.put(storage.key(id), data, last=revision) is not None:
+                    await storage.written(owner, id, len(data), before=len(memoryview(stored.items)))
                     return changed.shown
             raise Overloaded(f"conversation '{id}' changes too fast; try again")
 

@@ -144,7 +144,7 @@ class Responses:
             if request.store or request.background or reads:
                 raise Unsupported("this server does not store responses")
             return request, None, []
-        is_stored = stored.wants(True if request.background else request.store)
+        is_stored = await stored.may_store(owner, True if request.background else request.store)
         if not (is_stored or reads):
             return request, None, []
         new: list[Item] = [*await edge.offload.run_if(exchange.has_large_body, request.items, ItemIds(id, output=False))]

@@ -11,6 +11,8 @@ from typing import Any
 from dynamo.common.errors import DynamoError, PayloadTooLarge
 from dynamo.common.messaging.records import RecordStore
 from dynamo.common.names import encode
+from dynamo.frontend.api.openai.owners import owner_token
+from dynamo.frontend.api.openai.quota import StoredBytes
 from dynamo.frontend.metrics import FrontendMetrics
 
 MAX_BYTES = 16 << 20
@@ -32,12 +34,15 @@ class Storage:
         namespace: str,
         metrics: FrontendMetrics,
         clock: Callable[[], float] = time.time,
+        quota: StoredBytes | None = None,
     ) -> None:
         self._records = records
         self._prefix = encode(namespace, "namespace")
         self._metrics = metrics
         self.clock = clock
         """Unix time, seconds."""
+        self.quota = quota or StoredBytes()
+        self.quota.count_by(self._bytes_of)
 
     @property
     def records(self) -> RecordStore:
@@ -45,6 +50,23 @@ class Storage:
 
     def key(self, id: str) -> str:
         return f"{self._prefix}.{id}"
+
+    async def written(self, owner: str, id: str, size_bytes: int, *, before: int = 0) -> None:
+        """Keep what an object of a key takes up, and took up `before`, if the key has a limit for that."""
+        if self.quota.limit(owner) is not None:
+            await self.records.put(self._size_key(owner, id), b"%d" % size_bytes)
+            self.quota.add(owner, size_bytes - before)
+
+    async def deleted(self, owner: str, id: str) -> None:
+        """Forget what an object takes up."""
+        if self.quota.limit(owner) is not None:
+            await self.records.delete(self._size_key(owner, id))
+
+    async def _bytes_of(self, owner: str) -> int:
+        return sum(map(int, (await self.records.values(self._size_key(owner, "*"))).values()))
+
+    def _size_key(self, owner: str, id: str) -> str:
+        return self.key(f"size.{owner_token(owner)}.{id}")
 
     @contextmanager
     def counted(self, operation: str) -> Iterator[None]:

@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from dynamo.common.errors import InvalidRequest, NotFound, Unavailable
+from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
 from dynamo.common.messaging.records import RecordStore
+from dynamo.frontend.api.openai.quota import StoredBytes
 from dynamo.frontend.api.openai.responses.conversations import Conversations
 from dynamo.frontend.api.openai.responses.events import ResponseObject
 from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded, response_of
@@ -65,9 +66,10 @@ class StoredResponses:
         *,
         by_default: bool = True,
         clock: Callable[[], float] = time.time,
+        quota: StoredBytes | None = None,
     ) -> None:
         """`records` raises Unavailable until there is a connection. `by_default`: for requests that do not say `store`."""
-        self._storage = Storage(records, namespace, metrics, clock)
+        self._storage = Storage(records, namespace, metrics, clock, quota)
         self._by_default = by_default
         self.conversations = Conversations(self._storage)
 
@@ -79,15 +81,36 @@ class StoredResponses:
             raise Unavailable("responses cannot be stored now: JetStream does not respond")
         return store
 
+    async def may_store(self, owner: str, store: bool | None) -> bool:
+        """Return whether a response is stored: as `wants`, and not by default if the key has stored all that it may.
+
+        Raises Unavailable, and PayloadTooLarge if the request wants it stored.
+        """
+        if not self.wants(store):
+            return False
+        try:
+            await self._storage.quota.check(owner)
+        except (PayloadTooLarge, Unavailable):
+            if store:
+                raise
+            return False
+        return True
+
     async def save(
         self, owner: str, response: ResponseObject, items: Sequence[Item] | None, *, last: int | None = None
     ) -> int | None:
         """Write a response and, unless None, what it responded to; return its revision. With `last`: see `RecordStore.put`."""
         with self._storage.counted("save"):
+            storage = self._storage
             if items is not None:
-                await self._storage.records.put(self._items_key(response.id), bounded(msgspec.json.encode(items)), last=0)
-            data = msgspec.json.encode({"owner": owner, "response": response, "written_at": self._storage.clock()})
-            return await self._storage.records.put(self._storage.key(response.id), bounded(data), last=last)
+                before = bounded(msgspec.json.encode(items))
+                await storage.records.put(self._items_key(response.id), before, last=0)
+                await storage.written(owner, f"{response.id}-items", len(before))
+            data = bounded(msgspec.json.encode({"owner": owner, "response": response, "written_at": storage.clock()}))
+            revision = await storage.records.put(storage.key(response.id), data, last=last)
+            if revision is not None:
+                await storage.written(owner, response.id, len(data))
+            return revision
 
     async def running_revision(self, owner: str, id: str) -> int | None:
         """Return the revision of a response that is being generated; None if it was cancelled or deleted."""
@@ -185,6 +208,8 @@ class StoredResponses:
             await self._load(owner, id)
             await self._storage.records.delete(self._storage.key(id))
             await self._storage.records.delete(self._items_key(id))
+            for of_it in (id, f"{id}-items"):
+                await self._storage.deleted(owner, of_it)
             for first in await self.chunks_of_events(id):
                 await self._storage.records.delete(self._events_key(id, first))
 

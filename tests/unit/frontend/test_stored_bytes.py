@@ -1,0 +1,111 @@
+"""How much a key may store, in files, responses and conversations together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import Struct
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import PayloadTooLarge, Unavailable
+from dynamo.frontend.api.openai.batches.files import Files
+from dynamo.frontend.api.openai.quota import COUNTED_S, StoredBytes
+from dynamo.frontend.api.openai.responses.stored import StoredResponses, new_response_id
+from dynamo.frontend.metrics import FrontendMetrics
+from tests.support.fake_records import FakeRecords
+
+
+class _Response(Struct):
+    """A response without output."""
+
+    id: str
+    output: tuple[()] = ()
+
+
+class Frontend:
+    """One process, as far as what is stored goes; others may have the same records."""
+
+    def __init__(self, files: FakeRecords, responses: FakeRecords, now: list[float], limit: int = 2000) -> None:
+        file_records: Any = files
+        response_records: Any = responses
+        self.quota = StoredBytes({"team": limit}.get, lambda: now[0])
+        self.files = Files(lambda: file_records, "ns", quota=self.quota)
+        metrics = FrontendMetrics(CollectorRegistry())
+        self.responses = StoredResponses(lambda: response_records, "ns", metrics, quota=self.quota)
+        self.conversations = self.responses.conversations
+
+    async def respond(self, owner: str, size: int) -> str:
+        """Store a response of about so many bytes; return its id."""
+        id = new_response_id()
+        made: Any = _Response(id)
+        items = [{"type": "message", "role": "user", "content": "x" * size}]
+        await self.responses.save(owner, made, items, last=0)
+        return id
+
+
+def frontends() -> tuple[Frontend, Frontend, list[float]]:
+    files, responses, now = FakeRecords(), FakeRecords(), [0.0]
+    return Frontend(files, responses, now), Frontend(files, responses, now), now
+
+
+async def test_files_responses_and_conversations_count_together_at_all_frontends() -> None:
+    first, second, now = frontends()
+    await first.files.create("team", "f", "batch", b"x" * 900)
+    await first.respond("team", 500)
+    conversation = await first.conversations.create("team", [{"type": "message", "content": "x" * 100}], {})
+    for frontend in (first, second):
+        with pytest.raises(PayloadTooLarge, match=r"has stored 1[5-9].. of its 2000 bytes .* takes 600; delete some"):
+            await frontend.files.create("team", "f", "batch", b"x" * 600)
+        with pytest.raises(PayloadTooLarge):
+            await frontend.conversations.create("team", [{"type": "message", "content": "x" * 600}], {})
+        with pytest.raises(PayloadTooLarge):
+            await frontend.conversations.check_room("team", [{"type": "message", "content": "x" * 600}])
+        await frontend.conversations.check_room("team", [{"type": "message", "content": "x"}])
+    await first.files.create("other", "f", "batch", b"x" * 5000)
+    await first.conversations.delete("team", conversation.id)
+    now[0] += COUNTED_S
+    await second.files.create("team", "f", "batch", b"x" * 400)
+
+
+async def test_a_key_that_has_stored_all_it_may_is_served_and_not_stored_unless_it_insists() -> None:
+    frontend, other, now = frontends()
+    assert await frontend.responses.may_store("team", None)
+    id = await frontend.respond("team", 1900)
+    assert not await frontend.responses.may_store("team", None)
+    assert not await other.responses.may_store("team", None)
+    assert await frontend.responses.may_store("other", None)
+    with pytest.raises(PayloadTooLarge):
+        await frontend.responses.may_store("team", True)
+    assert not await frontend.responses.may_store("team", False)
+    await frontend.responses.delete("team", id)
+    now[0] += COUNTED_S
+    assert await frontend.responses.may_store("team", True)
+
+
+async def test_what_is_deleted_makes_room_at_once_where_it_is_deleted() -> None:
+    frontend, _, _ = frontends()
+    file = await frontend.files.create("team", "f", "batch", b"x" * 1500)
+    with pytest.raises(PayloadTooLarge):
+        await frontend.files.create("team", "f", "batch", b"x" * 600)
+    await frontend.files.delete("team", file.id)
+    await frontend.files.create("team", "f", "batch", b"x" * 600)
+
+
+async def test_output_of_a_batch_is_kept_even_above_the_limit_and_counts() -> None:
+    frontend, _, _ = frontends()
+    await frontend.files.create("team", "f", "batch", b"x" * 1500)
+    await frontend.files.put("team", "file-" + "0" * 32, "out", "batch_output", b"x" * 1500)
+    with pytest.raises(PayloadTooLarge, match="has stored 3000 of its 2000"):
+        await frontend.files.create("team", "f", "batch", b"x")
+
+
+async def test_nothing_is_counted_or_written_for_keys_without_a_limit() -> None:
+    files, responses = FakeRecords(), FakeRecords()
+    frontend = Frontend(files, responses, [0.0])
+    await frontend.respond("other", 10)
+    assert not any(".size." in key for key in responses.records)
+    responses.is_away = True
+    await frontend.files.create("other", "f", "batch", b"x")
+    with pytest.raises(Unavailable):
+        await frontend.files.create("team", "f", "batch", b"x")
