@@ -18,7 +18,7 @@ import pytest
 
 from dynamo.common.options import EtcdOptions, NatsOptions
 from dynamo.frontend.app import serve_frontend
-from dynamo.frontend.config import FrontendConfig, GrpcOptions, HttpOptions
+from dynamo.frontend.config import FrontendConfig, GrpcOptions, HttpOptions, PrometheusOptions
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.protos import inference_pb2 as pb
 from dynamo.worker.app import open_worker
@@ -335,6 +335,7 @@ async def test_both_sides_live_in_one_program(etcd_server: EtcdServer, nats_serv
         settle_s=0,
         http=HttpOptions(port=0),
         grpc=GrpcOptions(enabled=True, port=0),
+        prometheus=PrometheusOptions(enabled=False),
         nats=nats,
         etcd=etcd,
     )
@@ -347,5 +348,8 @@ async def test_both_sides_live_in_one_program(etcd_server: EtcdServer, nats_serv
                 if running.readiness.is_ready():
                     break
         assert [card.name for card in running.plane.cards(ANONYMOUS)] == ["echo"]
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{running.http_port}") as http:
+            statuses = [(await http.get(path)).status_code for path in ("/health", "/metrics")]
+        assert (statuses, running.metrics_port) == ([200, 404], None), "metrics are off"
         async with connected(f"127.0.0.1:{running.grpc_port}") as (channel,):
             assert (await infer(channel)).id == "1"
