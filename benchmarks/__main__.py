@@ -1,8 +1,8 @@
 """`make bench FLAGS="[NAME] [FLAGS]"`: the tables that a change to a hot path is measured by.
 
 NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). Without it all but `models`, `soak`, `events`,
-`paused_frontend` and `triton` run, one after the other; flags for all of them: `make bench FLAGS=--help`. `--triton PATH` runs
-`triton` alone.
+`paused_frontend`, `batch` and `triton` run, one after the other; flags for all of them: `make bench FLAGS=--help`.
+`--triton PATH` runs `triton` alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ NAMES = (
     "soak",
     "events",
     "paused_frontend",
+    "batch",
     "triton",
 )
 _TIMED = ("kserve", "http", "router_peer")
