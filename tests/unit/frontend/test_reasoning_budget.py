@@ -151,6 +151,12 @@ def test_a_tag_that_arrives_in_pieces_is_found() -> None:
     assert received == "<think>a<" and budget.is_spent(len(received))
 
 
+def test_nothing_is_taken_of_reasoning_that_begins_without_a_budget() -> None:
+    budget = ReasoningBudget(ReasoningLimit(max_tokens=0, tags=THINK), "", lambda tokens: "".join(map(chr, tokens)))
+    assert budget.admit([], list(map(ord, "<think>aaaa"))) == 0
+    assert budget.is_spent(0)
+
+
 def test_all_of_a_piece_that_ends_the_reasoning_in_time_is_taken() -> None:
     budget = ReasoningBudget(ReasoningLimit(max_tokens=20, tags=THINK), "", lambda tokens: "".join(map(chr, tokens)))
     piece = list(map(ord, "<think>a</think>The response"))

@@ -37,17 +37,17 @@ class ReasoningBudget:
 
     def admit(self, received: Sequence[int], tokens: Sequence[int]) -> int:
         """Return how many of `tokens`, which follow `received`, belong to the response; not all if they exceed the budget."""
+        if self._is_reasoning is False:
+            return len(tokens)
         room = max(0, self._max_tokens - len(received))
-        self._look([*received, *tokens[:room]] if len(received) < _TAG_TOKENS else [*received[-_TAG_TOKENS:], *tokens[:room]])
-        if room >= len(tokens) or self._is_reasoning is True:
-            return min(room, len(tokens))
-        self._look([*received[-_TAG_TOKENS:], *tokens])
-        return len(tokens)
+        last = received[-_TAG_TOKENS:]
+        self._look([*last, *tokens[:room]])
+        if self._is_reasoning is None:
+            self._look([*last, *tokens])
+        return min(room, len(tokens)) if self._is_reasoning else len(tokens)
 
     def _look(self, tokens: list[int]) -> None:
         """Note what the end of the response, or all of it while it is short, says about tags."""
-        if self._is_reasoning is False:
-            return
         text = self._decode(tokens)
         if self._is_reasoning is None:
             self._is_reasoning = _begins(text.lstrip(), self._tags.opens)

@@ -293,17 +293,20 @@ class Connection(asyncio.BufferedProtocol):
             if now - self._keepalive_at > self.options.keepalive_timeout_s:
                 _log.info("%r is closed: a ping was not acknowledged within %g s", self, self.options.keepalive_timeout_s)
                 self._transport.abort()
-        elif self._has_settings and now - self._read_at >= self.options.keepalive_s and self._may_ping():
+        elif self._has_settings and now - self._read_at >= self.options.keepalive_s and self._spend_keepalive():
             self._keepalive_at = now
-            self._keepalives += 1
             self.sender.control(frames.encode_frame(frames.PING, 0, 0, _KEEPALIVE))
 
-    def _may_ping(self) -> bool:
+    def _spend_keepalive(self) -> bool:
+        """Return whether a PING may be sent now, and count it."""
         if self.sender.responses != self._responses_at_keepalive:
             self._keepalives, self._responses_at_keepalive = 0, self.sender.responses
         most = self.options.max_pings_without_data
         has_reason = self.options.keepalive_permit_without_calls or bool(self._calls)
-        return has_reason and (not most or self._keepalives < most)
+        if not has_reason or (most and self._keepalives >= most):
+            return False
+        self._keepalives += 1
+        return True
 
     def start_draining(self) -> None:
         """Let the client go elsewhere with new calls; the connection ends with the last of those it has. Idempotent."""
