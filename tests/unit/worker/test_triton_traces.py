@@ -92,10 +92,16 @@ def test_a_file_is_a_json_array_after_each_trace_and_for_this_user_only(tmp_path
     assert stat.S_IMODE(os.stat(tmp_path / "t-1a.json").st_mode) == 0o600
 
 
-def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "t-1a.json").symlink_to(tmp_path / "elsewhere")
+@pytest.mark.parametrize("name", ["t-1a.json", ".t-1a.json"])
+def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path, name: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / name).symlink_to(elsewhere)
     traced(tmp_path, settings(), 2)
-    assert not (tmp_path / "elsewhere").exists()
+    assert not elsewhere.exists()
+
+
+def test_traces_that_cannot_be_written_are_dropped_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    traced(tmp_path / "nowhere", settings(), 2)
     assert len([record for record in caplog.records if "traces are dropped" in record.message]) == 1
 
 

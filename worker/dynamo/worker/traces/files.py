@@ -1,4 +1,4 @@
-"""The files of traces: one that grows, and numbered ones. Each is a JSON array at every moment."""
+"""The files of traces: one that grows, and numbered ones. Each holds a JSON array whenever traces have been written."""
 
 from __future__ import annotations
 
@@ -22,25 +22,37 @@ class TraceFiles:
 
     def append(self, traces: str) -> None:
         """Add traces to the file that grows. Raises OSError."""
-        data = traces.encode()
-        self._take(len(data) + 2)
-        descriptor = _open(self.path, os.O_CREAT if self._size else os.O_CREAT | os.O_TRUNC)
+        if not self._size:
+            self._size = self._create(self.path, traces)
+            return
+        data = f",{traces}]".encode()
+        self._take(len(data))
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            # The closing bracket is overwritten.
-            self._size = max(0, self._size - 1) + _write(descriptor, max(0, self._size - 1), b"," if self._size else b"[", data)
+            os.lseek(descriptor, self._size - 1, os.SEEK_SET)  # the closing bracket is overwritten
+            _write_all(descriptor, data)
         finally:
             os.close(descriptor)
+        self._size += len(data) - 1
 
     def write_numbered(self, traces: str) -> None:
         """Write traces to a new file. Raises OSError."""
-        data = traces.encode()
-        self._take(len(data) + 2)
-        descriptor = _open(self.path.with_name(f"{self.path.name}.{self._numbered}"), os.O_CREAT | os.O_TRUNC)
+        self._create(self.path.with_name(f"{self.path.name}.{self._numbered}"), traces)
+        self._numbered += 1
+
+    def _create(self, path: Path, traces: str) -> int:
+        """Create a file, which has its name when it is complete. Return its size."""
+        data = f"[{traces}]".encode()
+        self._take(len(data))
+        unfinished = path.with_name(f".{path.name}")
+        # Tensors may be confidential: the file is readable by this user only.
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            _write(descriptor, 0, b"[", data)
+            _write_all(descriptor, data)
         finally:
             os.close(descriptor)
-        self._numbered += 1
+        unfinished.replace(path)
+        return len(data)
 
     def _take(self, size: int) -> None:
         if size > self._free_bytes:
@@ -48,13 +60,7 @@ class TraceFiles:
         self._free_bytes -= size
 
 
-def _open(path: Path, flags: int) -> int:
-    """Open a file for writing. Tensors may be confidential: it is readable by this user only."""
-    return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
-
-
-def _write(descriptor: int, offset: int, first: bytes, data: bytes) -> int:
-    """Write `first`, `data` and a closing bracket. Return how many bytes that are."""
-    with open(descriptor, "wb", closefd=False) as file:
-        file.seek(offset)
-        return file.write(b"%b%b]" % (first, data))
+def _write_all(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
