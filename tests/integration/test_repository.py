@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import struct
 import sys
@@ -337,6 +338,8 @@ async def test_metrics_of_a_model_are_on_the_page_of_its_worker_while_it_is_load
         assert [await client.infer("counts"), await client.infer("counts")] == [[1.0], [2.0]]
         page = (await http.get("/metrics")).text
         assert '# TYPE seen_total counter\nseen_total{kind="x"} 2.0\n' in page
+        assert re.search(r'^nv_model_load_duration_secs\{model="counts",version="1"\} [0-9.]+$', page, re.MULTILINE)
+        assert 'nv_inference_pending_request_count{model="counts",version="1"} 0.0\n' in page
         await settings_reach_the_worker(f"http://127.0.0.1:{front.http_port}", client, http, tmp_path)
         await client.unload("counts")
         assert "seen_total" not in (await http.get("/metrics")).text
@@ -383,10 +386,10 @@ async def test_responses_are_cached_and_queues_have_limits_as_in_triton(
         page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
         assert 'nv_cache_num_hits_per_model{model="counts",version="1"} 2.0\n' in page
         assert "nv_cache_num_hits 2.0\n" in page and "nv_cache_num_entries 2.0\n" in page
-        await queue_limits(front, client, http, tmp_path / "queues")
+        await queue_limits(front, client, http, tmp_path / "queues", port)
 
 
-async def queue_limits(front: FrontendProcess, client: Client, http: httpx2.AsyncClient, folder: Path) -> None:
+async def queue_limits(front: FrontendProcess, client: Client, http: httpx2.AsyncClient, folder: Path, status_port: int) -> None:
     """The only instance of a model is busy, and one request may wait: Triton's words and statuses, over both protocols."""
     running = asyncio.create_task(client.infer("queues"))
     await until(lambda: list(folder.glob("begun-*")))
@@ -409,6 +412,9 @@ async def queue_limits(front: FrontendProcess, client: Client, http: httpx2.Asyn
     else:
         with pytest.raises(grpc.aio.AioRpcError, match="Exceeds maximum queue size"):
             await over_grpc
+    page = (await http.get(f"http://127.0.0.1:{status_port}/metrics")).text
+    assert 'nv_inference_pending_request_count{model="queues",version="1"} 1.0\n' in page
+    assert re.search(r'nv_inference_request_failure\{model="queues",reason="REJECTED",version="1"\} [34]\.0', page)
     (folder / "go").touch()
     await asyncio.gather(running, waiting)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
-from dynamo.common.errors import EngineError
+from dynamo.common.errors import Code, EngineError
 from dynamo.common.generation import Delta, GenerateRequest, Stop, Summary, pack_tokens, request_encoder
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
@@ -18,7 +18,7 @@ from dynamo.worker.engine.echo import EchoTensors
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.serve import ServedModel, Service
 from dynamo.worker.statistics import VersionStatistics
-from dynamo.worker.triton_metrics import TritonMetrics
+from dynamo.worker.triton_metrics import MetricsConfig, TritonMetrics
 from tests.support.incoming import FakeIncoming
 
 LABELS = {
@@ -177,14 +177,16 @@ async def test_statistics_are_shown_under_triton_s_names(registry: CollectorRegi
     registry.register(TritonMetrics(served.version_statistics))
     await served.infer(FakeIncoming(infer_request()))
     [version] = served.version_statistics()
-    version.failed(5_000, RequestTimings())
+    for code in (Code.INTERNAL, Code.INTERNAL, Code.OVERLOADED, Code.INVALID_REQUEST):
+        version.failed(5_000, RequestTimings(), code)
     version.cancelled(5_000, 0, RequestTimings())
 
     def shown(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"nv_inference_{name}", {"model": "m", "version": "1", **labels})
 
     assert (shown("request_success"), shown("count"), shown("exec_count")) == (1, 1, 1)
-    assert (shown("request_failure", reason="OTHER"), shown("request_failure", reason="CANCELED")) == (1, 1)
+    reasons = ("BACKEND", "REJECTED", "OTHER", "CANCELED")
+    assert [shown("request_failure", reason=reason) for reason in reasons] == [2, 1, 1, 1]
     inference = version.inference()
     assert shown("request_duration_us") == inference.success.ns // 1000
     assert shown("queue_duration_us") == inference.queue.ns // 1000
@@ -202,3 +204,41 @@ def test_versions_past_the_cap_share_a_label() -> None:
         for labels in (("m0", "1"), ("m1", "1"), ("m2", "1"), ("other", "other"))
     }
     assert counts == {("m0", "1"): 1, ("m1", "1"): 1, ("m2", "1"): None, ("other", "other"): 3}
+
+
+def summaries(config: MetricsConfig, *totals_us: float) -> str:
+    version = VersionStatistics("m", "1")
+    version.keep_latencies()
+    for total_us in totals_us:
+        version.succeeded(int(total_us * 1000), RequestTimings(queue_ns=1000))
+    registry = CollectorRegistry()
+    registry.register(TritonMetrics(lambda: [version], config))
+    return generate_latest(registry).decode()
+
+
+def test_summaries_are_shown_on_request_with_the_quantiles_that_are_wanted() -> None:
+    config = MetricsConfig.of(["summary_latencies=true", "summary_quantiles=0.5:0.05,0.99:0.001"])
+    page = summaries(config, *range(1, 101))
+    assert "# TYPE nv_inference_request_summary_us summary\n" in page
+    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("nv_inference_request_summary_us"))
+    assert values == {
+        'nv_inference_request_summary_us_count{model="m",version="1"}': "100.0",
+        'nv_inference_request_summary_us_sum{model="m",version="1"}': "5050.0",
+        'nv_inference_request_summary_us{model="m",quantile="0.5",version="1"}': "50.0",
+        'nv_inference_request_summary_us{model="m",quantile="0.99",version="1"}': "99.0",
+    }
+    assert 'nv_inference_queue_summary_us{model="m",quantile="0.5",version="1"} 1.0' in page
+    assert 'quantile="0.5",version="1"} NaN' in summaries(config)
+
+
+def test_counters_of_latencies_are_left_out_on_request() -> None:
+    page = summaries(MetricsConfig.of(["counter_latencies=false"]), 1.0)
+    assert "duration_us" not in page
+    assert "summary" not in page
+    assert "nv_inference_request_success{" in page
+
+
+@pytest.mark.parametrize("setting", ["summary_latencies=yes", "quantiles=1", "summary_quantiles=0.5", "summary_quantiles=2:0.1"])
+def test_a_setting_that_does_not_exist_or_fit_is_named(setting: str) -> None:
+    with pytest.raises(ValueError, match=setting.split("=", maxsplit=1)[0]):
+        MetricsConfig.of([setting])

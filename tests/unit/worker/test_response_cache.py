@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo.common.errors import DynamoError
+from dynamo.common.errors import Code, DynamoError
 from dynamo.common.repository import LoadRequest
 from dynamo.worker.engine.base import Context, RequestTimings
 from dynamo.worker.repository.execution import ModelRequest
@@ -170,7 +170,7 @@ def test_a_hit_is_a_success_that_is_not_computed() -> None:
     statistics = VersionStatistics("m", "1")
     statistics.succeeded(100, RequestTimings(cache_miss_ns=5, queue_ns=1))
     statistics.succeeded(10, RequestTimings(cache_hit_ns=3))
-    statistics.failed(10, RequestTimings(cache_miss_ns=2))
+    statistics.failed(10, RequestTimings(cache_miss_ns=2), Code.INTERNAL)
     message = statistics.to_message()
     stats = message.inference_stats
     assert (message.inference_count, message.execution_count) == (1, 1)

@@ -60,7 +60,7 @@ from dynamo.worker.serve import ServedModel, Service, check_names
 from dynamo.worker.sleep import Sleeper
 from dynamo.worker.status import Status, serve_status
 from dynamo.worker.traces.recorder import TritonTraces, open_triton_traces
-from dynamo.worker.triton_metrics import TritonMetrics
+from dynamo.worker.triton_metrics import MetricsConfig, TritonMetrics
 
 log = logging.getLogger(__name__)
 
@@ -260,6 +260,7 @@ async def open_worker(
                 engine.use_shared_memory(memory)
             if isinstance(engine, RepositoryEngine):
                 observers.metrics.include(engine.models.custom_metrics)
+                observers.metrics.include(engine.models.gauges)
                 if engine.models.cache is not None:
                     observers.metrics.include(engine.models.cache)
         models = await _start_engines(_listed(engines), config, stack)
@@ -267,7 +268,7 @@ async def open_worker(
         nats, etcd = await _connect(config, identity, observers, stack)
         publishers = await _open_publishers(config, identity, models, nats, stack)
         await stack.enter_async_context(open_server_settings(etcd, identity.endpoint.namespace, observers.follow))
-        service = await _open_service(models, observers, publishers, nats, stack)
+        service = await _open_service(models, observers, publishers, nats, config.status.triton_metrics, stack)
         registration = Registration(etcd)
         offer = Offer(identity, service, observers.status, registration, _repository_in(_listed(engines)))
         handlers = {**service.handlers, **publishers.handlers, **await _open_repository(config, offer, stack)}
@@ -425,11 +426,23 @@ def _has_blocks(card: ModelCard) -> bool:
 
 
 async def _open_service(
-    models: Sequence[ServedModel], observers: Observers, publishers: KvPublishers, nats: Connection, stack: AsyncExitStack
+    models: Sequence[ServedModel],
+    observers: Observers,
+    publishers: KvPublishers,
+    nats: Connection,
+    shown: MetricsConfig,
+    stack: AsyncExitStack,
 ) -> Service:
     """Return the service of `models` once their files are in the object store. The files are stored again after a reconnect."""
-    service = Service(models, observers.metrics, observers.tracing, publishers.accepted, observers.traces)
-    observers.metrics.include(TritonMetrics(service.version_statistics))
+    service = Service(
+        models,
+        observers.metrics,
+        observers.tracing,
+        publishers.accepted,
+        observers.traces,
+        keep_latencies=shown.summary_latencies,
+    )
+    observers.metrics.include(TritonMetrics(service.version_statistics, shown))
     stack.push_async_callback(service.close)
     await _store_files(models, nats)
     await stack.enter_async_context(running(_store_files_again(service, nats), "model files"))

@@ -16,6 +16,7 @@ from dynamo.common.parser_names import AUTO, parse_reasoning_parser, parse_tool_
 from dynamo.common.repository import ControlMode
 from dynamo.worker.engine.remote.dialect import RemoteKind
 from dynamo.worker.repository.rate_limiter import ProvidedResource, RateLimit
+from dynamo.worker.triton_metrics import MetricsConfig
 
 
 class EngineKind(StrEnum):
@@ -56,6 +57,27 @@ class StatusOptions:
         env=("DYN_ALLOW_SLEEP",),
         help="Let clients of the status port put the worker to sleep and wake it: POST /sleep, POST /wake_up.",
     )
+    metrics_config: tuple[str, ...] = option(
+        (),
+        flags=("--metrics-config",),
+        env=("DYN_METRICS_CONFIG",),
+        repeatable=True,
+        separator="",
+        metavar="NAME=VALUE",
+        help="As Triton's: summary_latencies=true shows nv_inference_*_summary_us, summary_quantiles=0.5:0.05,0.9:0.01 says "
+        "which quantiles, counter_latencies=false leaves out nv_inference_*_duration_us. Repeatable.",
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.triton_metrics
+
+    @property
+    def triton_metrics(self) -> MetricsConfig:
+        """Raises ValueError."""
+        try:
+            return MetricsConfig.of(self.metrics_config)
+        except ValueError as error:
+            raise ValueError(f"--metrics-config: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class RequestRecord:
             self._statistics.cancelled(taken_ns, self._responses, self.timings)
             self._fail(taken_ns, Code.CANCELLED)
         else:
-            self._statistics.failed(taken_ns, self.timings)
+            self._statistics.failed(taken_ns, self.timings, code_of(error))
             if self._decoupled:
                 self._statistics.response_failed(self._responses, perf_counter_ns() - self._last_ns)
             self._fail(taken_ns, code_of(error))

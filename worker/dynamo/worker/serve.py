@@ -150,6 +150,8 @@ class Service:
         tracing: Tracing | None = None,
         on_accepted: Callable[[str, str], None] | None = None,
         traces: TritonTraces | None = None,
+        *,
+        keep_latencies: bool = False,
     ) -> None:
         """Call `on_accepted` with model and booking of each request for text before an engine gets it.
 
@@ -160,6 +162,7 @@ class Service:
         self._metrics = metrics or WorkerMetrics(CollectorRegistry(), Endpoint(), InstanceId(0))
         self._tracing = tracing
         self._traces = traces
+        self._keep_latencies = keep_latencies
         self._measured: dict[str, WorkerModelMetrics] = {}
         """By the model's own name."""
         self._canaries: dict[str, Canary] = {}
@@ -195,6 +198,9 @@ class Service:
             raise InvalidRequest(f"the engine of model '{card.name}' cannot serve a model of kind '{card.kind}'")
         if former is not None:
             self.remove(card.name)
+        if self._keep_latencies:
+            for statistics in model.statistics.values():
+                statistics.keep_latencies()
         self.models = (*self.models, model)
         if card.name not in self._measured:
             self._measured[card.name] = self._metrics.for_model(card.name)

@@ -14,7 +14,11 @@ Counting is a few integer additions per request; the message is built only when 
 from __future__ import annotations
 
 import time
+from collections import deque
+from enum import StrEnum
+from typing import NamedTuple
 
+from dynamo.common.errors import Code
 from dynamo.protos.inference_pb2 import (
     InferBatchStatistics,
     InferResponseStatistics,
@@ -24,8 +28,53 @@ from dynamo.protos.inference_pb2 import (
 )
 from dynamo.worker.engine.base import RequestTimings
 
+MAX_LATENCIES = 4096
+"""Requests of a version whose latencies are kept."""
 MAX_RESPONSE_INDEX = 255
 """Responses of one request beyond this index are counted under it, so that an endless stream cannot fill the memory."""
+
+
+class Failure(StrEnum):
+    """Why a request failed, as in Triton's metrics."""
+
+    REJECTED = "REJECTED"
+    """Refused by a queue, or timed out in it."""
+    BACKEND = "BACKEND"
+    """The model failed."""
+    OTHER = "OTHER"
+
+
+_REASONS = {
+    Code.OVERLOADED: Failure.REJECTED,
+    Code.UNAVAILABLE: Failure.REJECTED,
+    Code.DEADLINE_EXCEEDED: Failure.REJECTED,
+    Code.INTERNAL: Failure.BACKEND,
+}
+
+
+class Latencies(NamedTuple):
+    """The times of one request, in microseconds."""
+
+    ended_s: float
+    """On the monotonic clock."""
+    request: float
+    queue: float
+    compute_input: float
+    compute_infer: float
+    compute_output: float
+
+    @classmethod
+    def of(cls, total_ns: int, timings: RequestTimings) -> Latencies:
+        rest_ns = total_ns - timings.queue_ns - timings.input_ns - timings.output_ns
+        infer_ns = timings.infer_ns or max(0, rest_ns)
+        return cls(
+            time.monotonic(),
+            total_ns / 1000,
+            timings.queue_ns / 1000,
+            timings.input_ns / 1000,
+            infer_ns / 1000,
+            timings.output_ns / 1000,
+        )
 
 
 class Duration:
@@ -90,6 +139,10 @@ class VersionStatistics:
         self.inferences = 0
         self.executions = 0
         self.fail = Duration()
+        self.failures = dict.fromkeys(Failure, 0)
+        """Of those that are no cancellations."""
+        self.latencies: deque[Latencies] | None = None
+        """Of the newest requests that succeeded; None: they are not kept."""
         self._success = Duration()
         self._queue = Duration()
         self._cache_hit = Duration()
@@ -99,9 +152,15 @@ class VersionStatistics:
         self._batches: dict[int, _Compute] = {}
         self._responses: dict[int, _Response] = {}
 
+    def keep_latencies(self) -> None:
+        """Keep the latencies of requests from now on."""
+        self.latencies = deque(maxlen=MAX_LATENCIES)
+
     def succeeded(self, total_ns: int, timings: RequestTimings) -> None:
         """Count a request that succeeded, `total_ns` after it arrived."""
         self._success.add(total_ns)
+        if self.latencies is not None:
+            self.latencies.append(Latencies.of(total_ns, timings))
         self._queue.add(timings.queue_ns)
         self._last_inference_ms = time.time_ns() // 1_000_000
         self._looked_up(timings)
@@ -116,9 +175,10 @@ class VersionStatistics:
         else:
             self._execution(timings.rows, timings.input_ns, infer_ns, timings.output_ns)
 
-    def failed(self, total_ns: int, timings: RequestTimings) -> None:
-        """Count a request that ended with an error."""
+    def failed(self, total_ns: int, timings: RequestTimings, code: Code) -> None:
+        """Count a request that ended with an error of this code."""
         self.fail.add(total_ns)
+        self.failures[_REASONS.get(code, Failure.OTHER)] += 1
         self._looked_up(timings)
         if timings.batched:
             self.executed(timings)

@@ -61,6 +61,16 @@ class Streams(Protocol):
         ...
 
 
+@runtime_checkable
+class Queues(Protocol):
+    """What an executable has whose requests may wait before the model gets them."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun. May be read on any thread."""
+        ...
+
+
 class SequenceInstance(Protocol):
     """One instance of a model."""
 

@@ -17,7 +17,7 @@ from dynamo.common.tensors import Array, datatype_of_array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.declaration import from_model_config
-from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResult, Streams, closing
+from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResult, Queues, Streams, closing
 from dynamo.worker.repository.model_config import Reshape
 from dynamo.worker.repository.raw_tensors import Kind, RawTensors
 from dynamo.worker.repository.response_cache import ModelCache
@@ -56,6 +56,8 @@ class LoadedModel:
         """Of the outputs, by name."""
         self._as_declared: set[Kind] = set()
         """Kinds of outputs that need neither a conversion nor a warning."""
+        self.load_s = 0.0
+        """How long loading took."""
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -74,6 +76,11 @@ class LoadedModel:
     @property
     def open_requests(self) -> int:
         return self._open
+
+    def waiting(self, version: str) -> int:
+        """Return how many requests of a version have not begun. May be called on any thread."""
+        executable = self.versions[version]
+        return executable.waiting if isinstance(executable, Queues) else 0
 
     def check(self, request: ModelRequest, version: str) -> None:
         """Check a request as frontends check those from outside, with Triton's words. Raises InvalidRequest, ModelNotFound."""

@@ -50,6 +50,7 @@ from dynamo.worker.repository.model_config import (
     read_config,
     settle_backend,
 )
+from dynamo.worker.repository.model_gauges import ModelGauges
 from dynamo.worker.repository.onnx_backend import open_onnx
 from dynamo.worker.repository.openvino_backend import open_openvino
 from dynamo.worker.repository.python_backend import PythonBackend
@@ -192,6 +193,11 @@ class RepositoryModels:
         """The metrics that Python models declare themselves."""
         return self._python.metrics
 
+    @property
+    def gauges(self) -> ModelGauges:
+        """The metrics of the models that are loaded when they are read."""
+        return ModelGauges(lambda: tuple(self._loaded.values()))
+
     def attach(self, host: Host) -> None:
         """Report changes to `host` from now on."""
         self._host = host
@@ -290,9 +296,9 @@ class RepositoryModels:
                         trace.outputs(response.outputs, model.datatypes)
                     yield response
             has_failed = False
-        except DynamoError:
+        except DynamoError as error:
             if statistics is not None:
-                statistics.failed(time.perf_counter_ns() - start, context.timings)
+                statistics.failed(time.perf_counter_ns() - start, context.timings, error.code)
             raise
         finally:
             if trace is not None:
@@ -426,6 +432,7 @@ class RepositoryModels:
             if name in above:
                 raise InvalidRequest(f"the ensembles {' and '.join(dict.fromkeys(above))} need each other")
             loaded = await self._open(request, above)
+            loaded.load_s = time.monotonic() - start
             self._take(loaded)
             self._remember_override(request)
         except BaseException as error:

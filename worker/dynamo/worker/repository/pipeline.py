@@ -74,6 +74,11 @@ class Pipeline:
         """Those that are alive."""
         return tuple(self._processes)
 
+    @property
+    def waiting(self) -> int:
+        """Requests that no process has yet."""
+        return sum(len(execution.requests) for execution in tuple(self._waiting))
+
     async def has_process(self) -> None:
         """Return when a process is alive."""
         await self._has_process.wait()

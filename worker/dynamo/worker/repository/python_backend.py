@@ -157,6 +157,11 @@ class PythonModel:
     def __repr__(self) -> str:
         return f"<PythonModel {self._version.name}/{self._version.version}, {self._pipeline}>"
 
+    @property
+    def waiting(self) -> int:
+        queued = 0 if self._batcher is None else self._batcher.waiting
+        return queued + self._limits.waiting + self._pipeline.waiting
+
     async def start(self) -> None:
         """Start the processes. Raises EngineError with the error of the model."""
         started = await asyncio.gather(*map(self._start, self._instances), return_exceptions=True)

@@ -88,6 +88,11 @@ class ExecutionLimits(Protocol):
         """Hold an instance and its resources during the body, from the moment they are free."""
         ...
 
+    @property
+    def waiting(self) -> int:
+        """Executions that wait for an instance or its resources."""
+        ...
+
     def close(self) -> None:
         """Forget the model, which runs no more. Executions that wait are cancelled."""
         ...
@@ -98,6 +103,8 @@ _NO_WAIT = nullcontext()
 
 class Unlimited:
     """For workers without a rate limiter."""
+
+    waiting = 0
 
     def running(self) -> AbstractAsyncContextManager[object]:
         return _NO_WAIT
@@ -190,6 +197,10 @@ class _ModelLimits:
             yield
         finally:
             self._limiter.release(instance)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._turns)
 
     def close(self) -> None:
         self._limiter.remove(self)

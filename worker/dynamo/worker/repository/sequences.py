@@ -120,6 +120,10 @@ class SequenceModel:
     def __repr__(self) -> str:
         return f"<SequenceModel {self._name}, sequences={len(self._sequences)}, waiting={len(self._backlog)}>"
 
+    @property
+    def waiting(self) -> int:
+        return sum(len(sequence.jobs) for sequence in tuple(self._sequences.values()))
+
     async def respond(self, request: ModelRequest) -> ModelResult:
         sequence, job = self._admit(request)
         try:

@@ -110,13 +110,21 @@ class SessionModel:
         instances = list(instances_of(version.config))
         policy = batch_policy(version.config, len(instances), ahead=len(instances))
         [self._limits] = limits_of(limiter, [instances])
-        self._pool = ThreadPoolExecutor(len(instances), f"model-{version.name}")
+        self._threads = len(instances)
+        self._executions = 0
+        """In the pool, or waiting for a thread of it."""
+        self._pool = ThreadPoolExecutor(self._threads, f"model-{version.name}")
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
         if self._batcher is not None:
             self._batcher.start()
 
     def __repr__(self) -> str:
         return f"<SessionModel {self._name}>"
+
+    @property
+    def waiting(self) -> int:
+        queued = 0 if self._batcher is None else self._batcher.waiting
+        return queued + self._limits.waiting + max(0, self._executions - self._threads)
 
     async def close(self) -> None:
         if self._batcher is not None:
@@ -161,7 +169,11 @@ class SessionModel:
 
     async def _in_pool(self, run: Callable[[], T]) -> T:
         async with self._limits.running():
-            return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+            self._executions += 1
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._pool, run)
+            finally:
+                self._executions -= 1
 
     async def _execute(self, request: ModelRequest) -> Tensors:
         submitted = begun = time.perf_counter_ns()
