@@ -79,14 +79,14 @@ async def test_a_model_is_copied_when_it_is_loaded_and_the_others_are_only_liste
     async with engine_of(tmp_path) as engine:
         assert {entry.name for entry in engine.models.index()} == {"double", "other"}
         assert copies_in(tmp_path) == []
-        await engine.models.load_model(LoadRequest(model="double"))
+        await engine.models.load_on_request(LoadRequest(model="double"))
         assert await infer(engine.models, "double", x(3)) == {"y": [6.0]}
         [copy] = copies_in(tmp_path)
         assert {file.name for file in copy.rglob("*.p*") if file.suffix != ".pyc"} == {"config.pbtxt", "model.py"}
         bucket.put_model("double", factor=3)
         bucket.put_model("late", factor=5)
-        await engine.models.load_model(LoadRequest(model="double"))
-        await engine.models.load_model(LoadRequest(model="late"))
+        await engine.models.load_on_request(LoadRequest(model="double"))
+        await engine.models.load_on_request(LoadRequest(model="late"))
         assert await infer(engine.models, "double", x(3)) == {"y": [9.0]}
         assert await infer(engine.models, "late", x(3)) == {"y": [15.0]}
         await engine.models.unload_model("double")
@@ -137,7 +137,7 @@ async def test_the_models_serve_on_while_the_store_is_away(
     bucket.put_model("double")
     bucket.put_model("other")
     async with engine_of(tmp_path) as engine:
-        await engine.models.load_model(LoadRequest(model="double"))
+        await engine.models.load_on_request(LoadRequest(model="double"))
 
         def fail(*_: object, **__: object) -> None:
             raise ConnectionError("the store is away")
@@ -147,9 +147,9 @@ async def test_the_models_serve_on_while_the_store_is_away(
             [error] = engine.models.refresh()
             assert str(error) == f"{URL} cannot be read: ConnectionError: the store is away"
             with pytest.raises(Unavailable, match="the store is away"):
-                await engine.models.load_model(LoadRequest(model="other"))
+                await engine.models.load_on_request(LoadRequest(model="other"))
         assert await infer(engine.models, "double", x(3)) == {"y": [6.0]}
-        await engine.models.load_model(LoadRequest(model="other"))
+        await engine.models.load_on_request(LoadRequest(model="other"))
         assert {entry.name for entry in engine.models.index()} == {"double", "other"}
 
 
@@ -162,8 +162,8 @@ async def test_objects_whose_names_are_no_paths_keep_their_model_from_loading_an
     bucket.put(name, "x")
     async with engine_of(tmp_path) as engine:
         with pytest.raises(InvalidRequest, match="is not a path inside the model's folder"):
-            await engine.models.load_model(LoadRequest(model="bad"))
-        await engine.models.load_model(LoadRequest(model="double"))
+            await engine.models.load_on_request(LoadRequest(model="bad"))
+        await engine.models.load_on_request(LoadRequest(model="double"))
     assert not list(tmp_path.rglob("out"))
 
 
@@ -171,7 +171,7 @@ async def test_a_model_that_is_too_large_is_not_copied(tmp_path: Path, bucket: B
     bucket.put_model("double")
     async with engine_of(tmp_path, path_max_bytes=100) as engine:
         with pytest.raises(DynamoError, match="--model-path-max-bytes allows 100"):
-            await engine.models.load_model(LoadRequest(model="double"))
+            await engine.models.load_on_request(LoadRequest(model="double"))
     assert copies_in(tmp_path) == []
 
 

@@ -62,7 +62,7 @@ class RepositoryControl:
         """Respond to a `LoadRequest` with `Loaded`, or with the error of the model."""
         request = _decode(incoming, LoadRequest)
         self._engine.models.check_on_request()
-        versions = await self._ordered(self._engine.models.load_model(request))
+        versions = await self._ordered(self._engine.models.load_on_request(request))
         incoming.end(msgspec.msgpack.encode(Loaded(versions=versions)))
 
     async def unload(self, incoming: IncomingRequest) -> None:

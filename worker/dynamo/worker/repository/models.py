@@ -319,7 +319,7 @@ class RepositoryModels:
 
     async def load(self, model: str, config: str, files: Mapping[str, bytes]) -> None:
         self._check_change()
-        await self.load_model(LoadRequest(model=model, config=config, files=files))
+        await self.load_on_request(LoadRequest(model=model, config=config, files=files))
 
     async def unload(self, model: str, dependents: bool) -> None:
         self._check_change()
@@ -358,13 +358,16 @@ class RepositoryModels:
                     await load(name)
         return failed
 
+    async def load_on_request(self, request: LoadRequest) -> tuple[str, ...]:
+        """Load a model as `load_model` does, as it is in the object stores now."""
+        await asyncio.to_thread(self.refresh)
+        return await self.load_model(request)
+
     async def load_model(self, request: LoadRequest) -> tuple[str, ...]:
         """Load a model, or load it again. Return the versions that are served now. Raises DynamoError with the reason if that
         fails.
         """
         async with self._lock:
-            if self._remote and not request.files and not request.path:
-                await asyncio.to_thread(self.refresh)
             self.rescan()
             try:
                 loaded = await self._load(self._with_override(request), ())

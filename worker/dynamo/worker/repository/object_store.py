@@ -125,7 +125,6 @@ class ObjectStore:
         """Return the objects by their paths below this URL, or below a folder in it. Raises InvalidRequest, Unavailable."""
         root = f"{self._root}/{below}" if below else self._root
         with _errors(self.url):
-            self._filesystem.invalidate_cache()
             try:
                 found: Mapping[str, Mapping[str, Any]] = self._filesystem.find(root, detail=True)
             except FileNotFoundError:
@@ -191,7 +190,8 @@ def open_store(url: str) -> ObjectStore:
         import fsspec
 
         address = parse_url(url)
-        filesystem, root = fsspec.core.url_to_fs(address.url, skip_instance_cache=True, **address.options)
+        uncached = {"skip_instance_cache": True, "use_listings_cache": False}
+        filesystem, root = fsspec.core.url_to_fs(address.url, **uncached, **address.options)
     return ObjectStore(url, address, filesystem, root)
 
 

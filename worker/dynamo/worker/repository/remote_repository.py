@@ -42,7 +42,8 @@ class _Changed(Exception):
 class RemoteRepository:
     def __init__(self, url: str, copies: ContentCache, max_bytes: int) -> None:
         """`max_bytes`: of one model."""
-        self.picture = Path(tempfile.mkdtemp(prefix="dynamo-repository-"))
+        self._temporary = tempfile.TemporaryDirectory(prefix="dynamo-repository-", ignore_cleanup_errors=True)
+        self.picture = Path(self._temporary.name)
         self._url = url.rstrip("/")
         self._copies = copies
         self._max_bytes = max_bytes
@@ -54,7 +55,7 @@ class RemoteRepository:
         return f"<RemoteRepository {self._url}>"
 
     def close(self) -> None:
-        shutil.rmtree(self.picture, ignore_errors=True)
+        self._temporary.cleanup()
 
     def refresh(self) -> None:
         """Bring the picture up to date. Raises InvalidRequest, Unavailable; the picture stays as it was then."""

@@ -114,7 +114,7 @@ class TorchSession:
     def _to_tensor(self, name: str, array: Array) -> Any:
         if array.dtype == object:
             return [element.decode() if isinstance(element, bytes) else element for element in array.reshape(-1).tolist()]
-        # A copy of what the model must not write to: it may lie in memory that others read.
+        # What cannot be written to is copied, since PyTorch's tensors always can.
         tensor = self._torch.from_numpy(np.require(array, requirements=("C", "W")))
         return tensor.to(self._device, self._torch.bfloat16 if name in self._halves else None)
 
@@ -223,7 +223,8 @@ class _Flags:
     def in_effect(self, torch: Any) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode() if self.inference else torch.no_grad())
-            stack.enter_context(torch.jit.optimized_execution(self.optimized))
+            if not self.optimized:
+                stack.enter_context(torch.jit.optimized_execution(False))
             if not self.cudnn:
                 stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             yield
