@@ -71,11 +71,11 @@ def logs_on_timeout(folder: Path) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def bus(stack_name: str) -> AsyncIterator[tuple[Path, EtcdServer, NatsServer]]:
+async def bus(stack_name: str, *, nats_batch: bool = False) -> AsyncIterator[tuple[Path, EtcdServer, NatsServer]]:
     """A folder, etcd and nats-server."""
     with tempfile.TemporaryDirectory(prefix=f"bench-{stack_name}-") as folder:
         path = Path(folder)
-        etcd, nats = EtcdServer(path / "etcd"), NatsServer(path / "nats")
+        etcd, nats = EtcdServer(path / "etcd"), NatsServer(path / "nats", batch=nats_batch)
         await asyncio.gather(etcd.start(), nats.start())
         try:
             yield path, etcd, nats
@@ -95,13 +95,14 @@ async def ours(
     wait_for: Sequence[str] = ("echo",),
     name: str = "",
     worker_command: Sequence[str] = (),
+    nats_batch: bool = False,
 ) -> AsyncIterator[System]:
     """This project's frontend and workers; the latter run `worker_command` where one is given.
 
     `more_frontends` are the gRPC servers of further frontends.
     """
     async with AsyncExitStack() as stack:
-        folder, etcd, nats = await stack.enter_async_context(bus("ours"))
+        folder, etcd, nats = await stack.enter_async_context(bus("ours", nats_batch=nats_batch))
         env = {
             **os.environ,
             "DYN_ETCD_ENDPOINTS": etcd.endpoint,

@@ -67,10 +67,12 @@ async def triton(packages: Path) -> AsyncIterator[System]:
 
 
 @asynccontextmanager
-async def our_systems() -> AsyncIterator[list[System]]:
+async def our_systems(*, nats_batch: bool) -> AsyncIterator[list[System]]:
     async with (
-        ours(grpc_server="http2", models=[ECHO_MODEL], name=ECHO) as echo,
-        ours(grpc_server="http2", models=[str(REPOSITORY)], wait_for=("echo", "classifier"), name=PYTHON) as python,
+        ours(grpc_server="http2", models=[ECHO_MODEL], name=ECHO, nats_batch=nats_batch) as echo,
+        ours(
+            grpc_server="http2", models=[str(REPOSITORY)], wait_for=("echo", "classifier"), name=PYTHON, nats_batch=nats_batch
+        ) as python,
     ):
         for system in (echo, python):
             system.pids["server"] = worker = system.pids.pop("worker")
@@ -115,7 +117,7 @@ async def main(arguments: argparse.Namespace) -> None:
     results: list[Result] = []
     async with AsyncExitStack() as stack:
         systems = [await stack.enter_async_context(triton(arguments.packages))]
-        systems += await stack.enter_async_context(our_systems())
+        systems += await stack.enter_async_context(our_systems(nats_batch=arguments.nats_batch))
         for number in range(arguments.rounds):
             for case in cases:
                 able = [system for system in systems if case.model == "echo" or system.name != ECHO]
@@ -130,6 +132,7 @@ if __name__ == "__main__":
         prog="python -m benchmarks.triton", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_triton_flag(parser)
+    parser.add_argument("--nats-batch", action="store_true", help="as dynamo-local --nats-batch")
     add_round_flags(parser, rounds=5)
     parsed = parser.parse_args()
     parsed.packages = packages_of(parser, parsed.triton)

@@ -253,6 +253,15 @@ async def test_an_etcd_and_a_nats_that_already_run_are_used_and_left_running(
     assert f"/dynamo/v1/{namespace}/" not in etcdctl(etcd_server.endpoint, "get", "--prefix", "--keys-only", "/dynamo/")
 
 
+async def test_nats_server_can_run_as_a_batch_process(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path, jetstream=False, batch=True)
+    await server.start()
+    try:
+        assert os.sched_getscheduler(server.pid) == os.SCHED_BATCH
+    finally:
+        await server.stop()
+
+
 async def test_two_deployments_cannot_share_a_folder(tmp_path: Path) -> None:
     async with launched(command(tmp_path, "--model", "echo", "--no-ask")) as first:
         await first.read_until("nats-server")

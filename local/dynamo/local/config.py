@@ -89,6 +89,12 @@ class LocalConfig:
         metavar="URL",
         help="A NATS that runs already; unset: one is started.",
     )
+    nats_batch: bool = option(
+        False,
+        env=("DYN_LOCAL_NATS_BATCH",),
+        file_key="local.nats_batch",
+        help="Schedule the nats-server that is started as a batch process, which interrupts no other: less CPU time under load.",
+    )
     folder: Path = option(
         Path(".dynamo/local"), env=("DYN_LOCAL_FOLDER",), file_key="local.folder", help="Where data and logs are kept."
     )

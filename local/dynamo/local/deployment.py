@@ -69,7 +69,7 @@ async def start_deployment(config: LocalConfig, supervisor: Supervisor, report: 
     http = choose_port("--http-port", config.http_port, HTTP_PORT)
     grpc = choose_port("--grpc-port", config.grpc_port, GRPC_PORT)
     etcd = Backend(config.etcd_endpoints) if config.etcd_endpoints else await _start_etcd(supervisor, folder, report)
-    nats = Backend(config.nats_servers) if config.nats_servers else await _start_nats(supervisor, folder, report)
+    nats = Backend(config.nats_servers) if config.nats_servers else await _start_nats(supervisor, config, folder, report)
     environment = child_environment(os.environ, etcd, nats)
     shutil.rmtree(logs, ignore_errors=True)
     async with connect_etcd(_etcd_options(etcd)) as client:
@@ -92,9 +92,9 @@ async def _start_etcd(supervisor: Supervisor, folder: Path, report: Report) -> B
     return Backend((server.endpoint,), login)
 
 
-async def _start_nats(supervisor: Supervisor, folder: Path, report: Report) -> Backend:
+async def _start_nats(supervisor: Supervisor, config: LocalConfig, folder: Path, report: Report) -> Backend:
     login = make_login("dynamo", folder / "logins" / "nats")
-    server = NatsServer(folder / "nats", login=login)
+    server = NatsServer(folder / "nats", login=login, batch=config.nats_batch)
     await supervisor.start_server("nats-server", server)
     report(f"nats-server  {server.url}, user {login.user}, password in {_from_here(login.file)}")
     return Backend((server.url,), login)

@@ -273,9 +273,10 @@ class NatsServer(Server):
         max_payload_bytes: int | None = None,
         tls: ServerTls | None = None,
         login: Login | None = None,
+        batch: bool = False,
         config: str = "",
     ) -> None:
-        """`port` 0: a free one. `login`: the only one that is accepted.
+        """`port` 0: a free one. `login`: the only one that is accepted. `batch`: schedule it as SCHED_BATCH.
 
         `config`: further lines of the server's configuration file, such as `authorization`.
         """
@@ -283,6 +284,7 @@ class NatsServer(Server):
         self._binary = nats_binary()
         self._folder = folder
         self._tls = tls
+        self._scheduling = ("chrt", "--batch", "0") if batch else ()
         self._server_name = f"dynamo-{secrets.token_hex(6)}"
         lines = [config]
         if login is not None:
@@ -310,7 +312,7 @@ class NatsServer(Server):
         config_file.chmod(0o600)  # it may hold passwords, and may have been there
         config_file.write_text(self._config)
         listen = ["--addr", HOST, "--port", str(ports[0]), "--server_name", self._server_name]
-        return ["/usr/bin/env", *_go_settings(), str(self._binary), *listen, "--config", str(config_file)]
+        return ["/usr/bin/env", *_go_settings(), *self._scheduling, str(self._binary), *listen, "--config", str(config_file)]
 
     async def _is_ready(self, ports: tuple[int, ...]) -> bool:
         # Every client is greeted with INFO; the name in it tells our server from another one on a port we are about to
