@@ -61,6 +61,18 @@ async def test_patient_frames_of_one_turn_share_one_message_however_many() -> No
     assert bus.messages == [list(range(3 * FRAMES))]
 
 
+async def test_a_frame_that_leads_another_one_leaves_with_it_and_does_not_count() -> None:
+    bus = Bus()
+    outbox = outbox_on(bus)
+    for stream in range(0, 4 * FRAMES, 2):
+        outbox.lead(frame(stream))
+        outbox.add(frame(stream + 1))
+    assert bus.messages == [list(range(2 * FRAMES)), list(range(2 * FRAMES, 4 * FRAMES))]
+    outbox.lead(frame(1))
+    outbox.add(frame(2), at_once=True)
+    assert bus.messages[2:] == [[1, 2]]
+
+
 async def test_a_frame_that_leaves_at_once_takes_along_what_waits() -> None:
     bus = Bus()
     outbox = outbox_on(bus)

@@ -47,6 +47,8 @@ class Outbox:
 
         self._batch = 0
         self._waiting: list[Opening | list[Buffer] | bytes] = []
+        self._leading = 0
+        """How many of them `lead` has added."""
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self.flushed_at = float("-inf")
@@ -58,7 +60,7 @@ class Outbox:
         `at_once`: nothing else is under way that could share its message. A patient frame leaves no earlier than its turn ends.
         """
         self._waiting.append(frame)
-        if at_once or (self._scheduled and not patient and len(self._waiting) >= FRAMES):
+        if at_once or (self._scheduled and not patient and len(self._waiting) - self._leading >= FRAMES):
             return self.flush()
         if self._scheduled:
             return
@@ -72,6 +74,11 @@ class Outbox:
         self._scheduled = True
         self._loop.call_soon(self._end_turn)
 
+    def lead(self, frame: list[Buffer] | bytes) -> None:
+        """Queues a frame that belongs to the next one, which follows now: both leave together, and count as one."""
+        self._waiting.append(frame)
+        self._leading += 1
+
     def _end_turn(self) -> None:
         self._scheduled = False
         self.flush()
@@ -84,6 +91,7 @@ class Outbox:
         if not self._waiting or not self._connection.is_connected:
             return
         waiting, self._waiting = self._waiting, []
+        self._leading = 0
         self._batch = batch = self._batch + 1  # encoding a request may fail it, which may add and flush frames of others
         self.flushed_at = self._loop.time()
         pieces: list[Buffer] = []

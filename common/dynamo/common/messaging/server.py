@@ -184,7 +184,7 @@ class Incoming:
         lent = memory.lend(body, size, self._neighbour)
         if lent is None:
             return False
-        self._peer.outbox.add(frames.encode(frames.Lent(self.id, 0, lent.unit, size, lent.generation)))
+        self._peer.outbox.lead(frames.encode(frames.Lent(self.id, 0, lent.unit, size, lent.generation)))
         self._loans.append(lent.generation)
         self._seq += 1
         self._window -= FRAME_COST
