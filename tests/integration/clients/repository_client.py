@@ -173,10 +173,10 @@ def control(door: Any, client: Any, folder: Path) -> dict[str, Callable[[], None
         message = refused(lambda: client.load_model("broken", config=json.dumps(CONFIG), files=files))
         assert "no weights here" in message, message
         (folder / "bad" / "1").mkdir(parents=True, exist_ok=True)
-        (folder / "bad" / "config.pbtxt").write_text('backend: "tensorrt"')
-        assert "backend 'tensorrt' is not supported" in refused(lambda: client.load_model("bad"))
+        (folder / "bad" / "config.pbtxt").write_text('backend: "dali"')
+        assert "backend 'dali' is not supported" in refused(lambda: client.load_model("bad"))
         state, reason = index(door, client)["bad"]
-        assert state == "UNAVAILABLE" and "tensorrt" in reason
+        assert state == "UNAVAILABLE" and "dali" in reason
 
     def unloads_dependents() -> None:
         client.load_model("read_aloud")
