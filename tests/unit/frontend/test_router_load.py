@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,14 +62,31 @@ def test_a_booking_counts_until_it_is_finished() -> None:
     table = LoadTable()
     table.book("r", A, 0.0, prefill_tokens=100, blocks=[1, 2, 3], extra_blocks=1)
     assert read(table) == [(1, 100, 4), (0, 0, 0)]
-    table.first_token("r")
-    table.first_token("r")
+    table.first_token("r", 0.0)
+    table.first_token("r", 0.0)
     assert read(table) == [(1, 0, 4), (0, 0, 0)]
     table.finished("r")
     table.finished("r")
-    table.first_token("r")
+    table.first_token("r", 0.0)
     assert read(table) == [(0, 0, 0), (0, 0, 0)]
     assert len(table) == 0
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_prompts_that_wait_are_computed_one_after_the_other(reports: bool) -> None:
+    """Each since it was booked, or since the one before it was done."""
+    table = LoadTable()
+    if reports:
+        table.report(A, LoadReport(), 1.0)
+    assert table.load_of(A, 1.0).queued_since == math.inf
+    table.book("r", A, 1.0, prefill_tokens=100)
+    table.book("s", A, 1.1, prefill_tokens=100)
+    assert table.load_of(A, 1.2).queued_since == 1.0
+    table.first_token("r", 1.5)
+    assert table.load_of(A, 1.6).queued_since == 1.5
+    table.first_token("s", 1.7)
+    table.book("t", A, 2.0, prefill_tokens=100)
+    assert table.load_of(A, 2.1).queued_since == 2.0
 
 
 def test_a_prefix_shared_by_bookings_counts_once() -> None:
@@ -225,7 +244,7 @@ def test_bookings_of_siblings_count_like_own_ones() -> None:
     send(there, here, there)  # one's own come back
     assert read(here)[0] == (2, 15, 6), "blocks that two frontends share count for each"
     assert read(there)[0] == (1, 10, 3)
-    there.first_token("r")
+    there.first_token("r", 0.0)
     send(there, here)
     assert read(here)[0] == (2, 5, 6)
     there.finished("r")
@@ -348,7 +367,7 @@ def test_a_change_is_announced_once_until_it_is_taken() -> None:
     assert rows.instances == [InstanceBookings(A, 0, 0, 0, 0, 0, 0)]
     assert prompts.prompts == [SharedPrompt(A, pack_hashes([1, 2]))]
     assert table.take_unshared(100) == []
-    table.first_token("r")
+    table.first_token("r", 0.0)
     assert len(announced) == 1
 
 

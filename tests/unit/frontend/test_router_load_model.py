@@ -92,7 +92,7 @@ class BookingsOfTwo(RuleBasedStateMachine):
         frontend = self.frontends[side]
         if frontend.own:
             name = data.draw(st.sampled_from(sorted(frontend.own)))
-            frontend.table.first_token(name)
+            frontend.table.first_token(name, 0.0)
             frontend.own[name].prefilling = False
 
     @rule(side=sides, data=st.data())

@@ -135,7 +135,7 @@ class LoadRouter:
         return None
 
     def first_token(self, booking_id: str) -> None:
-        self.loads.first_token(booking_id)
+        self.loads.first_token(booking_id, self._clock())
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
         self.loads.finished(booking_id)

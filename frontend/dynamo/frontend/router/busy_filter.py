@@ -43,7 +43,7 @@ class BusyFilterRouter(RouterWrapper):
 
     def first_token(self, booking_id: str) -> None:
         super().first_token(booking_id)
-        self.loads.first_token(booking_id)
+        self.loads.first_token(booking_id, self._clock())
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
         super().finished(booking_id, error)

@@ -30,6 +30,7 @@ from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.prompts import Prompt
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.simple import pinned, position_of, position_of_least
+from dynamo.frontend.router.spreading import PrefixCredits
 from dynamo.frontend.router.thinning import SPARSE
 from dynamo.frontend.router.thresholds import ThresholdTable
 from dynamo.frontend.router.weights import weighted_costs
@@ -59,6 +60,7 @@ class _Model:
         self.rows = RowCache(self.index)
         self.load_rows = RowCache(loads)
         self.predicted_rows = [RowCache(each.index) for each in predicted]
+        self.credits = PrefixCredits()
         self._latencies: dict[str, LatencyModel] = {}
         """By engine."""
         self._latency = LatencyModel()
@@ -180,6 +182,9 @@ class KvRouter:
             if config.ttft_goal_s is not None or config.itl_goal_s is not None:
                 latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
                 _check_goals(request, config, prompt, loads, overlaps, predicted, latency)
+            if predicted.premiums:
+                prefix = hashes[max(overlaps.values()) - 1]
+                costs = model.credits.discounted(prefix, predicted)
         position = None if request.pinned is None else pinned(request, candidates)
         if position is not None:
             reason = "pinned"
@@ -189,6 +194,8 @@ class KvRouter:
         prefill_tokens = self._book(request, config, prompt, instance.id, overlap, now)
         if predicted is not None:
             latency.placed(prefill_tokens)
+            if predicted.premiums:
+                model.credits.settle(prefix, predicted, position)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
             self.loads.share_prompt(instance.id, hashes)
@@ -205,7 +212,7 @@ class KvRouter:
         return "kv: nothing cached" if self.uses_index or not self.config.use_kv_events else "kv: caches unknown"
 
     def first_token(self, booking_id: str) -> None:
-        self.loads.first_token(booking_id)
+        self.loads.first_token(booking_id, self._clock())
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
         self.loads.finished(booking_id)

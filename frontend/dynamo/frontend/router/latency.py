@@ -1,6 +1,6 @@
 """The cost of an instance in seconds: what a request would add to the latencies of all requests there.
 
-    wait    = tokens of prompts that wait on the instance · token; half a step if none wait but requests run
+    wait    = tokens of prompts that wait on the instance · token + 1.5 steps; half a step if none wait but requests run
     step    = base + sequence · requests there + block · their KV blocks
     prefill = tokens of this prompt that are not cached · token + step
 
@@ -19,7 +19,7 @@ the time to first token once, for the time between tokens for each token of this
 
 A cached block is worth the prefill that it saves, which grows with the number of requests on the instance and with the queue. A
 prefix that many requests share spreads by itself: an idle instance computes it as soon as that costs less than waiting for the
-others that have it.
+others that have it, or earlier, see `spreading.py`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Predictions(msgspec.Struct, frozen=True, gc=False):
 
     costs: list[float]
     ttft_s: list[float]
+    premiums: list[float]
+    """How much less each would cost if it had as much of the prompt cached as the one that has most; empty: all have as much."""
 
 
 class LatencyModel:
@@ -94,14 +96,18 @@ class LatencyModel:
         if block_s:
             for position, blocks in overlaps.items():
                 prefills[position] -= blocks * block_s
+        least = min(prefills)
+        are_alike = least == max(prefills)
         costs: list[float] = []
         ttfts: list[float] = []
+        premiums: list[float] = []
         for load, prefill in zip(loads, prefills, strict=True):
             requests, tokens = load.requests, load.prefill_tokens
+            excess = prefill - least
             step = base + sequence * requests + block * load.decode_blocks
             prefill += step
             if tokens:
-                wait = tokens * token
+                wait = tokens * token + 1.5 * step
                 progress = now - load.queued_since
                 if progress > 0.0:
                     wait -= progress if progress < batch_s else batch_s
@@ -114,7 +120,9 @@ class LatencyModel:
                 ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
             costs.append(ttft + output * step + prefill * (requests + arrivals * ttft) + requests * more_s)
             ttfts.append(ttft)
-        return Predictions(costs, ttfts)
+            if not are_alike:
+                premiums.append(excess * (1.0 + requests + arrivals * (ttft + prefill - excess)))
+        return Predictions(costs, ttfts, premiums)
 
     def _expected_output(self, max_output: int) -> float:
         """Return the mean length of outputs that are limited to `max_output` tokens, if lengths are distributed exponentially."""

@@ -13,7 +13,7 @@ counts the sums of bookings that its siblings publish (`shared_bookings.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -76,6 +76,7 @@ class InstanceLoad:
             "engine",
             "estimated",
             "instance",
+            "prefilled_at",
             "reported_at",
             "reports",
             "shared",
@@ -108,6 +109,8 @@ class InstanceLoad:
         self.reports: dict[str, LoadReport] = {}
         """The last report of each model."""
         self.reported_at = -math.inf
+        self.prefilled_at = -math.inf
+        """When the prompt of a booking was last computed."""
         self.unreflected: dict[_Booking, None] = {}
         self.unreflected_prefill_tokens = 0
         self.unreflected_blocks = 0
@@ -126,10 +129,7 @@ class InstanceLoad:
         blocks = report.active_blocks + self.unreflected_blocks + shared.unreflected_blocks
         requests = report.waiting + report.running + len(self.unreflected) + shared.unreflected_requests
         tokens = report.queued_prefill_tokens + self.unreflected_prefill_tokens + shared.unreflected_prefill_tokens
-        if report.queued_prefill_tokens:
-            since = self.reported_at
-        else:
-            since = next(iter(self.unreflected)).booked_at if self.unreflected else math.inf
+        since = self.reported_at if report.queued_prefill_tokens else self._prefilling_since(self.unreflected)
         self.estimated = load = Load(requests, tokens, blocks, self._usage(blocks), since)
         return load
 
@@ -137,7 +137,8 @@ class InstanceLoad:
         shared = self.shared
         blocks = self.active_blocks + self.booked_extra_blocks + shared.blocks
         requests, tokens = len(self.bookings) + shared.requests, self.booked_prefill_tokens + shared.prefill_tokens
-        self.booked = load = Load(requests, tokens, blocks, self._usage(blocks))
+        since = self._prefilling_since(self.bookings.values())
+        self.booked = load = Load(requests, tokens, blocks, self._usage(blocks), since)
         return load
 
     def own_bookings(self) -> InstanceBookings:
@@ -160,6 +161,13 @@ class InstanceLoad:
             self.shared_by[origin] = bookings
         self.shared = _sum_bookings(self.shared_by.values()) if self.shared_by else _NO_BOOKINGS
         self.estimated = self.booked = None
+
+    def _prefilling_since(self, bookings: Iterable[_Booking]) -> float:
+        """Return since when the instance computes the first of the prompts that are not computed; infinity if all are."""
+        for booking in bookings:
+            if booking.prefilling:
+                return max(booking.booked_at, self.prefilled_at)
+        return math.inf
 
     def _usage(self, blocks: int) -> float:
         return min(blocks / self.total_blocks, 1.0) if self.total_blocks else 0.0
@@ -292,10 +300,11 @@ class LoadTable:
         load.unreflected_blocks += new_blocks + extra_blocks
         self._changed(load)
 
-    def first_token(self, booking_id: str) -> None:
+    def first_token(self, booking_id: str, now: float) -> None:
         """Record that the prompt is computed. Does nothing if there is no such booking."""
         booking = self._own.get(booking_id)
         if booking is not None and booking.prefilling:
+            booking.load.prefilled_at = now
             self._end_prefill(booking)
             self._changed(booking.load)
 
