@@ -269,7 +269,7 @@ async def test_a_token_outside_the_vocabulary_is_named_with_its_field() -> None:
             await edge.error("/v1/completions", {"model": "talker", "prompt": [99999]}),
         ]
     assert [error["param"] for error in errors] == ["tokens", "prompt"]
-    assert errors[0]["message"].startswith("'tokens' has the token id 99999;")
+    assert errors[0]["message"].startswith("'tokens' has the token id 99999, which is out of vocabulary: the model has ")
 
 
 async def test_long_texts_are_tokenized_and_detokenized_as_short_ones_are() -> None:

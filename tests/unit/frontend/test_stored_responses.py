@@ -73,7 +73,7 @@ async def test_openais_client_reads_lists_and_deletes_what_it_stored() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"background": True, "store": False}, "store", "needs 'store'"),
+        ({"background": True, "store": False}, "store", "when `store` is true"),
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation", "exclude each other"),
     ],
 )
@@ -185,7 +185,7 @@ async def test_cancelling_reaches_the_frontend_that_generates() -> None:
         assert (await s.read(begun["id"]))["status"] == "cancelled"
         plain = await s.create()
         refused = await s.edge.error(f"{PATH}/{plain['id']}/cancel", {})
-    assert "only responses in the background" in refused["message"]
+    assert "Cannot cancel a synchronous response" in refused["message"]
 
 
 async def test_a_failure_is_stored_and_so_is_the_death_of_the_frontend() -> None:

@@ -29,7 +29,7 @@ from dynamo.frontend.preprocess.shortening import fitting
 from dynamo.frontend.preprocess.template import ChatTemplate
 from dynamo.frontend.preprocess.template_budget import OutOfTime
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
-from dynamo.frontend.preprocess.tokenizer import Tokenizer, TooManyTokens
+from dynamo.frontend.preprocess.tokenizer import Tokenizer, TooManyTokens, out_of_vocabulary
 from dynamo.frontend.preprocess.tools import call_ids
 from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
 
@@ -230,7 +230,7 @@ class TextModel:
         """Raises InvalidRequest for a token id that is not in the vocabulary."""
         size = self.tokenizer.vocabulary_size
         if ids and not 0 <= max(ids) < size:
-            raise InvalidRequest(f"'{name}' has the token id {max(ids)}; the model's token ids are 0 to {size - 1}", param=name)
+            raise out_of_vocabulary(name, max(ids), size)
 
     async def _encode(self, text: str, *, special_tokens: bool, cuts: bool = False) -> list[int]:
         most_chars = self._limits.max_prompt_chars if cuts else self._max_chars

@@ -117,9 +117,7 @@ class Tokenizer:
             raise InvalidRequest(f"the token ids in '{param}' must be integers", param=param) from None
         if least < 0 or most >= self.vocabulary_size:
             wrong = least if least < 0 else most
-            raise InvalidRequest(
-                f"'{param}' has the token id {wrong}; the model's token ids are 0 to {self.vocabulary_size - 1}", param=param
-            )
+            raise out_of_vocabulary(param, wrong, self.vocabulary_size)
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
@@ -264,3 +262,10 @@ def _as_text_if_whole(data: bytes) -> Piece:
         return data.decode()
     except UnicodeDecodeError:
         return data
+
+
+def out_of_vocabulary(param: str, token: int, size: int) -> InvalidRequest:
+    """Return the error for a token id that a vocabulary of `size` does not have."""
+    return InvalidRequest(
+        f"'{param}' has the token id {token}, which is out of vocabulary: the model has {size}, from 0 to {size - 1}", param=param
+    )

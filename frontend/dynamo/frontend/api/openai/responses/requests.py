@@ -207,7 +207,7 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
         if self.conversation is not None and self.previous_response_id is not None:
             raise InvalidRequest("'conversation' and 'previous_response_id' exclude each other", param="conversation")
         if self.background and self.store is False:
-            raise InvalidRequest("'background' needs 'store': the response can only be read later", param="store")
+            raise InvalidRequest("background can only be used when `store` is true", param="store")
 
     @property
     def conversation_id(self) -> str | None:

@@ -220,7 +220,7 @@ class StoredResponses:
                 stored, revision = await self._load(owner, id)
                 response = self._shown(stored)
                 if not response["background"]:
-                    raise InvalidRequest("only responses in the background can be cancelled")
+                    raise InvalidRequest("Cannot cancel a synchronous response.")
                 if response["status"] not in RUNNING:
                     return response
                 response["status"] = "cancelled"
