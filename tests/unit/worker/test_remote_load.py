@@ -9,11 +9,12 @@ import pytest
 
 from dynamo.common.config import ConfigError, load
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.generation import GenerateRequest, pack_tokens
+from dynamo.common.generation import GenerateRequest, Stop, pack_tokens
 from dynamo.common.http_client import HttpClient
 from dynamo.worker.config import RemoteKind, RemoteOptions, WorkerConfig
+from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.open_requests import OpenRequests
-from dynamo.worker.engine.remote.load import LoadFollower, ServerLoad, read_load
+from dynamo.worker.engine.remote.load import LoadFollower, Rank, ServerLoad, read_load
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import make_remote, sim_config
 from tests.support.vllm_server import serve_vllm
@@ -27,6 +28,10 @@ vllm:num_requests_running{engine="1",model_name="tiny"} 2.0
 vllm:num_requests_waiting{engine="0",model_name="tiny"} 4.0
 vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
 vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="0",num_gpu_blocks="512",num_gpu_blocks_override="None"} 1.0
+"""
+VLLM_RANK = """\
+vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.5
+vllm:cache_config_info{block_size="32",cache_dtype="auto",engine="1",num_gpu_blocks="512",num_gpu_blocks_override="None"} 1.0
 """
 SGLANG = """\
 sglang:token_usage{model_name="m"} 0.5
@@ -42,6 +47,7 @@ LLAMA = "llamacpp:requests_processing 2\nllamacpp:requests_deferred 1\nllamacpp:
     ("page", "expected"),
     [
         (VLLM, ServerLoad(5, 4, 0.25, 32, 512)),
+        (VLLM + VLLM_RANK, ServerLoad(5, 4, 0.5, 32, 512)),
         (SGLANG, ServerLoad(8, 1, 0.5)),
         (SGLANG + SGLANG_GAUGES, ServerLoad(8, 1, 0.5, 16, 4096)),
         (SGLANG + SGLANG_LABELS, ServerLoad(8, 1, 0.5, 16, 4096)),
@@ -53,6 +59,41 @@ LLAMA = "llamacpp:requests_processing 2\nllamacpp:requests_deferred 1\nllamacpp:
 )
 def test_a_page_of_metrics_says_the_load(page: str, expected: ServerLoad | None) -> None:
     assert read_load(page) == expected
+
+
+def test_a_rank_has_a_load_of_its_own_and_its_share_of_the_blocks() -> None:
+    page = VLLM + VLLM_RANK
+    assert read_load(page, Rank(0, 2)) == ServerLoad(3, 4, 0.25, 32, 256)
+    assert read_load(page, Rank(1, 2)) == ServerLoad(2, 0, 0.5, 32, 256)
+    assert read_load(page, Rank(2, 3)) is None
+
+
+async def test_each_rank_of_a_server_is_an_instance(tmp_path: Path) -> None:
+    async with serve_vllm(SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
+        server.metrics = VLLM + VLLM_RANK
+        flags = ["--url", "http://elsewhere", "--url", server.url, "--remote-data-parallel-size", "2"]
+        options = load(WorkerConfig, flags, {}, program="worker").remote
+        assert options.instances == 4
+        engine = make_remote(server.url, options, position=3)
+        card = await engine.start()
+        request = GenerateRequest(model="m", prompt=pack_tokens((1, 2)), stop=Stop(max_tokens=2))
+        async for _ in engine.generate(request, Context("r")):
+            pass
+        load_of_rank = engine.load()
+        await engine.close()
+    assert card.llm is not None
+    assert (card.llm.total_blocks, load_of_rank.active_blocks, load_of_rank.running) == (256, 128, 2)
+    assert all(b"x-data-parallel-rank: 1\r\n" in head for head in server.headers)
+    assert len(server.headers) == 2
+
+
+async def test_ranks_are_those_of_vllm(tmp_path: Path) -> None:
+    async with serve_vllm(SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
+        with pytest.raises(InvalidRequest, match="servers of vLLM"):
+            await make_remote(server.url, RemoteOptions(data_parallel_size=2, kind=RemoteKind.TEXT)).start()
+    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        flags = ["--url", "http://a", "--remote-data-parallel-size", "2", "--remote-kv-events", "ipc:///tmp/a"]
+        load(WorkerConfig, flags, {}, program="worker")
 
 
 async def test_requests_of_others_count_and_those_from_here_count_at_once(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ async def run(config: WorkerConfig) -> None:
     if not config.models and not config.repository.repositories and not config.remote.urls:
         raise ConfigError("--model is required: name what to serve, or set DYN_MODEL; or name a --model-repository or a --url")
     started = count(1)
-    instances = len(config.remote.urls) or config.num_workers
+    instances = config.remote.instances or config.num_workers
 
     def freeze_at_last(worker: Worker) -> None:
         if next(started) == instances:
@@ -130,7 +130,7 @@ def _make_engines(config: WorkerConfig, position: int) -> list[AnyEngine]:
     if config.remote.urls:
         engines.append(
             make_remote(
-                config.remote.urls[position],
+                config.remote.urls[position // config.remote.data_parallel_size],
                 config.remote,
                 position=position,
                 name=next(iter(config.model_names), ""),

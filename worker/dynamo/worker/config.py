@@ -330,6 +330,13 @@ class RemoteOptions:
         metavar="ADDRESS",
         help="Where it repeats lost KV events; one for each --url.",
     )
+    data_parallel_size: int = option(
+        1,
+        minimum=1,
+        maximum=1024,
+        help="Data-parallel ranks of each server, which is one of vLLM: each rank gets an instance of its own, with its load and, "
+        "from the address for the first rank upwards, its KV events.",
+    )
     api_key: str | None = option(None, secret=True, help="Key that the servers demand.")
     timeout_s: float = option(
         120.0,
@@ -337,6 +344,20 @@ class RemoteOptions:
         maximum=86_400,
         help="Longest silence of a server during a response; after it the request continues elsewhere.",
     )
+
+    def __post_init__(self) -> None:
+        if self.data_parallel_size > 1:
+            for address in (*self.kv_events, *self.kv_replay):
+                host, _, port = address.rpartition(":")
+                if not host.startswith("tcp://") or not port.isdecimal():
+                    raise ValueError(
+                        f"--remote-data-parallel-size needs addresses of KV events as tcp://HOST:PORT, got {address}"
+                    )
+
+    @property
+    def instances(self) -> int:
+        """One for each rank of each server."""
+        return len(self.urls) * self.data_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

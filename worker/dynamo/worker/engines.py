@@ -33,6 +33,7 @@ from dynamo.worker.engine.echo import CHAT_TEMPLATE, EchoTensors, EchoTokens, by
 from dynamo.worker.engine.python import PythonEngine
 from dynamo.worker.engine.python_text import PythonTextEngine, generates_text
 from dynamo.worker.engine.remote.engine import RemoteEngine
+from dynamo.worker.engine.remote.load import Rank
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
 from dynamo.worker.engine.sim.script import CALLS_TEMPLATE
@@ -146,12 +147,14 @@ def make_remote(
 ) -> RemoteEngine:
     """Return an engine for the server at `url`, the one at `position` of `options`, not started.
 
-    Raises InvalidRequest for a URL or tokenizer that cannot be used.
+    Each data-parallel rank of a server has a position of its own. Raises InvalidRequest for a URL or tokenizer that cannot be used.
     """
     events = None
+    server, number = divmod(position, options.data_parallel_size)
+    rank = Rank(number, options.data_parallel_size) if options.data_parallel_size > 1 else None
     if options.kv_events:
-        replay = options.kv_replay[position] if options.kv_replay else None
-        events = KvSource(0, options.kv_events[position], replay)
+        replay = _address_of_rank(options.kv_replay[server], number) if options.kv_replay else None
+        events = KvSource(0, _address_of_rank(options.kv_events[server], number), replay)
     return RemoteEngine(
         HttpClient(url, key=options.api_key, timeout_s=options.timeout_s),
         kind=options.kind,
@@ -160,7 +163,14 @@ def make_remote(
         context_length=context_length,
         max_num_seqs=max_num_seqs,
         events=events,
+        rank=rank,
     )
+
+
+def _address_of_rank(address: str, rank: int) -> str:
+    """Return where a rank publishes if the first one does so at `address`: vLLM counts up from the first port."""
+    host, _, port = address.rpartition(":")
+    return address if not rank else f"{host}:{int(port) + rank}"
 
 
 def _read_text_files(path: Path) -> TextFiles:

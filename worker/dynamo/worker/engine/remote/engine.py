@@ -27,7 +27,7 @@ from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.remote.completions import TensorRtDialect, VllmDialect
 from dynamo.worker.engine.remote.dialect import Dialect, RemoteKind
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
-from dynamo.worker.engine.remote.load import LoadFollower, ServerLoad
+from dynamo.worker.engine.remote.load import LoadFollower, Rank, ServerLoad
 from dynamo.worker.engine.remote.sglang import SglangDialect
 from dynamo.worker.engine.remote.text import REASONING_PARSER, TOOL_PARSER, TextDialect
 from dynamo.worker.kv.vllm_subscriber import KvSource, following
@@ -43,6 +43,7 @@ _KIND_BY_OWNER = {"vllm": RemoteKind.VLLM, "sglang": RemoteKind.SGLANG, "tensorr
 """By `owned_by` of the models that a server lists."""
 _DONE = b"[DONE]"
 _GREETING = TextPrompt(messages=[{"role": "user", "content": "Hi"}])
+_RANK_HEADER = "x-data-parallel-rank"
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -106,12 +107,14 @@ class RemoteEngine:
         context_length: int | None = None,
         max_num_seqs: int | None = None,
         events: KvSource | None = None,
+        rank: Rank | None = None,
     ) -> None:
         """`kind`: default, what the server says. `name` also chooses among several models of the server, by default its first.
 
         `files`: default, those of the folder that the server names. `max_num_seqs`: sequences that the server runs at once.
-        `events`: where it publishes what its KV cache holds.
+        `events`: where it publishes what its KV cache holds. `rank`: the data-parallel rank of a vLLM server that serves.
         """
+        self._rank = rank
         self._client = client
         self._kind = kind
         self._name = name
@@ -124,7 +127,7 @@ class RemoteEngine:
         self._is_closed = False
         self._events_source = events
         self._requests = OpenRequests()
-        self._load = LoadFollower(client, self._requests, max_num_seqs)
+        self._load = LoadFollower(client, self._requests, max_num_seqs, rank)
         self._adapters: set[str] = set()
         """LoRA adapters that were loaded at run time."""
         self._callbacks: list[Callable[[], None]] = []
@@ -142,6 +145,8 @@ class RemoteEngine:
         self._name = self._name or served.name
         limits = [limit for limit in (served.context_length, self._context_length) if limit]
         kind = self._kind or self._detect_kind(served)
+        if self._rank is not None and kind is not RemoteKind.VLLM:
+            raise InvalidRequest(f"--remote-data-parallel-size is for servers of vLLM, and the one at {self._client} is none")
         if kind is RemoteKind.TEXT and self._events_source is not None:
             raise InvalidRequest("--remote-kv-events needs a server that takes token ids: its blocks are of tokens")
         if kind is RemoteKind.TEXT:
@@ -250,7 +255,7 @@ class RemoteEngine:
         if present.get(name) == path and name not in self._adapters:
             self._adapters.add(name)
             return
-        await self._change_adapter("load", {"lora_name": name, "lora_path": path, "load_inplace": name in present})
+        await self._change_adapter("load", {"lora_name": name, "lora_path": path, "load_inplace": True})
         self._adapters.add(name)
 
     async def unload_adapter(self, name: str) -> None:
@@ -310,6 +315,8 @@ class RemoteEngine:
     async def _events(self, path: str, body: bytes, context: Context) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream up to its end. Raises the server's error if it refuses the request."""
         headers = {name: context.headers[name] for name in _TRACE_HEADERS if name in context.headers}
+        if self._rank is not None:
+            headers[_RANK_HEADER] = str(self._rank.number)
         async with self._client.send("POST", path, body, {**headers, "x-request-id": context.request_id}) as response:
             if response.status != 200:
                 raise read_failure(response.status, await response.read(), response.headers.get("retry-after", ""))

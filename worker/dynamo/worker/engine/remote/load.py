@@ -28,7 +28,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """What a server says of itself; sums over its engines."""
+    """What a server says of itself, or of one of its data-parallel ranks; sums over its engines."""
 
     running: int = 0
     waiting: int = 0
@@ -38,15 +38,26 @@ class ServerLoad:
     total_blocks: int = 0
 
 
-def read_load(text: str) -> ServerLoad | None:
-    """Return what a page of metrics says; None if it is of no server that is known."""
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of the data-parallel ranks of a vLLM server, each an engine with a cache of its own."""
+
+    number: int
+    count: int
+
+
+def read_load(text: str, rank: Rank | None = None) -> ServerLoad | None:
+    """Return what a page of metrics says, of `rank` only if there is one; None if it is of no server that is known."""
     running, waiting, usage, block_size, total_blocks = 0.0, 0.0, 0.0, 0, 0
     is_known = False
+    engine = None if rank is None else str(rank.number)
     for line in text.splitlines():
         match = _SAMPLE.match(line)
         if match is None:
             continue
         name, labels, value = match[1], match[2] or "", float(match[3])
+        if engine is not None and dict(_LABEL.findall(labels)).get("engine") != engine:
+            continue
         if name in _RUNNING:
             running += value
             is_known = True
@@ -57,11 +68,15 @@ def read_load(text: str) -> ServerLoad | None:
         elif name in _CACHE_CONFIG:
             config = dict(_LABEL.findall(labels))
             block_size = _integer(config.get("block_size", config.get("page_size")))
-            total_blocks += _integer(config.get("num_gpu_blocks", config.get("num_pages")))
+            blocks = _integer(config.get("num_gpu_blocks", config.get("num_pages")))
+            # vLLM says the blocks of all ranks with each of them.
+            total_blocks = max(total_blocks, blocks) if name.startswith("vllm:") else total_blocks + blocks
         elif name == "sglang:page_size":
             block_size = round(value)
         elif name == "sglang:num_pages":
             total_blocks += round(value)
+    if rank is not None:
+        total_blocks //= rank.count
     return ServerLoad(round(running), round(waiting), usage, block_size, total_blocks) if is_known else None
 
 
@@ -72,7 +87,9 @@ def _integer(text: str | None) -> int:
 class LoadFollower:
     """Keeps the load of a server current: its requests at the last look, and those that came and went here since."""
 
-    def __init__(self, client: HttpClient, requests: OpenRequests, max_num_seqs: int | None) -> None:
+    def __init__(self, client: HttpClient, requests: OpenRequests, max_num_seqs: int | None, rank: Rank | None = None) -> None:
+        """`rank`: the one whose load it is; None: that of the whole server."""
+        self._rank = rank
         self._client = client
         self._requests = requests
         self._max_num_seqs = max_num_seqs
@@ -87,7 +104,7 @@ class LoadFollower:
                 status, body = await self._client.fetch("GET", "/metrics")
         except TimeoutError:
             raise Unavailable(f"the server at {self._client} sent no metrics in time") from None
-        load = read_load(body.decode(errors="replace")) if status == 200 else None
+        load = read_load(body.decode(errors="replace"), self._rank) if status == 200 else None
         if load is not None:
             self._polled = load
             self._others = max(0, load.running + load.waiting - self._requests.choices)
