@@ -91,8 +91,8 @@ async def test_ranks_are_those_of_vllm(tmp_path: Path) -> None:
     async with serve_vllm(SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
         with pytest.raises(InvalidRequest, match="servers of vLLM"):
             await make_remote(server.url, RemoteOptions(data_parallel_size=2, kind=RemoteKind.TEXT)).start()
+    flags = ["--url", "http://a", "--remote-data-parallel-size", "2", "--remote-kv-events", "ipc:///tmp/a"]
     with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
-        flags = ["--url", "http://a", "--remote-data-parallel-size", "2", "--remote-kv-events", "ipc:///tmp/a"]
         load(WorkerConfig, flags, {}, program="worker")
 
 

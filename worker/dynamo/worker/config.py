@@ -334,8 +334,8 @@ class RemoteOptions:
         1,
         minimum=1,
         maximum=1024,
-        help="Data-parallel ranks of each server, which is one of vLLM: each rank gets an instance of its own, with its load and, "
-        "from the address for the first rank upwards, its KV events.",
+        help="Data-parallel ranks of each server, which is one of vLLM: each rank gets an instance of its own, with its load and "
+        "its KV events, which are published from the given port upwards.",
     )
     api_key: str | None = option(None, secret=True, help="Key that the servers demand.")
     timeout_s: float = option(
@@ -350,9 +350,7 @@ class RemoteOptions:
             for address in (*self.kv_events, *self.kv_replay):
                 host, _, port = address.rpartition(":")
                 if not host.startswith("tcp://") or not port.isdecimal():
-                    raise ValueError(
-                        f"--remote-data-parallel-size needs addresses of KV events as tcp://HOST:PORT, got {address}"
-                    )
+                    raise ValueError(f"--remote-data-parallel-size needs KV events at tcp://HOST:PORT, got {address}")
 
     @property
     def instances(self) -> int:

@@ -147,7 +147,8 @@ def make_remote(
 ) -> RemoteEngine:
     """Return an engine for the server at `url`, the one at `position` of `options`, not started.
 
-    Each data-parallel rank of a server has a position of its own. Raises InvalidRequest for a URL or tokenizer that cannot be used.
+    Each data-parallel rank of a server has a position of its own. Raises InvalidRequest for a URL or tokenizer that cannot be
+    used.
     """
     events = None
     server, number = divmod(position, options.data_parallel_size)
