@@ -24,7 +24,8 @@ FLAGS_OF_OTHERS = {
     "vLLM": "--dtype --enforce-eager --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-transfer-config"
     " --enable-lora --enable-prompt-tokens-details --enable-sleep-mode --max-cpu-loras --max-lora-rank --max-loras"
     " --quantization --scheduling-policy --tensor-parallel-size",
-    "SGLang": "--enable-deterministic-inference --enable-metrics",
+    "SGLang": "--enable-deterministic-inference --enable-metrics --mem-fraction-static --tp-size",
+    "AIPerf": "--concurrency --endpoint-type --output-tokens-mean --request-count --streaming --synthetic-input-tokens-mean",
     "NVIDIA Dynamo": "--custom-jinja-template --dyn-chat-processor --dyn-reasoning-parser --dyn-tool-call-parser"
     " --frontend-route-extension --grpc-metrics-port --metrics-prefix --migration-max-seq-len --reasoning-field-name"
     " --router-event-threads --router-min-initial-workers --router-policy-config"
@@ -32,7 +33,7 @@ FLAGS_OF_OTHERS = {
     "Triton": "--backend-config --cache-config --disable-auto-complete-config --exit-timeout-secs",
     "kubectl, helm, docker": "--all --build-arg --for --from-file --from-literal --set --target --timeout",
     "pytest, py-spy": "--pdb --pid",
-    "curl, etcdctl, pip, mypy": "--cacert --cert --key --prefix --no-deps --strict",
+    "curl, etcdctl, pip, venv, mypy": "--cacert --cert --copies --prefix --no-deps --strict",
 }
 VARIABLES_OF_OTHERS = {
     "NVIDIA Dynamo": "DYN_DISABLE_FRONTEND_ADMIN_API DYN_HTTP_BODY_LIMIT_MB DYN_HTTP_OVERLOAD_STATUS_CODE"
