@@ -449,12 +449,12 @@ def _encode_bytes(array: Array) -> bytes:
 
 def _decode_bytes(raw: Buffer, shape: tuple[int, ...]) -> Array:
     elements: list[bytes] = []
-    view, position = memoryview(raw), 0
-    while position < len(view):
-        (length,) = _LENGTH.unpack_from(view, position)
-        position += _LENGTH.size
-        elements.append(bytes(view[position : position + length]))
-        position += length
+    data = bytes(raw)  # whose slices cost less than copies of those of a view
+    unpack, position, size = _LENGTH.unpack_from, 0, len(data)
+    while position < size:
+        begin = position + _LENGTH.size
+        position = begin + unpack(data, position)[0]
+        elements.append(data[begin:position])
     array = np.empty(len(elements), object)
     array[:] = elements
     return array.reshape(shape)
