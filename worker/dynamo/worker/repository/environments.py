@@ -30,7 +30,7 @@ from dynamo.worker.repository.content_cache import ContentCache
 
 FIELD = "EXECUTION_ENV_PATH"
 _MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY"
-_MAX_MEMBERS = 1_000_000
+_MAX_MEMBERS = 300_000
 _PROBE_S = 60.0
 _PROBE = "import sys; print(sys.implementation.name, *sys.version_info[:2])"
 _SHARED_PACKAGES = ("msgspec", "numpy")
@@ -55,8 +55,8 @@ class Environments:
         """`max_bytes`: of one environment, unpacked."""
         self._cache = cache
         self._max_bytes = max_bytes
-        self._digests: dict[tuple[str, int, int], str] = {}
-        """By path, modification time and size of an archive."""
+        self._digests: dict[Path, tuple[tuple[int, int], str]] = {}
+        """By archive: its modification time and size, and the digest that it had then."""
 
     @contextmanager
     def open(self, config: ModelConfig, folder: Path) -> Iterator[Interpreter]:
@@ -90,10 +90,12 @@ class Environments:
     def _digest(self, archive: Path) -> str:
         with open(archive, "rb") as file:
             status = os.stat(file.fileno())
-            form = (str(archive), status.st_mtime_ns, status.st_size)
-            if form not in self._digests:
-                self._digests[form] = hashlib.file_digest(file, "sha256").hexdigest()
-        return self._digests[form]
+            form = (status.st_mtime_ns, status.st_size)
+            former_form, digest = self._digests.get(archive, (None, ""))
+            if form != former_form:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                self._digests[archive] = (form, digest)
+        return digest
 
 
 def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
@@ -105,7 +107,7 @@ def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
             for count, member in enumerate(members, 1):
                 name = _checked_name(member, links)
                 total += member.size
-                if count > _MAX_MEMBERS or total > max_bytes:
+                if count > _MAX_MEMBERS or total > max_bytes or member.size < 0:
                     raise InvalidRequest(f"the archive holds more than {_MAX_MEMBERS} files or {max_bytes} bytes")
                 if name != ".":
                     members.extract(member, folder, filter="data")
