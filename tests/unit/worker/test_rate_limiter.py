@@ -1,17 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.config import RepositoryOptions
+from dynamo.worker.engine.base import Context
+from dynamo.worker.repository.execution import Arrays, ModelRequest, Version
 from dynamo.worker.repository.model_config import instances_of
 from dynamo.worker.repository.rate_limiter import ExecutionLimits, ProvidedResource, RateLimit, RateLimiter
+from dynamo.worker.repository.session import SessionModel
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
+from tests.support.waiting import until
 
 ALONE = """
 import os, time
@@ -24,6 +31,32 @@ class TritonPythonModel:
         time.sleep(0.02)
         os.unlink(lock)
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+
+
+SLOW = """
+import os, time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        folder = os.path.dirname(os.path.dirname(pb_utils.get_model_dir()))
+        open(os.path.join(folder, "lock"), "x").close()
+        until = time.monotonic() + 30
+        while not os.path.exists(os.path.join(folder, "go")) and time.monotonic() < until:
+            time.sleep(0.005)
+        os.unlink(os.path.join(folder, "lock"))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+
+CALLS = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        inputs = [pb_utils.Tensor("x", requests[0].inputs()[0].as_numpy())]
+        call = pb_utils.InferenceRequest(model_name="alone", requested_output_names=["y"], inputs=inputs)
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", call.exec().output_tensors()[0].as_numpy())])]
 """
 
 
@@ -66,12 +99,15 @@ class Executions:
         await self._settle()
 
     async def _run(self, limits: ExecutionLimits, name: str) -> None:
-        async with limits.running():
+        give_back = await limits.take()
+        try:
             self.begun.append(name)
             await self._ends[name].wait()
+        finally:
+            give_back()
 
     async def _settle(self) -> None:
-        for _ in range(5):
+        for _ in range(5):  # DBG
             await asyncio.sleep(0)
 
 
@@ -191,3 +227,56 @@ async def test_python_models_that_share_a_resource_run_one_after_another(tmp_pat
         plain = [infer(models, name, x(1)) for name in ("one", "other") * 4]
         responses = await asyncio.gather(*plain, *(infer(models, "batching", {"x": x(1)["x"][None]}) for _ in range(4)))
         assert responses == [{"y": [1.0]}] * 8 + [{"y": [[1.0]]}] * 4
+
+
+async def test_a_python_model_holds_its_resource_until_it_returns_though_its_caller_has_left(tmp_path: Path) -> None:
+    settings = f"{X_TO_Y} instance_group [ {{ {needs('R', 1, anywhere=True)} }} ]"
+    python_model(tmp_path, "slow", SLOW, settings)
+    python_model(tmp_path, "alone", ALONE, settings)
+    async with opened(tmp_path, "slow", "alone", rate_limiter=RateLimiter(provided("R:1"))) as models:
+        slow = asyncio.create_task(infer(models, "slow", x(1)))
+        await until((tmp_path / "lock").exists)
+        slow.cancel()
+        alone = asyncio.create_task(infer(models, "alone", x(1)))
+        await until(lambda: models.find("alone").waiting("1") == 1)
+        (tmp_path / "go").touch()
+        assert await alone == {"y": [1.0]}
+
+
+async def test_a_model_that_waits_for_one_that_needs_its_resource_ends_when_its_caller_leaves(tmp_path: Path) -> None:
+    settings = f"{X_TO_Y} instance_group [ {{ {needs('R', 1, anywhere=True)} }} ]"
+    python_model(tmp_path, "calls", CALLS, settings)
+    python_model(tmp_path, "alone", ALONE, settings)
+    async with opened(tmp_path, "calls", "alone", rate_limiter=RateLimiter(provided("R:1"))) as models:
+        calls = asyncio.create_task(infer(models, "calls", x(1)))
+        await until(lambda: models.find("alone").waiting("1") == 1)
+        calls.cancel()
+        assert await infer(models, "alone", x(2)) == {"y": [2.0]}
+
+
+async def test_a_thread_holds_its_resource_until_it_returns_though_its_caller_has_left(tmp_path: Path) -> None:
+    class Session:
+        signature = None
+
+        def __init__(self) -> None:
+            self.begun = 0
+            self.go = threading.Event()
+
+        def run(self, outputs: Sequence[str], inputs: Arrays) -> Sequence[Array]:
+            self.begun += 1
+            self.go.wait(30)
+            return [inputs["x"]]
+
+    group = f"instance_group [ {{ {needs('R', 1, instances=2)} }} ]"
+    config = text_format.Parse(f"{X_TO_Y} {group}", ModelConfig(name="m"))
+    session = Session()
+    model = SessionModel(Version("m", "1", config, tmp_path), session, RateLimiter(provided("R:1")))
+    first = asyncio.create_task(model.respond(ModelRequest(x(1), Context("a"))))
+    await until(lambda: session.begun == 1)
+    first.cancel()
+    second = asyncio.create_task(model.respond(ModelRequest(x(2), Context("b"))))
+    await until(lambda: model.waiting == 1)
+    assert session.begun == 1
+    session.go.set()
+    assert (await second).outputs == {"y": [2.0]}
+    await model.close()

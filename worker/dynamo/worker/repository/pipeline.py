@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
@@ -27,15 +27,28 @@ class NoProcess(Unavailable):
 
 
 class Execution:
-    """Requests for one call of `execute`, until their responses are read."""
+    """Requests for one call of `execute`, until their responses are read and it has returned."""
 
-    __slots__ = ("infer_ns", "is_retry", "is_streamed", "number", "numbers", "process", "requests", "responses", "sent_ns")
+    __slots__ = (
+        "infer_ns",
+        "is_retry",
+        "is_streamed",
+        "number",
+        "numbers",
+        "on_end",
+        "process",
+        "requests",
+        "responses",
+        "sent_ns",
+    )
 
     def __init__(self, requests: Sequence[ModelRequest], *, is_retry: bool = False) -> None:
         self.requests = requests
         self.is_retry = is_retry
         self.is_streamed = False
         """Whether there may be several responses to the request."""
+        self.on_end: Callable[[], None] | None = None
+        """Called once, when no process runs it or will run it; that may be long after its callers have left."""
         self.responses: Sequence[Responses] = ()
         self.process: StubProcess | None = None
         """None: it waits for one."""
@@ -50,6 +63,12 @@ class Execution:
         """Let the only request get `total` responses, counted from the first."""
         if self.process is not None:
             self.process.grant(self.numbers[0], total)
+
+    def end(self) -> None:
+        """Note that no process runs it or will run it."""
+        on_end, self.on_end = self.on_end, None
+        if on_end is not None:
+            on_end()
 
     def fail(self, error: Unavailable) -> None:
         for responses in self.responses:
@@ -110,16 +129,23 @@ class Pipeline:
     def submit(self, execution: Execution) -> None:
         """Run an execution as soon as a process has room. Raises NoProcess."""
         if not self._processes:
+            execution.end()
             raise self._no_process()
         self._waiting[execution] = None
         self._give()
 
     def leave(self, execution: Execution) -> None:
-        """The caller wants no more responses. An execution that waits here is dropped; otherwise the model is notified."""
+        """The caller wants no more responses. An execution that waits here is dropped; otherwise the model is notified.
+
+        One whose process waits for other models ends here: they may need what it holds until its end.
+        """
         if execution.process is not None:
             execution.process.forget(execution)
+            if not execution.process.has_calls:
+                return
         else:
             self._waiting.pop(execution, None)
+        execution.end()
 
     def _give(self) -> None:
         while self._waiting:

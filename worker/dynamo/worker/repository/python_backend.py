@@ -232,9 +232,9 @@ class PythonModel:
         submitted = time.perf_counter_ns()
         execution, [response] = self._pipeline.of_one_response([request])
         try:
-            async with self._limits.running():
-                self._pipeline.submit(execution)
-                result_or_error = await response.done
+            execution.on_end = await self._limits.take()
+            self._pipeline.submit(execution)
+            result_or_error = await response.done
         finally:
             self._pipeline.leave(execution)
             _count_time(request, execution, submitted)
@@ -274,12 +274,12 @@ class PythonModel:
 
     async def _results(self, execution: Execution, responses: Sequence[SingleResponse]) -> list[ModelResult | DynamoError]:
         """Run an execution, and return the response to each request."""
-        async with self._limits.running():
-            self._pipeline.submit(execution)
-            try:
-                return [await response.done for response in responses]
-            finally:
-                self._pipeline.leave(execution)
+        execution.on_end = await self._limits.take()
+        self._pipeline.submit(execution)
+        try:
+            return [await response.done for response in responses]
+        finally:
+            self._pipeline.leave(execution)
 
     async def _respond_again(self, request: ModelRequest, died: ProcessDied) -> ModelResult | DynamoError:
         give_up_at = self._give_up_at(request.context)
@@ -316,7 +316,8 @@ class PythonModel:
         submitted = time.perf_counter_ns()
         execution, stream = self._pipeline.of_many_responses(request, is_retry=is_retry)
         try:
-            async with self._limits.running(), aclosing(stream.read()) as responses:
+            execution.on_end = await self._limits.take()
+            async with aclosing(stream.read()) as responses:
                 self._pipeline.submit(execution)
                 async for response in responses:
                     yield response

@@ -5,7 +5,8 @@ for an instance of its model that is idle, and for the resources of that instanc
 weighted by its priority, is served first, of equal ones the execution that waits longest; others wait until it is, so that those
 which need much get their turn.
 
-An execution whose caller leaves gives its resources back at once, although the model may run on.
+An execution holds its resources until the model has returned, also if its caller leaves before. As in Triton, two models that
+need the same last resource wait for each other for ever if one calls the other; here until the caller of the first one leaves.
 
 Which process of a model runs an execution does not depend on the instance whose resources it holds: only their numbers agree.
 """
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import count
 from typing import Protocol, TypeAlias
 
@@ -84,8 +85,8 @@ class _Instance:
 class ExecutionLimits(Protocol):
     """What the executions of one loaded model wait for."""
 
-    def running(self) -> AbstractAsyncContextManager[object]:
-        """Hold an instance and its resources during the body, from the moment they are free."""
+    async def take(self) -> Callable[[], None]:
+        """Wait for an instance and its resources. Return what gives them back, which is to be called once."""
         ...
 
     @property
@@ -98,19 +99,20 @@ class ExecutionLimits(Protocol):
         ...
 
 
-_NO_WAIT = nullcontext()
-
-
 class Unlimited:
     """For workers without a rate limiter."""
 
     waiting = 0
 
-    def running(self) -> AbstractAsyncContextManager[object]:
-        return _NO_WAIT
+    async def take(self) -> Callable[[], None]:
+        return _nothing
 
     def close(self) -> None:
         return None
+
+
+def _nothing() -> None:
+    """Give back nothing."""
 
 
 class RateLimiter:
@@ -190,13 +192,8 @@ class _ModelLimits:
         self._turns: dict[asyncio.Future[_Instance], int] = {}
         """Those that wait, in order, numbered over all models."""
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        instance = await self._turn()
-        try:
-            yield
-        finally:
-            self._limiter.release(instance)
+    async def take(self) -> Callable[[], None]:
+        return partial(self._limiter.release, await self._turn())
 
     @property
     def waiting(self) -> int:

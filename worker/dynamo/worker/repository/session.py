@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -168,12 +169,21 @@ class SessionModel:
         yield await self.respond(request)
 
     async def _in_pool(self, run: Callable[[], T]) -> T:
-        async with self._limits.running():
-            self._executions += 1
-            try:
-                return await asyncio.get_running_loop().run_in_executor(self._pool, run)
-            finally:
-                self._executions -= 1
+        give_back = await self._limits.take()
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            self._executions -= 1
+            give_back()
+
+        def end(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended before the thread
+                loop.call_soon_threadsafe(ended)
+
+        self._executions += 1
+        execution = self._pool.submit(run)
+        execution.add_done_callback(end)  # a thread runs on when the caller leaves
+        return await asyncio.wrap_future(execution)
 
     async def _execute(self, request: ModelRequest) -> Tensors:
         submitted = begun = time.perf_counter_ns()

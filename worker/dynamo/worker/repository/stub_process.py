@@ -177,6 +177,11 @@ class StubProcess:
         return not self.closed.is_set()
 
     @property
+    def has_calls(self) -> bool:
+        """Whether the model waits for other models."""
+        return bool(self._calls)
+
+    @property
     def load(self) -> int:
         """Executions that have not returned."""
         return len(self._executions)
@@ -294,6 +299,8 @@ class StubProcess:
         for execution in unbegun:
             for number in execution.numbers:
                 self._responses.pop(number, None)
+            if execution not in wanted:
+                execution.end()
         self._on_return(wanted)
 
     def _is_wanted(self, execution: Execution) -> bool:
@@ -392,6 +399,7 @@ class StubProcess:
             return self._return_unbegun([execution])
         if execution is not None:
             del self._executions[done.number]
+            execution.end()
             execution.infer_ns = done.infer_ns
             if self._memory is not None and not done.infer_ns:
                 self._memory.take_back(execution.numbers)
@@ -443,6 +451,9 @@ class StubProcess:
         for responses in self._responses.values():
             responses.add(ProcessDied(text))
         self._responses.clear()
+        for execution in self._executions.values():
+            if execution not in unbegun:
+                execution.end()
         self._executions.clear()
         if self._memory is not None:
             self._memory.close()
