@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 from dynamo.protos import inference_pb2 as pb
 from tests.differential.cases import Case
@@ -67,6 +69,12 @@ def _server() -> Iterator[Case]:
         yield Case("server", f"{method} of a model {word}", partial(_rest, method, f"/v2/models/echo_fp32{word}"))
 
 
+def _counted_requests(response: Response) -> int:
+    body: Any = response.body or {"model_stats": []}
+    statistics = [own["inference_stats"] for own in body["model_stats"]]
+    return sum(int(own.get(outcome, {}).get("count", 0)) for own in statistics for outcome in ("success", "fail"))
+
+
 def _statistics() -> Iterator[Case]:
     """Counts after a few requests to models that no other family uses before."""
 
@@ -85,7 +93,12 @@ def _statistics() -> Iterator[Case]:
             message.raw_input_contents[0] = b"\x08\0\0\0INTERNAL"
         for _ in range(3):
             door.stream([message]) if model == "repeat" else door.call("ModelInfer", message)
-        return door.call("ModelStatistics", pb.ModelStatisticsRequest(name=model))
+        for _ in range(20):  # a request is counted after its response
+            response = door.call("ModelStatistics", pb.ModelStatisticsRequest(name=model))
+            if _counted_requests(response) >= 3:
+                break
+            time.sleep(0.05)
+        return response
 
     for model in _COUNTED:
         yield Case("statistics", f"gRPC after three requests to {model}", partial(counted, model))
