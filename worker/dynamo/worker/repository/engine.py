@@ -124,7 +124,7 @@ def _heads_of(request: TensorRequest) -> Sequence[TensorHead] | None:
 
 
 def _is_whole(head: TensorHead) -> bool:
-    """Return whether a tensor has the size that its shape needs, if that can be said. Raises InvalidRequest."""
+    """Return whether a tensor has a datatype and the size that its shape needs; BYTES may have any. Raises InvalidRequest."""
     kind = DATATYPES.get(head.datatype)
     return kind is not None and (not kind.size or kind.size * element_count(head.shape) == head.size)
 
@@ -136,7 +136,7 @@ class _Responses:
         self._heads: dict[Kind, tuple[ModelInferResponse, bytes]] = {}
 
     def encode(self, response: ModelResult, datatypes: Mapping[str, str], *, is_final: bool = False) -> TensorResponse:
-        """Raises EngineError. `is_final`: mark it as the last one of several."""
+        """Return a response. Raises EngineError. `is_final`: mark it as the last one of several."""
         outputs = response.outputs
         if isinstance(outputs, RawTensors):
             head, encoded = self._heads.get(outputs.kind) or self._head(outputs)
