@@ -13,8 +13,10 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import adapters_prefix, check_name, encode
 
-MAX_PATH_CHARS = 4096
-MAX_ERROR_CHARS = 500
+MAX_PATH_CHARS = 1024
+MAX_ERROR_CHARS = 300
+MAX_LOADED = 256
+"""Adapters of one instance: its card names each."""
 
 
 class DesiredAdapter(msgspec.Struct, frozen=True, kw_only=True):

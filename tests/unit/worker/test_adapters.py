@@ -168,6 +168,19 @@ async def test_an_adapter_whose_successor_cannot_be_loaded_goes_on_serving(tmp_p
         assert (bad.path, bad.code) == (good.path, Code.NOT_FOUND)
         assert worker.llm.adapters == ("sql",)
         await worker.service.generate(request("sql"))
+        await worker.etcd.put(adapter_key("dynamo", "sql"), encode_adapter(good))  # the frontend takes the other one back
+        assert (await worker.reported(good)).error == ""
+
+
+async def test_the_card_of_an_instance_stays_short_whatever_is_requested(tmp_path: Path) -> None:
+    async with following(tmp_path, room=1000) as worker:
+        paths = [f"/{'x' * 1500}", *(f"{worker.folder}/{number}-{'x' * 900}" for number in range(80))]
+        for number, path in enumerate(paths):
+            await worker.want(f"{'n' * 240}{number}", path)
+        await worker.reported(await worker.want("sql"))
+        last = await worker.reported(await worker.want("last", "/"))
+        assert last.code == Code.FORBIDDEN
+        assert len(worker.llm.adapter_reports) == 65
 
 
 async def test_what_etcd_loses_is_put_back_and_stays_loaded(tmp_path: Path) -> None:

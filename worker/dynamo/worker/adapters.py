@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo.common.adapters import MAX_ERROR_CHARS, MAX_PATH_CHARS, DesiredAdapter, decode_adapter, encode_adapter
+from dynamo.common.adapters import MAX_ERROR_CHARS, MAX_LOADED, MAX_PATH_CHARS, DesiredAdapter, decode_adapter, encode_adapter
 from dynamo.common.background import running_tasks
 from dynamo.common.errors import AlreadyExists, Code, DynamoError, Forbidden, InvalidRequest, Unsupported
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 10.0
 _RETRY_S = 60.0
+_MAX_FAILURES = 64
+"""Shown in a card, whose length is bounded: the last ones."""
 
 
 class DesiredAdapters:
@@ -163,6 +165,7 @@ class AdapterFollower:
                 await self._unload(name, adapter)
         for adapter in desired.values():
             if loaded.get(adapter.name) == adapter:
+                failed.pop(adapter.name, None)  # of a load that was taken back
                 continue
             try:
                 await self._load(name, adapter)
@@ -170,9 +173,10 @@ class AdapterFollower:
                 log.info("model %s: LoRA adapter '%s' of %s is loaded", name, adapter.name, adapter.path)
             except DynamoError as error:
                 failure = _Failure(error.code, str(error)[:MAX_ERROR_CHARS])
-                if failed.get(adapter.name) != (adapter, failure):
+                if failed.pop(adapter.name, None) != (adapter, failure):
                     log.warning("model %s: LoRA adapter '%s' is not loaded: %s", name, adapter.name, error)
                 failed[adapter.name] = adapter, failure
+            await self._renew(name)
         await self._renew(name)
 
     async def _load(self, name: str, adapter: DesiredAdapter) -> None:
@@ -181,8 +185,8 @@ class AdapterFollower:
         is_replaced = adapter.name in loaded or adapter.name in static
         if not is_replaced and adapter.name in {other for served in self._service.models for other in served.names}:
             raise AlreadyExists(f"'{adapter.name}' is another name of this worker's")
-        held, limit = len(static) + len(loaded), self._options.max_loaded or engine.max_adapters
-        if not is_replaced and limit is not None and held >= limit:
+        held, limit = len(static) + len(loaded), min(MAX_LOADED, self._options.max_loaded or engine.max_adapters or MAX_LOADED)
+        if not is_replaced and held >= limit:
             raise InvalidRequest(f"the instance holds {held} LoRA adapters, of at most {limit}: unload one of them first")
         path = await asyncio.to_thread(self._path, adapter.path, engine)
         await engine.load_adapter(adapter.name, path)
@@ -227,7 +231,7 @@ class AdapterFollower:
         reports = dict(static)
         for adapter in loaded.values():
             reports[adapter.name] = AdapterReport(name=adapter.name, path=adapter.path, load_id=adapter.load_id)
-        for adapter, failure in self._failed[name].values():
+        for adapter, failure in list(self._failed[name].values())[-_MAX_FAILURES:]:
             path = reports[adapter.name].path if adapter.name in reports else adapter.path
             reports[adapter.name] = AdapterReport(
                 name=adapter.name, path=path, load_id=adapter.load_id, error=failure.text, code=failure.code

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from dynamo.common.adapters import MAX_LOADED
 from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.messaging.limits import MIB, PlaneLimits
@@ -282,7 +283,7 @@ class AdapterOptions:
         flags=("--max-runtime-loras",),
         env=("DYN_MAX_RUNTIME_LORAS",),
         minimum=1,
-        maximum=1_000,
+        maximum=MAX_LOADED,
         help="LoRA adapters that an instance holds at once, those of its start included; default: as many as the engine keeps in "
         "memory.",
     )
