@@ -392,6 +392,20 @@ async def test_adapters_are_loaded_and_unloaded_at_the_server(server: VllmServer
     await engine.unload_adapter("sql")  # somebody else may have done it
 
 
+async def test_an_adapter_that_the_server_has_lost_is_loaded_again(server: VllmServer, engine: RemoteEngine) -> None:
+    server.changes_adapters = True
+    await engine.load_adapter("sql", "/adapters/sql")
+    server.adapters.clear()  # as by a restart
+    server.refusals = [(404, "The model `sql` does not exist.")]
+    with pytest.raises(NotServed):  # the request continues elsewhere
+        await generate(engine, make_request(adapter="sql"))
+    assert server.adapters == {"sql": "/adapters/sql"}
+    await generate(engine, make_request(adapter="sql"))
+    server.refusals, server.changes_adapters = [(404, "The model `sql` does not exist.")], False
+    with pytest.raises(NotServed):
+        await generate(engine, make_request(adapter="sql"))
+
+
 async def test_an_adapter_that_another_worker_has_loaded_at_the_server_is_taken_over(server: VllmServer) -> None:
     server.changes_adapters, server.adapters = True, {"sql": "/adapters/sql"}
     engine = RemoteEngine(HttpClient(server.url, key="secret", timeout_s=10))

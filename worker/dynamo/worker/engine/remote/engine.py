@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from dynamo.common.background import running
-from dynamo.common.errors import EngineError, InvalidRequest, NotFound, Overloaded, Unavailable, Unsupported
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, NotFound, Overloaded, Unavailable, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
 from dynamo.common.http_client import HttpClient
 from dynamo.common.kv.events import KvState
@@ -128,8 +128,8 @@ class RemoteEngine:
         self._events_source = events
         self._requests = OpenRequests()
         self._load = LoadFollower(client, self._requests, max_num_seqs, rank)
-        self._adapters: set[str] = set()
-        """LoRA adapters that were loaded at run time."""
+        self._adapters: dict[str, str] = {}
+        """Paths of the LoRA adapters that were loaded at run time, by name."""
         self._callbacks: list[Callable[[], None]] = []
         self._stack = AsyncExitStack()
         self.kv = KvState()
@@ -230,6 +230,9 @@ class RemoteEngine:
                 if not reader.has_finished:
                     raise Unavailable(f"the server at {self._client} ended its response early")
                 yield reader.summary()
+            except NotServed:
+                await self._restore(request.adapter)
+                raise
             except EngineError as error:
                 if await self._is_healthy():
                     raise
@@ -253,17 +256,27 @@ class RemoteEngine:
         """Have the server load it. One that the server has already, from another worker or an earlier one, is taken over."""
         present = _adapters(await self._fetch_models(), self._model)
         if present.get(name) == path and name not in self._adapters:
-            self._adapters.add(name)
+            self._adapters[name] = path
             return
         await self._change_adapter("load", {"lora_name": name, "lora_path": path, "load_inplace": True})
-        self._adapters.add(name)
+        self._adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
-        self._adapters.discard(name)
+        self._adapters.pop(name, None)
         try:
             await self._change_adapter("unload", {"lora_name": name})
         except NotFound:
             log.info("the server at %s had unloaded the LoRA adapter '%s' already", self._client, name)
+
+    async def _restore(self, adapter: str) -> None:
+        """Load an adapter once more that the server does not know any more, as after a restart: for the next requests."""
+        if (path := self._adapters.get(adapter)) is None:
+            return
+        try:
+            await self._change_adapter("load", {"lora_name": adapter, "lora_path": path, "load_inplace": True})
+            log.info("the server at %s had lost the LoRA adapter '%s', and has it again", self._client, adapter)
+        except DynamoError as error:
+            log.error("the server at %s has lost the LoRA adapter '%s': %s", self._client, adapter, error)
 
     async def _change_adapter(self, verb: str, fields: dict[str, object]) -> None:
         """Raises the server's error, and Unsupported if it was not started to change adapters."""
