@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -27,6 +28,8 @@ from tests.support.virtual_time import in_virtual_time
 PROCESSES = 16
 LATENCY_S = 0.003
 SETTLE_S, MEASURED_S = 3.0, 20.0
+_RATE_HOLDS_S = 0.1
+"""After which requests come by the rate of then."""
 
 
 class Process:
@@ -81,8 +84,9 @@ class Fleet:
         async def come() -> None:
             for _ in count():
                 rate = per_s(self._loop.time())
-                await asyncio.sleep(self._random.expovariate(rate) if rate else 0.05)
-                if rate:
+                pause_s = self._random.expovariate(rate) if rate else math.inf
+                await asyncio.sleep(min(pause_s, _RATE_HOLDS_S))
+                if pause_s <= _RATE_HOLDS_S:
                     self.request(process, tokens)
 
         process.work.append(self._loop.create_task(come()))
@@ -136,10 +140,14 @@ DEMANDS: dict[str, Callable[[int, float], float]] = {
 }
 
 
-@pytest.mark.parametrize("demand", DEMANDS)
+@pytest.mark.parametrize(
+    ("demand", "latency_s"), [*((demand, LATENCY_S) for demand in DEMANDS), ("even", 1.0), ("shifting", 1.0)]
+)
 @in_virtual_time
-async def test_a_rate_holds_for_16_processes_together(demand: str) -> None:
+async def test_a_rate_holds_for_16_processes_together(demand: str, latency_s: float) -> None:
+    """Also when what others use is heard late, as where many keys are busy."""
     async with fleet(requests_per_s=40.0) as frontends:
+        frontends.bus.latency_s = latency_s
         for number, process in enumerate(frontends.processes):
             frontends.demand(process, lambda now, number=number: DEMANDS[demand](number, now))  # type: ignore[misc]
         rate = await frontends.measured()
