@@ -184,6 +184,28 @@ async def test_all_media_of_a_request_share_the_bound() -> None:
             await urls_of(site.media(), *(f"http://images.example.com/{number}" for number in range(33)))
 
 
+async def test_a_url_that_is_named_again_is_fetched_once_and_counts_again() -> None:
+    async with serving() as site:
+        site.pages = {"/a": page(b"x" * 400)}
+        url = "http://images.example.com/a"
+        assert await urls_of(site.media(max_bytes=800), url, url) == [data_url(b"x" * 400)] * 2
+        assert len(site.connected) == 1
+        with pytest.raises(InvalidRequest, match="longer than 1000 bytes"):
+            await urls_of(site.media(max_bytes=1000), url, url, url)
+        with pytest.raises(InvalidRequest, match="at most 32"):
+            await urls_of(site.media(), *[url] * 33)
+
+
+async def test_text_that_is_the_url_of_an_image_stays_text() -> None:
+    async with serving() as site:
+        site.pages = {"/a": page()}
+        url = "http://images.example.com/a"
+        image, text = {"type": "image_url", "image_url": url}, {"type": "text", "text": url}
+        named = TextRequest(model="seer", messages=[{"role": "user", "content": [text, image]}], media=(image,))
+        inlined = await site.media().inlined(named, ("image",))
+        assert inlined.messages == [{"role": "user", "content": [text, {"type": "image_url", "image_url": data_url()}]}]
+
+
 async def test_without_allowed_hosts_nothing_is_fetched() -> None:
     async with serving() as site:
         with pytest.raises(InvalidRequest, match="must be data URLs"):
@@ -201,6 +223,7 @@ async def test_without_allowed_hosts_nothing_is_fetched() -> None:
                 *("127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"),
                 *("255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:10.0.0.1"),
                 *("::ffff:93.184.216.34", "64:ff9b::a00:1", "2002:a00:1::", "2001:0:1::1", "not an address"),
+                *("::7f00:1", "::ffff:0:a00:1", "64:ff9b:1::a00:1", "fec0::1", "4000::1", "3fff::1", "192.0.0.8", "192.88.99.1"),
             ),
             False,
         ).items(),

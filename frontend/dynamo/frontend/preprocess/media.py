@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
@@ -33,7 +34,10 @@ _MAX_URL_CHARS = 4096
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
 _KINDS = ("image/", "audio/", "video/")
-_NAT64 = ip_network("64:ff9b::/96")
+_UNICAST = ip_network("2000::/3")
+"""What IANA gives out of IPv6. The rest is reserved, or of a site, or stands for addresses of IPv4."""
+_SPECIAL = tuple(map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
+"""Addresses for protocols and documentation which `ipaddress` calls global."""
 _BASE64_IN_THREAD_BYTES = 256 * 1024
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -57,9 +61,9 @@ def is_public(address: str) -> bool:
         ip = ip_address(address)
     except ValueError:  # such as an IPv6 address of one link
         return False
-    if isinstance(ip, IPv6Address) and (ip.ipv4_mapped or ip.sixtofour or ip.teredo or ip in _NAT64):
+    if isinstance(ip, IPv6Address) and (ip not in _UNICAST or ip.sixtofour or ip.teredo):
         return False
-    return ip.is_global and not ip.is_multicast
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _SPECIAL)
 
 
 class MediaUrls:
@@ -77,25 +81,25 @@ class MediaUrls:
         Raises InvalidRequest for a URL that may not be fetched or whose content is no medium, Overloaded if too many are fetched.
         """
         parts = request.media if self._options.hosts else ()
-        urls = dict.fromkeys(url for part in parts if (url := _http_url(part, modalities)) is not None)
+        urls = Counter(url for part in parts if (url := _http_url(part, modalities)) is not None)
         if not urls:
             return request
-        if len(urls) > _MAX_URLS:
-            raise InvalidRequest(f"got {len(urls)} media by URL; at most {_MAX_URLS} are allowed", param="messages")
+        if urls.total() > _MAX_URLS:
+            raise InvalidRequest(f"got {urls.total()} media by URL; at most {_MAX_URLS} are allowed", param="messages")
         if self._requests >= _REQUESTS_AT_ONCE:
             raise Overloaded("too many requests have their media fetched now")
         self._requests += 1
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                fetched = await _Fetch(self._options, self._resolve, self._connect).all(list(urls))
+                fetched = await _Fetch(self._options, self._resolve, self._connect).all(urls)
         except TimeoutError:
             raise InvalidRequest(f"the media did not arrive within {self._options.timeout_s:g} s", param="messages") from None
         finally:
             self._requests -= 1
         return msgspec.structs.replace(
             request,
-            messages=[_with_fetched(message, fetched) for message in request.messages or ()],
-            media=tuple(_part_with_fetched(part, fetched) for part in request.media),
+            messages=[_with_fetched(message, fetched, modalities) for message in request.messages or ()],
+            media=tuple(_part_with_fetched(part, fetched, modalities) for part in request.media),
         )
 
 
@@ -109,16 +113,19 @@ class _Fetch:
         self._left = options.max_bytes
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
-    async def all(self, urls: Sequence[str]) -> dict[str, str]:
-        """Return a data URL for each URL. Raises InvalidRequest for the first one that fails."""
+    async def all(self, urls: Mapping[str, int]) -> dict[str, str]:
+        """Return a data URL for each URL. Raises InvalidRequest for the first one that fails.
+
+        `urls`: how often the request names each. It becomes as much longer as if each time were fetched.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
-                fetched = {url: tasks.create_task(self._one(url)) for url in urls}
+                fetched = {url: tasks.create_task(self._one(url, times)) for url, times in urls.items()}
         except* DynamoError as errors:
             raise errors.exceptions[0] from None
         return {url: task.result() for url, task in fetched.items()}
 
-    async def _one(self, url: str) -> str:
+    async def _one(self, url: str, times: int) -> str:
         async with self._turns:
             try:
                 kind, data = await self._follow(url)
@@ -126,6 +133,9 @@ class _Fetch:
                 raise
             except DynamoError as error:  # it concerns a server of others: what it said is not for the client
                 raise _refused(url, "cannot be fetched, or is too long") from error
+            self._left -= times * len(data)
+            if self._left < 0:
+                raise _refused(url, f"makes the media of the request longer than {self._options.max_bytes} bytes")
         if len(data) < _BASE64_IN_THREAD_BYTES:
             encoded = base64.b64encode(data)
         else:
@@ -161,11 +171,7 @@ class _Fetch:
             raise _refused(url, f"has status {status}")
         if not kind.startswith(_KINDS) or not kind.replace("/", "").replace("-", "").replace("+", "").replace(".", "").isalnum():
             raise _refused(url, "is neither image nor audio nor video")
-        data = await read(self._left)
-        self._left -= len(data)
-        if self._left < 0:  # of several that arrived at once
-            raise _refused(url, f"makes the media of the request longer than {self._options.max_bytes} bytes")
-        return kind, data
+        return kind, await read(self._left)
 
     def _checked(self, url: str) -> SplitResult:
         """Return the parts of a URL that may be fetched. Raises InvalidRequest."""
@@ -211,18 +217,18 @@ def _http_url(part: Mapping[str, Any], modalities: Sequence[str]) -> str | None:
     return url if isinstance(url, str) and url.lower().startswith(("http://", "https://")) else None
 
 
-def _with_fetched(message: Mapping[str, Any], fetched: Mapping[str, str]) -> Mapping[str, Any]:
+def _with_fetched(message: Mapping[str, Any], fetched: Mapping[str, str], modalities: Sequence[str]) -> Mapping[str, Any]:
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
-    return {**message, "content": [_part_with_fetched(part, fetched) if isinstance(part, dict) else part for part in content]}
+    parts = [_part_with_fetched(part, fetched, modalities) if isinstance(part, dict) else part for part in content]
+    return {**message, "content": parts}
 
 
-def _part_with_fetched(part: dict[str, Any], fetched: Mapping[str, str]) -> dict[str, Any]:
-    kind = part.get("type")
-    value = part.get(kind) if isinstance(kind, str) else None
-    if isinstance(value, Mapping) and value.get("url") in fetched:
-        return {**part, str(kind): {**value, "url": fetched[value["url"]]}}
-    if isinstance(value, str) and value in fetched:
-        return {**part, str(kind): fetched[value]}
-    return part
+def _part_with_fetched(part: dict[str, Any], fetched: Mapping[str, str], modalities: Sequence[str]) -> dict[str, Any]:
+    url = _http_url(part, modalities)
+    if url is None or url not in fetched:
+        return part
+    kind = part["type"]
+    value = part[kind]
+    return {**part, kind: {**value, "url": fetched[url]} if isinstance(value, Mapping) else fetched[url]}
