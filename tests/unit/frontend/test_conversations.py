@@ -117,8 +117,9 @@ async def test_items_of_stored_responses_are_referred_to() -> None:
         assert (gone.status_code, "items are kept as long as their response" in gone.text) == (404, True)
         await s.create(input="Again", previous_response_id=second["id"])
         assert speaker.prompt.count("<user>Hi\n") == 1  # stored with the second response
-        nameless = await s.edge.error(PATH, {"model": "talker", "input": [{"type": "item_reference"}]})
-        assert nameless["message"] == "an 'item_reference' needs 'id'"
+        for nameless in ({"type": "item_reference"}, {"type": "item_reference", "id": ""}):
+            error = await s.edge.error(PATH, {"model": "talker", "input": [nameless]})
+            assert error["message"] == "an 'item_reference' needs 'id'"
 
 
 async def test_a_request_refers_to_a_bounded_number_of_responses() -> None:
@@ -187,6 +188,37 @@ async def test_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(PayloadTooLarge, match="1000"):
         await store.add("", id, [{"text": "x" * 500}])
     assert len(await store.items("", id)) == 1
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user"},
+        {"type": "function_call", "call_id": "1", "name": "f"},
+        {"type": "function_call_output", "call_id": "1"},
+        {"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]},
+        {"type": "item_reference"},
+    ],
+)
+async def test_an_item_that_no_response_could_continue_does_not_get_into_a_conversation(item: dict[str, Any]) -> None:
+    async with storing(Speaker()) as s:
+        created = (await s.edge.post("/v1/conversations", {})).json()["id"]
+        valid = {"role": "user", "content": "Hi", "id": ""}
+        for path in ("/v1/conversations", f"/v1/conversations/{created}/items"):
+            refused = await s.edge.post(path, {"items": [valid, item]})
+            assert (refused.status_code, refused.json()["error"]["param"][:8]) == (400, "items[1]"), refused.text
+        added = (await s.edge.post(f"/v1/conversations/{created}/items", {"items": [valid]})).json()["data"]
+        assert added[0]["id"].startswith("msg_")
+        await s.create(input="Go on", conversation=created)
+
+
+async def test_an_unknown_conversation_is_not_found_before_anything_is_generated() -> None:
+    speaker = Speaker()
+    async with storing(speaker) as s:
+        for unknown in ("", "conv_1", {"id": ""}):
+            response = await s.edge.post(PATH, {"model": "talker", "input": "Hi", "conversation": unknown})
+            assert response.status_code == 404
+        assert not speaker.requests
 
 
 async def test_what_openai_refuses_of_conversations_is_refused() -> None:

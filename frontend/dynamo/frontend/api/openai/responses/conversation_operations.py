@@ -13,7 +13,7 @@ from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.pages import listed, page_of_query
 from dynamo.frontend.api.openai.responses.conversations import Conversations
-from dynamo.frontend.api.openai.responses.requests import InputItem, items_to_store
+from dynamo.frontend.api.openai.responses.requests import InputItem, conversation_items
 from dynamo.frontend.api.openai.responses.storage import Item, ItemIds
 from dynamo.frontend.api.openai.responses.stored import new_response_id
 
@@ -120,5 +120,6 @@ class ConversationOperations:
         """Return items with ids, and with those in place of references that they name."""
         if self._edge.stored is None:
             raise Unsupported("this server does not store conversations")
-        new = items_to_store(items, ItemIds(new_response_id(), output=False))
+        ids = ItemIds(new_response_id(), output=False)
+        new = await self._edge.offload.run_if(exchange.has_large_body, conversation_items, items, ids)
         return await self._edge.stored.resolved(exchange.account.name, new, history, exchange.hold)

@@ -139,7 +139,7 @@ class Responses:
     ) -> tuple[ResponsesRequest, list[Item] | None, list[Item]]:
         """Return the request with what it continues, the items to be stored (None: nothing is), and those that are new."""
         edge, owner, stored = self._edge, exchange.account.name, self._edge.stored
-        reads = bool(request.previous_response_id or request.conversation_id or request.has_references)
+        reads = bool(request.previous_response_id) or request.conversation_id is not None or request.has_references
         if stored is None:
             if request.store or request.background or reads:
                 raise Unsupported("this server does not store responses")
@@ -154,7 +154,7 @@ class Responses:
             history: list[dict[str, Any]] = []
             if request.previous_response_id:
                 history = await stored.history(owner, request.previous_response_id, exchange.hold)
-            elif request.conversation_id:
+            elif request.conversation_id is not None:
                 history = await stored.conversations.items(owner, request.conversation_id, exchange.hold)
             new = await stored.resolved(owner, new, history, exchange.hold)
         items: list[Item] = [*history, *new]

@@ -221,7 +221,8 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     def items(self, ids: ItemIds) -> list[dict[str, Any]]:
         """Return the input as items with ids, in the form in which they are stored. Raises InvalidRequest."""
         input = self.input
-        return items_to_store([InputItem(role="user", content=input)] if isinstance(input, str) else input, ids)
+        items = [InputItem(role="user", content=input)] if isinstance(input, str) else input
+        return _items_to_store(items, ids, "input")
 
     def with_items(self, items: Sequence[Mapping[str, Any]]) -> ResponsesRequest:
         """Return the request with stored items, its own among them, as its input."""
@@ -263,17 +264,27 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
         )
 
 
-def items_to_store(input: Sequence[InputItem], ids: ItemIds) -> list[dict[str, Any]]:
+def conversation_items(items: Sequence[InputItem], ids: ItemIds) -> list[dict[str, Any]]:
+    """Return items for a conversation as they are stored. Raises InvalidRequest for those that no response could continue."""
+    conversation = _Conversation(None)
+    for index, item in enumerate(items):
+        if item.type != "item_reference":
+            _add(item, conversation, f"items[{index}]")
+    return _items_to_store(items, ids, "items")
+
+
+def _items_to_store(items: Sequence[InputItem], ids: ItemIds, where: str) -> list[dict[str, Any]]:
     """Return items with ids, in the form in which they are stored. Raises InvalidRequest."""
-    items = []
-    for index, item in enumerate(input):
-        if item.type == "item_reference" and item.id is None:
-            raise InvalidRequest("an 'item_reference' needs 'id'", param=f"input[{index}]")
-        stored = _without_nulls(msgspec.to_builtins(item))
+    stored = []
+    for index, item in enumerate(items):
+        if item.type == "item_reference" and not item.id:
+            raise InvalidRequest("an 'item_reference' needs 'id'", param=f"{where}[{index}]")
+        fields = _without_nulls(msgspec.to_builtins(item))
+        fields.pop("id", None)
         if item.type == "message" and isinstance(item.content, str):
-            stored["content"] = [{"type": "output_text" if item.role == "assistant" else "input_text", "text": item.content}]
-        items.append(stored if item.id else {"id": ids.new(_ID_PREFIXES[item.type]), **stored})
-    return items
+            fields["content"] = [{"type": "output_text" if item.role == "assistant" else "input_text", "text": item.content}]
+        stored.append({"id": item.id or ids.new(_ID_PREFIXES[item.type]), **fields})
+    return stored
 
 
 def _without_nulls(value: Any) -> Any:
