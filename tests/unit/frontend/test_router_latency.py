@@ -82,6 +82,26 @@ def test_a_burst_of_siblings_lands_together_only_while_that_pays() -> None:
     assert max(rest.values()) < 0.4 * rest.total(), "a hundred more would wait for each other"
 
 
+@pytest.mark.parametrize("fields", [{"pinned": A}, {"preferred": A}])
+def test_requests_that_do_not_choose_their_instance_do_not_spread_a_prefix(fields: dict[str, object]) -> None:
+    """Of requests that do, one in twenty goes to the idle instance without the prefix."""
+
+    def instances(**fields: object) -> set[InstanceId]:
+        s = Situation()
+        s.store(A, prompt(8))
+        s.report(A, running=1, queued_prefill_tokens=2 * SIZE)
+        s.report(B)
+        used = set()
+        for number in range(1, 21):
+            last = s.send(prompt(9), 2, **(fields if number < 20 else {}))
+            s.router.finished(str(number))
+            used.add(last.instance.id)
+        return used
+
+    assert instances() == {A, B}
+    assert instances(**fields) == {A}
+
+
 def test_a_prefix_that_all_have_is_spread_evenly() -> None:
     s = Situation()
     for instance in (A, B, C, D):

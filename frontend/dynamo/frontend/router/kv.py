@@ -194,7 +194,7 @@ class KvRouter:
         prefill_tokens = self._book(request, config, prompt, instance.id, overlap, now)
         if predicted is not None:
             latency.placed(prefill_tokens)
-            if predicted.premiums:
+            if predicted.premiums and not reason:
                 model.credits.settle(prefix, predicted, position)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
