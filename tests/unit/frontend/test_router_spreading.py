@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.frontend.router.latency import Predictions
-from dynamo.frontend.router.spreading import PrefixCredits
+from dynamo.frontend.router.spreading import PrefixCredits, cheapest_without
 
 PREFIX = 7
 
@@ -12,10 +11,13 @@ def placements(credits: PrefixCredits, count: int, *, wait_s: float, premium_s: 
     """Place requests whose prefix the first instance has; the second one, which has not, is idle."""
     positions = []
     for _ in range(count):
-        predicted = Predictions([1.0 + wait_s, 1.0 + premium_s], [0.0, 0.0], [0.0, premium_s])
-        costs = credits.discounted(prefix, predicted)
+        costs = [1.0 + wait_s, 1.0 + premium_s]
+        credits.discount(prefix, costs, 1, premium_s)
         position = costs.index(min(costs))
-        credits.settle(prefix, predicted, position)
+        if position == 1:
+            credits.buy(prefix, premium_s)
+        else:
+            credits.rent(prefix, wait_s)
         positions.append(position)
     return positions
 
@@ -44,3 +46,10 @@ def test_credits_of_the_prefixes_used_longest_ago_are_forgotten() -> None:
         placements(credits, 1, wait_s=0.4, premium_s=1.0, prefix=prefix)
     assert len(credits) == 10_000
     assert placements(credits, 6, wait_s=0.4, premium_s=1.0, prefix=0) == [0] * 6
+
+
+def test_a_prefix_spreads_to_the_cheapest_instance_that_has_less_of_it() -> None:
+    costs = [1.0, 2.0, 3.0, 4.0]
+    assert cheapest_without(costs, {0: 8, 1: 8}, 8) == 2
+    assert cheapest_without(costs, {0: 8, 1: 3}, 8) == 1
+    assert cheapest_without(costs, dict.fromkeys(range(4), 8), 8) is None

@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.prompts import Prompt
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.simple import pinned, position_of, position_of_least
-from dynamo.frontend.router.spreading import PrefixCredits
+from dynamo.frontend.router.spreading import PrefixCredits, cheapest_without
 from dynamo.frontend.router.thinning import SPARSE
 from dynamo.frontend.router.thresholds import ThresholdTable
 from dynamo.frontend.router.weights import weighted_costs
@@ -165,6 +165,7 @@ class KvRouter:
         loads = self.loads.read(rows, now)
         overlaps, confirmed = self._overlaps(model, prompt, candidates, now)
         predicted: Predictions | None = None
+        spread: _Spread | None = None
         latency = model.latency(rows)
         if config.cost is KvCost.WEIGHTS or not prompt.block_size:
             costs = weighted_costs(config, prompt, loads, overlaps)
@@ -182,9 +183,10 @@ class KvRouter:
             if config.ttft_goal_s is not None or config.itl_goal_s is not None:
                 latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
                 _check_goals(request, config, prompt, loads, overlaps, predicted, latency)
-            if predicted.premiums:
-                prefix = hashes[max(overlaps.values()) - 1]
-                costs = model.credits.discounted(prefix, predicted)
+            if overlaps and not request.is_prefilled:
+                spread = _Spread.find(prompt, loads, overlaps, predicted, latency)
+                if spread is not None:
+                    model.credits.discount(spread.prefix, costs, spread.position, spread.premium_s)
         position = None if request.pinned is None else pinned(request, candidates)
         if position is not None:
             reason = "pinned"
@@ -194,8 +196,8 @@ class KvRouter:
         prefill_tokens = self._book(request, config, prompt, instance.id, overlap, now)
         if predicted is not None:
             latency.placed(prefill_tokens)
-            if predicted.premiums and not reason:
-                model.credits.settle(prefix, predicted, position)
+            if spread is not None and not reason:
+                spread.settle(model.credits, position, costs[position])
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
             self.loads.share_prompt(instance.id, hashes)
@@ -323,6 +325,43 @@ class KvRouter:
             request.booking_id, instance, now, prefill_tokens=prefill_tokens, blocks=blocks, extra_blocks=extra_blocks
         )
         return prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """The instance that a prefix would spread to next."""
+
+    prefix: int
+    """The hash of its last block."""
+    position: int
+    premium_s: float
+    least_s: float
+    """What the request would cost there if the prefix were cached."""
+
+    @classmethod
+    def find(
+        cls,
+        prompt: Prompt,
+        loads: Sequence[Load],
+        overlaps: Mapping[int, int],
+        predicted: Predictions,
+        latency: LatencyModel,
+    ) -> _Spread | None:
+        """Return None if all instances have as much of the prompt."""
+        most = max(overlaps.values())
+        position = cheapest_without(predicted.costs, overlaps, most)
+        if not most or position is None:
+            return None
+        overlap = overlaps.get(position, 0)
+        premium_s = latency.premium_s(prompt, loads[position], predicted.ttft_s[position], overlap, most)
+        return cls(prompt.hashes[most - 1], position, premium_s, predicted.costs[position] - premium_s)
+
+    def settle(self, credits: PrefixCredits, position: int, cost_s: float) -> None:
+        """Record where the request went, at which cost."""
+        if position == self.position:
+            credits.buy(self.prefix, self.premium_s)
+        elif cost_s > self.least_s:
+            credits.rent(self.prefix, cost_s - self.least_s)
 
 
 def _overridden(config: KvRouterOptions, overrides: Mapping[str, float]) -> KvRouterOptions:

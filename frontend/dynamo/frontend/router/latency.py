@@ -50,8 +50,6 @@ class Predictions(msgspec.Struct, frozen=True, gc=False):
 
     costs: list[float]
     ttft_s: list[float]
-    premiums: list[float]
-    """How much less each would cost if it had as much of the prompt cached as the one that has most; empty: all have as much."""
 
 
 class LatencyModel:
@@ -64,6 +62,8 @@ class LatencyModel:
         """The mean of outputs that are limited to `_max_output` tokens, by the times `_output_of`."""
         self._max_output = 0
         self._output_of = self.steps.times
+        self._arrivals = 0.0
+        """Requests per second and instance."""
         self._prefilling = 0.0
         """The share of its time that an instance computes prompts."""
 
@@ -87,7 +87,7 @@ class LatencyModel:
         more_s = output * (sequence + block * prompt.blocks)
         traffic, share = self._traffic, frontends / len(loads)
         traffic.pass_time(now)
-        arrivals = traffic.requests_per_s * share
+        self._arrivals = arrivals = traffic.requests_per_s * share
         self._prefilling = traffic.tokens_per_s * share * token
         batch_s = _BATCH_TOKENS * token
         prompt_s = 0.0 if is_prefilled else prompt.tokens * token
@@ -96,14 +96,10 @@ class LatencyModel:
         if block_s:
             for position, blocks in overlaps.items():
                 prefills[position] -= blocks * block_s
-        least = min(prefills)
-        are_alike = least == max(prefills)
         costs: list[float] = []
         ttfts: list[float] = []
-        premiums: list[float] = []
         for load, prefill in zip(loads, prefills, strict=True):
             requests, tokens = load.requests, load.prefill_tokens
-            excess = prefill - least
             step = base + sequence * requests + block * load.decode_blocks
             prefill += step
             if tokens:
@@ -120,9 +116,14 @@ class LatencyModel:
                 ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
             costs.append(ttft + output * step + prefill * (requests + arrivals * ttft) + requests * more_s)
             ttfts.append(ttft)
-            if not are_alike:
-                premiums.append(excess * (1.0 + requests + arrivals * (ttft + prefill - excess)))
-        return Predictions(costs, ttfts, premiums)
+        return Predictions(costs, ttfts)
+
+    def premium_s(self, prompt: Prompt, load: Load, ttft_s: float, overlap: int, most: int) -> float:
+        """Return how much less an instance with an overlap would cost if it were `most` blocks. `ttft_s` is the predicted one."""
+        token, size = self.steps.times.token, prompt.block_size
+        saved_s = (most - overlap) * size * token
+        rest_s = (prompt.tokens - most * size) * token
+        return saved_s * (1.0 + load.requests + self._arrivals * (ttft_s + rest_s))
 
     def _expected_output(self, max_output: int) -> float:
         """Return the mean length of outputs that are limited to `max_output` tokens, if lengths are distributed exponentially."""

@@ -1,18 +1,17 @@
 """When a prefix is worth computing on one more instance.
 
 One request alone never gains from computing a prefix that is cached elsewhere, unless it would wait there longer than that
-takes. But later ones do: they have one more instance to choose from. How many will come is not known. So each prefix saves up:
-whenever a request goes where its prefix is cached although another instance, if it had the prefix, would have cost less, a
-share of the difference is credited to the prefix. The credit pays for what computing the prefix on another instance costs more.
-Once it suffices, the next request goes there and uses it up. This is how one hires skis until the hire has cost as much as
-a pair: whatever comes, the sum is a small multiple of what it would be if the future were known.
+takes. But later ones do: they have one more instance to choose from. How many will come is not known. So each prefix saves
+up: whenever a request goes where its prefix is cached although another instance, if it had the prefix, would have cost less,
+a share of the difference is credited to the prefix. The credit pays the premium, which is what computing the prefix on that
+instance costs more. Once it suffices, the next request goes there and uses it up. This is how one hires skis until the hire
+has cost as much as a pair: whatever comes, the sum is a small multiple of what it would be if the future were known.
 """
 
 from __future__ import annotations
 
-from operator import sub
-
-from dynamo.frontend.router.latency import Predictions
+import math
+from collections.abc import Mapping, Sequence
 
 _SHARE = 0.25
 """Of the difference. Not all of it: other prefixes' requests would have taken the place on the cheaper instance."""
@@ -30,22 +29,30 @@ class PrefixCredits:
     def __len__(self) -> int:
         return len(self._credits)
 
-    def discounted(self, prefix: int, predicted: Predictions) -> list[float]:
-        """Return the costs, those of instances that would have to compute the prefix less its credit."""
-        credit = self._credits.get(prefix)
-        if credit is None:
-            return predicted.costs
-        return [cost - min(credit, premium) for cost, premium in zip(predicted.costs, predicted.premiums, strict=True)]
+    def discount(self, prefix: int, costs: list[float], position: int, premium_s: float) -> None:
+        """Lower the cost of an instance that would have to compute the prefix by the credit, at most by the premium."""
+        costs[position] -= min(self._credits.get(prefix, 0.0), premium_s)
 
-    def settle(self, prefix: int, predicted: Predictions, position: int) -> None:
-        """Record where a request went."""
-        costs, premiums = predicted.costs, predicted.premiums
-        credit = self._credits.pop(prefix, 0.0)
-        if premiums[position]:
-            credit -= premiums[position]
-        else:
-            credit += _SHARE * (costs[position] - min(map(sub, costs, premiums)))
-        if credit > 0.0:
+    def rent(self, prefix: int, difference_s: float) -> None:
+        """Record that a request went where the prefix is cached, and by how much less it would have cost elsewhere."""
+        self._set(prefix, self._credits.pop(prefix, 0.0) + _SHARE * difference_s)
+
+    def buy(self, prefix: int, premium_s: float) -> None:
+        """Record that an instance computes the prefix."""
+        self._set(prefix, self._credits.pop(prefix, 0.0) - premium_s)
+
+    def _set(self, prefix: int, credit_s: float) -> None:
+        if credit_s > 0.0:
             if len(self._credits) >= _MOST_PREFIXES:
                 del self._credits[next(iter(self._credits))]
-            self._credits[prefix] = credit
+            self._credits[prefix] = credit_s
+
+
+def cheapest_without(costs: Sequence[float], overlaps: Mapping[int, int], most: int) -> int | None:
+    """Return the position of the lowest cost among the instances whose overlap is less than `most`; None if there is none."""
+    others = list(costs)
+    for position, blocks in overlaps.items():
+        if blocks == most:
+            others[position] = math.inf
+    least = min(others)
+    return others.index(least) if least < math.inf else None
