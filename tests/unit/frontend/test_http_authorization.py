@@ -123,6 +123,7 @@ def callers_of(file: Path) -> list[Caller]:
         Caller("an expired key", nothing, ("x-api-key", expired)),
         Caller("a login with a key for inference", INFER, ("authorization", f"Basic {login}")),
         Caller("a login that a browser adds", nothing, ("authorization", f"Basic {login}"), ("sec-fetch-site", "cross-site")),
+        Caller("a good key beside a proxy's login", INFER, ("x-api-key", infer), ("authorization", "Basic cHJveHk6c2VjcmV0")),
         Caller("a wrong bearer beside a good key", nothing, ("authorization", "Bearer wrong"), ("x-api-key", admin)),
         Caller("two credentials", nothing, ("authorization", f"Bearer {admin}"), ("authorization", "Bearer wrong")),
     ]

@@ -252,12 +252,13 @@ def _credential(headers: Mapping[str, str], *, takes_login: bool) -> str:
     scheme, _, rest = headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()
-    if takes_login and scheme.lower() == "basic":
+    key = headers.get("x-api-key", "").strip()
+    if takes_login and scheme.lower() == "basic" and not key:  # beside a key, a login may be that of a proxy in front
         try:
             return base64.b64decode(rest, validate=True).decode().partition(":")[2]
         except ValueError:  # no base64, or no text in it
             return ""
-    return headers.get("x-api-key", "").strip()
+    return key
 
 
 def _same(one: str, other: str) -> bool:
