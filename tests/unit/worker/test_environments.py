@@ -10,14 +10,16 @@ import sys
 import tarfile
 import threading
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelParameter
 from dynamo.worker.repository.content_cache import ContentCache
-from dynamo.worker.repository.environments import unpack
+from dynamo.worker.repository.environments import Environments, unpack
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
 
 TEXT = X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING')
@@ -155,6 +157,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
         ([member("../out")], "not a path inside"),
         ([member("/out")], "not a path inside"),
         ([member("a/../../out")], "not a path inside"),
+        ([member("a/b", tarfile.SYMTYPE, ".."), member("a/b/../x/y", tarfile.SYMTYPE, "..")], "not a path inside"),
         ([member("a", tarfile.SYMTYPE, "/etc")], "outside of it"),
         ([member("a", tarfile.SYMTYPE, "../out")], "outside of it"),
         ([member("a", tarfile.SYMTYPE, "."), member("b", tarfile.SYMTYPE, "a/..")], "outside of it"),
@@ -187,6 +190,24 @@ def test_an_archive_that_is_larger_than_allowed_or_cut_off_is_refused(tmp_path: 
     (tmp_path / "env.tar.gz").write_bytes(cut)
     with pytest.raises(InvalidRequest, match="the archive cannot be unpacked"):
         unpack(tmp_path / "env.tar.gz", tmp_path, 10**7)
+
+
+def test_an_archive_that_changes_while_it_is_unpacked_does_not_get_into_the_cache(tmp_path: Path) -> None:
+    archive = pack(make_environment(tmp_path / "made"), tmp_path / "env.tar.gz")
+
+    class ArchiveChanges(ContentCache):
+        @contextmanager
+        def open(self, digest: str, make: Callable[[Path], None]) -> Iterator[Path]:
+            (tmp_path / "made" / "bin" / "activate").write_text("export ACTIVATED=again\n")
+            pack(tmp_path / "made", archive)
+            with super().open(digest, make) as entry:
+                yield entry
+
+    config = ModelConfig(parameters={"EXECUTION_ENV_PATH": ModelParameter(string_value=str(archive))})
+    environments = Environments(ArchiveChanges(tmp_path / "cache", 2**30), 2**30)
+    with pytest.raises(InvalidRequest, match="changed while it was unpacked"), environments.open(config, tmp_path):
+        pass
+    assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def fill(folder: Path) -> None:

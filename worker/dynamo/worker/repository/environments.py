@@ -84,7 +84,13 @@ class Environments:
     @contextmanager
     def _unpacked(self, archive: Path) -> Iterator[Path]:
         digest = self._digest(archive)
-        with self._cache.open(f"environment-{digest}", lambda folder: unpack(archive, folder, self._max_bytes)) as root:
+
+        def make(folder: Path) -> None:
+            unpack(archive, folder, self._max_bytes)
+            if self._digest(archive) != digest:  # what was unpacked must not go by the digest of something else
+                raise InvalidRequest("the archive changed while it was unpacked: load the model again")
+
+        with self._cache.open(f"environment-{digest}", make) as root:
             yield root
 
     def _digest(self, archive: Path) -> str:
@@ -119,7 +125,7 @@ def _checked_name(member: tarfile.TarInfo, links: set[str]) -> str:
     """Return the path of a member, and add it to `links` if it is one. Raises InvalidRequest unless it stays in the archive.
 
     Nothing is written through a link, and links lead to no place outside: they go up at their beginning only, where `..` is what
-    it seems to be.
+    it seems to be. Names have no `..` at all.
     """
     name = _checked_path(member.name, links)
     if member.islnk():
@@ -139,7 +145,7 @@ def _checked_path(text: str, links: set[str]) -> str:
     name = posixpath.normpath(text)
     parts = name.split("/")
     above = {"/".join(parts[:end]) for end in range(1, len(parts) + 1)}
-    if name.startswith("/") or parts[0] == ".." or above & links:
+    if name.startswith("/") or ".." in text.split("/") or above & links:
         raise InvalidRequest(f"the archive's '{text[:200]}' is not a path inside of it")
     return name
 
