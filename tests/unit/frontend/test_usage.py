@@ -162,6 +162,7 @@ async def test_usage_is_read_by_days_key_and_model() -> None:
         assert status == 200
         assert len(msgspec.json.decode(body, type=UsageReport).usage) == rows
     assert days[1:] == [("2026-11-01", "2026-11-02"), ("2026-10-03", "2026-11-02")]
+    assert (await respond(operation, "to=0001-01-02"))[0] == 200
     for query, words in (
         ("from=yesterday", "'from' must be a date such as 2026-11-22, got 'yesterday'"),
         ("from=2026-11-02&to=2026-11-01", "'from' must be at most 365 days before 'to'"),

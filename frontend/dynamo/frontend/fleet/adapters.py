@@ -59,13 +59,16 @@ class Adapters:
         model = self._base_model(account, request.model)
         key = adapter_key(self._namespace, request.name)
         former, revision = await self._read(key)
-        if not request.in_place and (former is not None or self._directory.card(request.name) is not None):
+        card = self._directory.card(request.name)
+        if not request.in_place and (former is not None or card is not None):
             raise AlreadyExists(
                 f"The lora adapter '{request.name}' has already been loaded. If you want to load the adapter in place, set "
                 "'load_inplace' to True."
             )
         if former is not None and former.model != model:
             raise InvalidRequest(f"the adapter '{request.name}' belongs to model '{former.model}'", param="base_model_name")
+        if former is None and card is not None and not (card.name == model and self._is_static(request.name)):
+            raise AlreadyExists(f"the name '{request.name}' is taken by model '{card.name}'")
         adapter = DesiredAdapter(name=request.name, model=model, path=request.path)
         if not await self._etcd.replace(key, encode_adapter(adapter), mod_revision=revision):
             raise Unavailable(f"the adapter '{request.name}' is being changed by others at the same time; try again")

@@ -20,6 +20,7 @@ from dynamo.frontend.security.surfaces import Surface
 
 MAX_DAYS = 366
 _DEFAULT_DAYS = 30
+_FIRST_DAY = date.min + timedelta(days=_DEFAULT_DAYS)
 
 ReadUsage = Callable[[str, str], Awaitable[list[Row]]]
 """Returns what was used from one day to another one."""
@@ -37,7 +38,7 @@ def usage_operations(read: ReadUsage) -> list[Operation]:
     async def show_usage(exchange: Exchange) -> None:
         query = exchange.query
         last = _day(query.get("to"), "to") or datetime.now(UTC).date()
-        first = _day(query.get("from"), "from") or last - timedelta(days=_DEFAULT_DAYS)
+        first = _day(query.get("from"), "from") or max(last, _FIRST_DAY) - timedelta(days=_DEFAULT_DAYS)
         if not 0 <= (last - first).days < MAX_DAYS:
             raise InvalidRequest(f"'from' must be at most {MAX_DAYS - 1} days before 'to', got {first} and {last}", param="from")
         rows = await read(first.isoformat(), last.isoformat())
