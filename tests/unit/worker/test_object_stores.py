@@ -14,8 +14,10 @@ import fsspec
 import pytest
 
 from dynamo.common.background import running
+from dynamo.common.config import ConfigError, load
 from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound, Unavailable
 from dynamo.common.repository import ControlMode, LoadRequest
+from dynamo.worker.config import WorkerConfig
 from dynamo.worker.repository.content_cache import ContentCache
 from dynamo.worker.repository.control import RepositoryControl
 from dynamo.worker.repository.engine import RepositoryEngine
@@ -305,3 +307,16 @@ def test_a_file_of_credentials_that_does_not_help_is_an_error(
 def test_a_store_without_its_package_says_what_to_install() -> None:
     with pytest.raises(InvalidRequest, match=r"^s3:// URLs need another package: install dynamo-serving\[s3\]$"):
         open_store("s3://bucket/models")
+
+
+@pytest.mark.parametrize("url", ["ftp://user:secret@host/x", "s3://https://key:secret@host:9000/bucket/x"])
+def test_a_password_in_a_url_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="--model-repository holds a password") as refused:
+        load(WorkerConfig, ["--model-repository", url], {}, program="dynamo-worker")
+    assert "secret" not in str(refused.value)
+
+
+def test_a_container_of_an_account_is_no_password() -> None:
+    url = "abfs://container@account.dfs.core.windows.net/models"
+    config = load(WorkerConfig, ["--model-repository", url], {}, program="dynamo-worker")
+    assert config.repository.repositories == (url,)

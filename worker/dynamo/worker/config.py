@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +19,8 @@ from dynamo.common.repository import ControlMode
 from dynamo.worker.engine.remote.dialect import RemoteKind
 from dynamo.worker.repository.rate_limiter import ProvidedResource, RateLimit
 from dynamo.worker.triton_metrics import MetricsConfig
+
+_PASSWORD_IN_URL = re.compile(r"://[^/@]*:[^/@]*@")
 
 
 class EngineKind(StrEnum):
@@ -214,6 +217,8 @@ class RepositoryOptions:
             raise ValueError("--load-model needs --model-control-mode explicit")
         if self.rate_limit_resources and self.rate_limit is RateLimit.OFF:
             raise ValueError("--rate-limit-resource needs --rate-limit execution_count")
+        if any(_PASSWORD_IN_URL.search(each) for each in self.repositories):
+            raise ValueError("--model-repository holds a password, which logs would show: see docs/repository.md for credentials")
         self.provided_resources()
 
     def provided_resources(self) -> tuple[ProvidedResource, ...]:
