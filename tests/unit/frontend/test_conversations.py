@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from openai import AsyncOpenAI, NotFoundError
 from prometheus_client import CollectorRegistry
 
+from dynamo.common.background import running
 from dynamo.common.errors import InvalidRequest, NotFound, Overloaded, PayloadTooLarge
 from dynamo.common.messaging.records import Record
 from dynamo.frontend.api.openai.responses import storage as storage_module
 from dynamo.frontend.api.openai.responses.conversations import ConversationNotFound, Conversations
 from dynamo.frontend.api.openai.responses.events import ResponseObject
-from dynamo.frontend.api.openai.responses.storage import ItemIds, Storage
+from dynamo.frontend.api.openai.responses.storage import ItemIds, Storage, parse_items
 from dynamo.frontend.api.openai.responses.stored import StoredResponses, new_response_id
 from dynamo.frontend.metrics import FrontendMetrics
 from tests.support.fake_records import FakeRecords
@@ -219,6 +221,21 @@ async def test_an_unknown_conversation_is_not_found_before_anything_is_generated
             response = await s.edge.post(PATH, {"model": "talker", "input": "Hi", "conversation": unknown})
             assert response.status_code == 404
         assert not speaker.requests
+
+
+async def test_others_have_their_turns_while_a_large_conversation_is_parsed() -> None:
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    items = [{"id": str(number), "text": "x" * 10_000} for number in range(100)]
+    async with running(other(), "other work"):
+        assert await parse_items(msgspec.json.encode(items)) == items
+    assert turns > 10
 
 
 async def test_what_openai_refuses_of_conversations_is_refused() -> None:

@@ -104,7 +104,7 @@ class ConversationOperations:
         exchange.caller()
         id, item = exchange.parameters["id"], exchange.parameters["item"]
         with exchange.account.occupy():
-            conversation = await self._conversations.delete_item(exchange.account.name, id, item, exchange.hold)
+            conversation = await self._conversations.delete_item(exchange.account.name, id, item)
         await exchange.respond(encode(conversation))
 
     @property

@@ -5,6 +5,7 @@ A conversation is one record, which is written only as it was read; so of respon
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from dynamo.common.errors import NotFound, Overloaded
-from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded
+from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded, parse_items, split_items
 
 _ID = re.compile(r"conv_[0-9a-f]{32}")
 _ATTEMPTS = 10
@@ -44,8 +45,14 @@ class _Stored(Struct, frozen=True):
     """A JSON array, which is parsed only by those who look into it."""
 
 
+class _Identified(Struct, frozen=True):
+    """What is parsed of an item to find it."""
+
+    id: str | None = None
+
+
 _decoder = msgspec.json.Decoder(_Stored)
-_items_decoder = msgspec.json.Decoder(list[dict[str, Any]])
+_identified_decoder = msgspec.json.Decoder(_Identified)
 
 
 class Conversations:
@@ -79,7 +86,7 @@ class Conversations:
         with self._storage.counted("read_conversation"):
             stored, _ = await self._load(owner, id)
             hold(len(memoryview(stored.items)))
-            return _items_decoder.decode(stored.items)
+            return await parse_items(stored.items)
 
     async def add(self, owner: str, id: str, items: Sequence[Item]) -> None:
         """Add items at the end. Raises ConversationNotFound, PayloadTooLarge; Overloaded if others write all the time."""
@@ -95,13 +102,12 @@ class Conversations:
         if self._storage.quota.limit(owner) is not None:
             await self._storage.quota.check(owner, len(msgspec.json.encode(items)))
 
-    async def delete_item(self, owner: str, id: str, item_id: str, hold: Hold = lambda size_bytes: None) -> ConversationObject:
+    async def delete_item(self, owner: str, id: str, item_id: str) -> ConversationObject:
         """Delete an item. Raises ConversationNotFound; NotFound if there is no such item."""
 
         def change(stored: _Stored) -> _Stored:
-            hold(len(memoryview(stored.items)))
-            items = _items_decoder.decode(stored.items)
-            rest = [item for item in items if item.get("id") != item_id]
+            items = split_items(stored.items)
+            rest = [item for item in items if _identified_decoder.decode(item).id != item_id]
             if len(rest) == len(items):
                 raise NotFound(f"item '{item_id[:80]}' is not found in conversation '{id}'")
             return msgspec.structs.replace(stored, items=Raw(msgspec.json.encode(rest)))
@@ -129,6 +135,7 @@ class Conversations:
         with storage.counted(operation):
             for _ in range(_ATTEMPTS):
                 stored, revision = await self._load(owner, id)
+                await asyncio.sleep(0)  # both take a while if the conversation is large
                 changed = change(stored)
                 data = bounded(msgspec.json.encode(changed))
                 if await storage.records.put(storage.key(id), data, last=revision) is not None:

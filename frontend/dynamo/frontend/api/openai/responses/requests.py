@@ -226,7 +226,8 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
 
     def with_items(self, items: Sequence[Mapping[str, Any]]) -> ResponsesRequest:
         """Return the request with stored items, its own among them, as its input."""
-        return msgspec.structs.replace(self, input=msgspec.convert(list(items), list[InputItem]))
+        # One by one: a conversion holds the interpreter until it is done.
+        return msgspec.structs.replace(self, input=[msgspec.convert(item, InputItem) for item in items])
 
     def to_chat(self) -> ChatRequest:
         """Return the same request as a chat request. Raises InvalidRequest."""

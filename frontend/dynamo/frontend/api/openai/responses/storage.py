@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+import msgspec
 
 from dynamo.common.errors import DynamoError, PayloadTooLarge
 from dynamo.common.messaging.records import RecordStore
@@ -21,6 +24,11 @@ MAX_BYTES = 16 << 20
 Item = Mapping[str, Any]
 Hold = Callable[[int], None]
 """Counts bytes as held for a request. Raises Overloaded."""
+
+_BRIEF_BYTES = 64 * 1024
+"""Of items that are parsed before others have their turn."""
+_array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_item_decoder = msgspec.json.Decoder(dict[str, Any])
 
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,9}")
 
@@ -84,6 +92,25 @@ def bounded(data: bytes) -> bytes:
     if len(data) > MAX_BYTES:
         raise PayloadTooLarge(f"the conversation has {len(data)} bytes; responses are stored up to {MAX_BYTES}")
     return data
+
+
+def split_items(array: bytes | msgspec.Raw) -> list[msgspec.Raw]:
+    """Return the items of a JSON array, not parsed."""
+    return _array_decoder.decode(array)
+
+
+async def parse_items(array: bytes | msgspec.Raw) -> list[dict[str, Any]]:
+    """Return the items of a JSON array. What takes long is parsed piece by piece, so that the event loop goes on meanwhile."""
+    items: list[dict[str, Any]] = []
+    await asyncio.sleep(0)  # to find where items begin takes a while, too
+    unbroken_bytes = 0
+    for item in split_items(array):
+        if unbroken_bytes > _BRIEF_BYTES:
+            unbroken_bytes = 0
+            await asyncio.sleep(0)
+        items.append(_item_decoder.decode(item))
+        unbroken_bytes += len(memoryview(item))
+    return items
 
 
 class ItemIds:

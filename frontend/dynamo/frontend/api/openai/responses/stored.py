@@ -22,7 +22,7 @@ from dynamo.common.messaging.records import RecordStore
 from dynamo.frontend.api.openai.quota import StoredBytes
 from dynamo.frontend.api.openai.responses.conversations import Conversations
 from dynamo.frontend.api.openai.responses.events import ResponseObject
-from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded, response_of
+from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded, parse_items, response_of
 from dynamo.frontend.metrics import FrontendMetrics
 
 BEAT_S = 5.0
@@ -52,7 +52,6 @@ class _Stored(Struct, frozen=True):
 
 
 _decoder = msgspec.json.Decoder(_Stored)
-_items_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class StoredResponses:
@@ -156,7 +155,7 @@ class StoredResponses:
             if record is None:
                 raise ResponseNotFound(id)
             hold(len(record.value))
-            return _items_decoder.decode(record.value)
+            return await parse_items(record.value)
 
     async def history(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
         """Return all items up to the end of a response; `hold` as for `items`.

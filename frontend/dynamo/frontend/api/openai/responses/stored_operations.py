@@ -48,7 +48,7 @@ class StoredOperations:
 
     async def items(self, exchange: Exchange) -> None:
         with exchange.account.occupy():
-            items = await self._stored.items(exchange.account.name, exchange.parameters["id"])
+            items = await self._stored.items(exchange.account.name, exchange.parameters["id"], exchange.hold)
         await exchange.respond(encode(page_of_query(items, exchange.query)))
 
 
