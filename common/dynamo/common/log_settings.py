@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dynamo.common.logs import TextFormatter
+from dynamo.common.logs import AUDIT, TextFormatter
 
 ISO8601 = "ISO8601"
 FORMATS = ("default", ISO8601)
@@ -23,7 +23,10 @@ class LogSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def apply_log_settings(settings: LogSettings) -> None:
-    """Apply settings to the root logger. A level that is switched off is silent on all loggers."""
+    """Apply settings to the root logger. A level that is switched off is silent on all loggers but that of audit records.
+
+    Otherwise whoever may change settings could do so, and what comes next, without a trace.
+    """
     root = logging.getLogger()
     former = [own for handler in root.handlers for own in handler.filters if isinstance(own, _Levels)]
     levels = _Levels(settings.info, settings.warning, settings.error, former[0].quiet_level if former else root.level)
@@ -47,6 +50,8 @@ class _Levels:
     """Of the root logger without a verbose level. It lies here since several workers of a process apply the same settings."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.name == AUDIT:
+            return True
         if record.levelno >= logging.ERROR:
             return self.error
         return self.warning if record.levelno >= logging.WARNING else self.info

@@ -17,6 +17,8 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that the current task works on; set by each protocol edge and by the worker's serving loop."""
 trace_id: ContextVar[str] = ContextVar("trace_id", default="")
 
+AUDIT = "dynamo.audit"
+"""The logger of what administrators do."""
 _QUIET = ("asyncio", "grpc", "httpx", "nats", "huggingface_hub", "filelock")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 

@@ -43,6 +43,15 @@ def test_levels_are_switched_on_and_off(root: logging.Logger) -> None:
     assert written(LogSettings(verbose_level=1)) == ["DEBUG", "INFO", "WARNING", "ERROR"]
 
 
+def test_audit_records_are_written_whatever_clients_switch_off(root: logging.Logger) -> None:
+    stream = io.StringIO()
+    setup_logging(LogOptions(), stream)
+    apply_log_settings(LogSettings(info=False, warning=False, error=False))
+    logging.getLogger("dynamo.x").error("a failure")
+    logging.getLogger("dynamo.audit").info("a change")
+    assert stream.getvalue().splitlines()[0].endswith("a change")
+
+
 def test_a_verbose_level_ends_at_the_level_of_the_start_however_often_it_was_set(root: logging.Logger) -> None:
     setup_logging(LogOptions(level="warning"), io.StringIO())
     for settings in (LogSettings(verbose_level=1), LogSettings(verbose_level=2), LogSettings()):

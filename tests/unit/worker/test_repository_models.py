@@ -683,9 +683,9 @@ async def test_model_path_copies_from_an_object_store(tmp_path: Path) -> None:
             for path in ("memory://bucket/secret", "memory://bucket/models", "memory://bucket/models2/x"):
                 with pytest.raises(Forbidden):
                     await models.load_model(LoadRequest(model="six", path=path))
-            for path in ("memory://bucket/models/../secret", "memory://bucket/models/*", "memory://bucket/models//secret"):
-                with pytest.raises(InvalidRequest):
-                    await models.load_model(LoadRequest(model="six", path=path))
+            for name in ("../secret", "*", "/secret", "a\nINFO dynamo.audit: forged"):
+                with pytest.raises(InvalidRequest, match="parts that are not allowed"):
+                    await models.load_model(LoadRequest(model="six", path=f"memory://bucket/models/{name}"))
         async with opened(tmp_path / "repository", path_max_bytes=10, **settings) as models:
             with pytest.raises(PayloadTooLarge, match="allows 10"):
                 await models.load_model(LoadRequest(model="six", path="memory://bucket/models/six"))

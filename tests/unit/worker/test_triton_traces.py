@@ -111,6 +111,11 @@ def test_files_stay_below_their_bound(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "--trace-file-max-bytes" in caplog.text
 
 
+def test_small_files_count_as_what_they_take_of_the_disk(tmp_path: Path) -> None:
+    traced(tmp_path, settings(log_frequency=1), 100, max_bytes=5 * 4096)
+    assert len(files(tmp_path)) == 5
+
+
 def test_a_worker_without_a_file_says_so_and_traces_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     traces = TritonTraces(TraceOptions(), "1a")

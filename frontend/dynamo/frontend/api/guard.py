@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, Unauthenticated
+from dynamo.common.logs import AUDIT
 from dynamo.common.security.files import Watched
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount
@@ -44,7 +45,7 @@ _COUNTED_BY_MODEL = frozenset({Surface.INFERENCE})
 """Calls that may contain many requests, which the data plane counts."""
 
 _log = logging.getLogger(__name__)
-_audit = logging.getLogger("dynamo.audit")
+_audit = logging.getLogger(AUDIT)
 
 
 class Guard:

@@ -82,7 +82,7 @@ class ModelPaths:
         url = url.rstrip("/")
         rest = url.partition("://")[2]
         parts = rest.removeprefix("http://").removeprefix("https://").split("/")  # of a store that is not Amazon's
-        if any(part in ("", ".", "..") for part in parts) or any(character in url for character in "*?[]{}#%\\"):
+        if any(part in ("", ".", "..") for part in parts) or any(c < " " or c in "*?[]{}#%\\" for c in url):
             raise InvalidRequest(f"model_path {url[:200]!r} has parts that are not allowed")
         if "::" in url:
             raise InvalidRequest("model_path must not chain one store to another")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_BLOCK_BYTES = 4096
+"""What a file takes of the disk, at least."""
+
 
 class TraceFiles:
     """The trace files of one instance, which only it writes: their names hold its id. Not for several threads."""
@@ -23,7 +26,7 @@ class TraceFiles:
     def append(self, traces: str) -> None:
         """Add traces to the file that grows. Raises OSError."""
         if not self._size:
-            self._size = self._create(self.path, traces)
+            self._size = self._create(self.path, traces, least=0)
             return
         data = f",{traces}]".encode()
         self._take(len(data))
@@ -37,13 +40,13 @@ class TraceFiles:
 
     def write_numbered(self, traces: str) -> None:
         """Write traces to a new file. Raises OSError."""
-        self._create(self.path.with_name(f"{self.path.name}.{self._numbered}"), traces)
+        self._create(self.path.with_name(f"{self.path.name}.{self._numbered}"), traces, least=_BLOCK_BYTES)
         self._numbered += 1
 
-    def _create(self, path: Path, traces: str) -> int:
-        """Create a file, which has its name when it is complete. Return its size."""
+    def _create(self, path: Path, traces: str, *, least: int) -> int:
+        """Create a file, which has its name when it is complete and counts as `least` bytes or more. Return its size."""
         data = f"[{traces}]".encode()
-        self._take(len(data))
+        self._take(max(least, len(data)))
         unfinished = path.with_name(f".{path.name}")
         # Tensors may be confidential: the file is readable by this user only.
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
