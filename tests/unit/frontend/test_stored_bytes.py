@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -90,6 +91,37 @@ async def test_what_is_deleted_makes_room_at_once_where_it_is_deleted() -> None:
         await frontend.files.create("team", "f", "batch", b"x" * 600)
     await frontend.files.delete("team", file.id)
     await frontend.files.create("team", "f", "batch", b"x" * 600)
+
+
+class SlowRecords(FakeRecords):
+    """Lets others run before each read and write."""
+
+    async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+        await asyncio.sleep(0)
+        return await super().put(key, value, last=last)
+
+    async def values(self, pattern: str) -> dict[str, bytes]:
+        await asyncio.sleep(0)
+        return await super().values(pattern)
+
+
+async def test_uploads_at_the_same_time_count_together() -> None:
+    frontend = Frontend(SlowRecords(), SlowRecords(), [0.0])
+    uploads = (frontend.files.create("team", "f", "batch", b"x" * 900) for _ in range(5))
+    results = await asyncio.gather(*uploads, return_exceptions=True)
+    assert [type(result) for result in results].count(PayloadTooLarge) == 3
+    assert sum(file.bytes for file in await frontend.files.owned_by("team")) == 1800
+
+
+async def test_an_upload_that_fails_takes_no_room() -> None:
+    files = FakeRecords()
+    frontend = Frontend(files, FakeRecords(), [0.0])
+    await frontend.files.create("team", "f", "batch", b"x")
+    files.is_away = True
+    with pytest.raises(Unavailable):
+        await frontend.files.put("team", "file-" + "0" * 32, "out", "batch_output", b"x" * 1900)
+    files.is_away = False
+    await frontend.files.create("team", "f", "batch", b"x" * 1900)
 
 
 async def test_output_of_a_batch_is_kept_even_above_the_limit_and_counts() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from dynamo.common.errors import PayloadTooLarge
 
@@ -17,8 +21,10 @@ Count = Callable[[str], Awaitable[int]]
 
 @dataclass(slots=True)
 class _Count:
-    bytes: int
-    counted_at: float
+    bytes: int = 0
+    counted_at: float = -math.inf
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is counted."""
 
 
 class StoredBytes:
@@ -32,6 +38,8 @@ class StoredBytes:
         self._clock = clock
         self._places: list[Count] = []
         self._counts: dict[str, _Count] = {}
+        self._writing: Counter[str] = Counter()
+        """Bytes that are being written now, by key."""
 
     def count_by(self, count: Count) -> None:
         """Count one more place."""
@@ -42,12 +50,27 @@ class StoredBytes:
         limit = self.limit(owner)
         if limit is None:
             return
-        stored = await self._stored(owner)
+        stored = await self._stored(owner) + self._writing[owner]
         if stored + size_bytes > limit:
             raise PayloadTooLarge(
                 f"the API key '{owner}' has stored {stored} of its {limit} bytes of files, responses and conversations, and this "
                 f"takes {size_bytes}; delete some"
             )
+
+    @contextmanager
+    def writing(self, owner: str, size_bytes: int) -> Iterator[None]:
+        """Count what the body writes from its beginning, so that of several at the same time each sees the others.
+
+        Entered right after `check`, without an await between them. What fails does not count.
+        """
+        self._writing[owner] += size_bytes
+        try:
+            yield
+            self.add(owner, size_bytes)
+        finally:
+            self._writing[owner] -= size_bytes
+            if not self._writing[owner]:
+                del self._writing[owner]
 
     def add(self, owner: str, size_bytes: int) -> None:
         """So much more was stored here, or less if negative."""
@@ -55,8 +78,12 @@ class StoredBytes:
             count.bytes = max(0, count.bytes + size_bytes)
 
     async def _stored(self, owner: str) -> int:
-        count = self._counts.get(owner)
-        if count is None or self._clock() - count.counted_at >= COUNTED_S:
-            stored = [await place(owner) for place in self._places]
-            count = self._counts[owner] = _Count(sum(stored), self._clock())
+        count = self._counts.setdefault(owner, _Count())
+        async with count.lock:
+            if self._clock() - count.counted_at >= COUNTED_S:
+                before = count.bytes
+                stored = sum([await place(owner) for place in self._places])
+                # What was added meanwhile may or may not be in it: rather twice than not at all.
+                count.bytes = max(0, stored + count.bytes - before)
+                count.counted_at = self._clock()
         return count.bytes

@@ -72,9 +72,9 @@ class Files:
     async def put(self, owner: str, id: str, filename: str, purpose: str, content: bytes) -> FileObject:
         """Make a file of any size, whatever the key has stored, or replace the one that has the `id`."""
         file = FileObject(id=id, bytes=len(content), created_at=int(self._clock()), filename=filename, purpose=purpose)
-        await self._records().put(self._content_key(owner, file.id), content)
-        await self._records().put(self._key(owner, file.id), msgspec.json.encode(file))
-        self._quota.add(owner, len(content))
+        with self._quota.writing(owner, len(content)):
+            await self._records().put(self._content_key(owner, file.id), content)
+            await self._records().put(self._key(owner, file.id), msgspec.json.encode(file))
         return file
 
     async def read(self, owner: str, id: str) -> FileObject:
