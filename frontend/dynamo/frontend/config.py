@@ -439,6 +439,12 @@ class TextOptions:
         env=("DYN_TRUST_REQUEST_CHAT_TEMPLATE",),
         help="Take the chat templates that requests bring. They run in a sandbox with a bounded number of steps.",
     )
+    return_tokens_as_token_ids: bool = option(
+        False,
+        flags=("--return-tokens-as-token-ids",),
+        env=("DYN_RETURN_TOKENS_AS_TOKEN_IDS",),
+        help="Show tokens as `token_id:17` in log probabilities, unless a request says otherwise.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,18 +179,23 @@ async def test_the_usage_so_far_is_in_every_chunk_on_request(path: str, body: di
     assert {usage["total_tokens"] - usage["completion_tokens"] for usage in usages} == {len(RENDERED if path == CHAT else "Once")}
 
 
-async def test_tokens_are_shown_by_their_ids_on_request() -> None:
-    settings = {"return_tokens_as_token_ids": True}
-    [e, accent] = tokens_of("é")
-    async with open_http_edge(respond=Speaker(("é",), logprobs=lambda index: -0.5)) as edge:
+@pytest.mark.parametrize(
+    ("wanted", "by_default", "shows_ids"), [(True, False, True), (None, True, True), (False, True, False), (None, False, False)]
+)
+async def test_tokens_are_shown_by_their_ids_on_request_or_by_default(
+    wanted: bool | None, by_default: bool, shows_ids: bool
+) -> None:
+    settings = {"return_tokens_as_token_ids": wanted}
+    text = TextOptions(return_tokens_as_token_ids=by_default)
+    tokens = tokens_of("é")
+    async with open_http_edge(respond=Speaker(("é",), logprobs=lambda index: -0.5), text=text) as edge:
         chat = (await edge.post(CHAT, HELLO | settings | {"logprobs": True, "top_logprobs": 1})).json()
         plain = (await edge.post(COMPLETIONS, PROMPT | settings | {"logprobs": 1})).json()
     content = chat["choices"][0]["logprobs"]["content"]
-    assert [(token["token"], token["bytes"]) for token in content] == [
-        (f"token_id:{e}", ["é".encode()[0]]),
-        (f"token_id:{accent}", ["é".encode()[1]]),
-    ]
-    assert plain["choices"][0]["logprobs"]["tokens"] == [f"token_id:{e}", f"token_id:{accent}"]
+    assert [token["bytes"] for token in content] == [[byte] for byte in "é".encode()]
+    ids = [f"token_id:{token}" for token in tokens]
+    assert ([token["token"] for token in content] == ids) == shows_ids
+    assert (plain["choices"][0]["logprobs"]["tokens"] == ids) == shows_ids
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO | {"logprobs": True}), (COMPLETIONS, PROMPT | {"logprobs": 0})])

@@ -37,6 +37,7 @@ def protocol_operations(
                 offload=offload,
                 background=background,
                 trusts_templates=text.trust_request_chat_template,
+                tokens_as_ids=text.return_tokens_as_token_ids,
             )
         ),
         *anthropic_operations(MessagesEdge(readiness=readiness, limits=limits, parsers=parsers, offload=offload)),

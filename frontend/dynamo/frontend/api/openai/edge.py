@@ -48,6 +48,8 @@ class Edge:
     """None: responses are not stored."""
     trusts_templates: bool = False
     """Whether requests may bring a chat template."""
+    tokens_as_ids: bool = False
+    """Log probabilities show the ids of tokens, unless a request says otherwise."""
     clock: Callable[[], float] = time.time
     """Unix time, seconds."""
 
@@ -61,7 +63,7 @@ class Edge:
         return None if self.background is None else self.background.stored
 
     def completed(self, request: R, account: Account) -> R:
-        """Return `request` with its model named and with defaults of the request template. Raises InvalidRequest."""
+        """Return `request` with its model named, and with the defaults of the operator. Raises InvalidRequest."""
         template = self.template
         changes: dict[str, Any] = {}
         if not request.model:
@@ -71,6 +73,8 @@ class Edge:
         has_max_tokens = request.max_tokens is not None or (
             isinstance(request, ChatRequest) and request.max_completion_tokens is not None
         )
+        if self.tokens_as_ids and request.return_tokens_as_token_ids is None:
+            changes["return_tokens_as_token_ids"] = True
         if not has_max_tokens and template.max_completion_tokens is not None:
             changes["max_tokens"] = template.max_completion_tokens
         return msgspec.structs.replace(request, **changes) if changes else request
