@@ -6,10 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, NotFoundError
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import EngineError, Unavailable
+from dynamo.common.messaging.records import Record
 from dynamo.frontend.api.openai.responses.event_log import EventLog
 from dynamo.frontend.api.openai.responses.stored import LOST_S, StoredResponses, new_response_id
 from dynamo.frontend.metrics import FrontendMetrics
@@ -74,6 +75,25 @@ async def test_a_client_that_leaves_does_not_end_the_response() -> None:
         Speaker()(held[0])
         (id,) = {key.split(".")[1] for key in s.records.records}
         assert await _types(client, id) == KINDS
+
+
+async def test_who_follows_a_response_does_not_notice_that_jetstream_is_away_for_a_while() -> None:
+    class Failing(FakeRecords):
+        failures = 0
+
+        async def get(self, key: str) -> Record | None:
+            self.failures += self.is_away
+            return await super().get(key)
+
+    held: list[FakeStream] = []
+    async with storing(held.append, records=(records := Failing())) as s, client_of(s) as client:
+        reading = asyncio.create_task(_types_of_new(client))
+        await until(lambda: bool(held))
+        records.is_away = True
+        await until(lambda: records.failures >= 2)
+        records.is_away = False
+        Speaker()(held[0])
+        assert await reading == KINDS
 
 
 @pytest.mark.parametrize("end", ["fails", "cancelled", "frontend dies"])
@@ -147,6 +167,29 @@ async def test_deleting_a_response_deletes_its_events() -> None:
         assert gone.status_code == 404
 
 
+async def test_events_that_are_written_after_their_response_was_deleted_do_not_stay() -> None:
+    """The frontend that generates learns of the deletion when it writes the response again."""
+
+    class Counting(FakeRecords):
+        chunks = 0
+
+        async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+            self.chunks += ".events." in key
+            return await super().put(key, value, last=last)
+
+    held: list[FakeStream] = []
+    async with storing(held.append, records=(records := Counting())) as s, client_of(s) as client:
+        reading = asyncio.create_task(_types_of_new(client))
+        await until(lambda: bool(held))
+        (id,) = {key.split(".")[1] for key in records.records}
+        await client.responses.delete(id)
+        before = records.chunks
+        Speaker()(held[0])
+        await until(lambda: records.chunks > before and not records.records)
+        with pytest.raises(NotFoundError):
+            await reading
+
+
 async def test_the_number_of_an_event_is_checked() -> None:
     async with storing(Speaker()) as s:
         id = (await s.create())["id"]
@@ -157,3 +200,8 @@ async def test_the_number_of_an_event_is_checked() -> None:
 
 async def _types(client: AsyncOpenAI, id: str) -> list[str]:
     return [event.type async for event in await client.responses.retrieve(id, stream=True)]
+
+
+async def _types_of_new(client: AsyncOpenAI) -> list[str]:
+    created = await client.responses.create(model="talker", input="Hi", background=True, stream=True)
+    return [event.type async for event in created]

@@ -61,17 +61,18 @@ class BackgroundResponses:
 
     async def _run(self, owner: str, response: ResponseObject, revision: int, generate: Generate) -> None:
         work = awaited(self._outcome(response, generate))
+        written: int | None = revision
         try:
-            while not (await asyncio.wait([work], timeout=self._beat_s))[0]:
-                written = await self._write(owner, response, revision)
-                if written is None:
-                    log.info("response %s was cancelled or deleted", response.id)
-                    return
-                revision = written
-            await self._write(owner, work.result(), revision)
+            while written is not None and not (await asyncio.wait([work], timeout=self._beat_s))[0]:
+                written = await self._write(owner, response, written)
+            if written is not None:
+                written = await self._write(owner, work.result(), written)
         finally:
             work.cancel()
             await asyncio.wait([work])  # it tells the worker
+        if written is None:
+            log.info("response %s was cancelled or deleted, or could not be stored", response.id)
+            await self.stored.discard_events_of_deleted(response.id)
 
     async def _write(self, owner: str, response: ResponseObject, revision: int) -> int | None:
         """Write a response unless it has been ended meanwhile; return its revision, or None if it has.

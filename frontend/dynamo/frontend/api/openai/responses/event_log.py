@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
 
 from dynamo.common.background import running
 from dynamo.common.errors import Unavailable
 from dynamo.frontend.api.openai.responses.events import event
-from dynamo.frontend.api.openai.responses.stored import RUNNING, StoredResponses
+from dynamo.frontend.api.openai.responses.stored import LOST_S, RUNNING, StoredResponses
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PERIOD_S = 0.1
 """Between two chunks, and between two looks for the next one."""
@@ -70,7 +74,7 @@ async def follow(stored: StoredResponses, owner: str, id: str, first: int) -> As
     await stored.current(owner, id)
     at = max((number for number in await stored.chunks_of_events(id) if number <= first), default=0) if first else 0
     while True:
-        chunk = await stored.events(id, at)
+        chunk = await _patiently(partial(stored.events, id, at))
         if chunk is not None:
             events = chunk.split(_END)[:-1]
             shown = events[max(0, first - at) :]
@@ -78,10 +82,23 @@ async def follow(stored: StoredResponses, owner: str, id: str, first: int) -> As
             if shown:
                 yield _END.join(shown) + _END
             continue
-        response = await stored.current(owner, id)
+        response = await _patiently(partial(stored.current, owner, id))
         if response["status"] in RUNNING:
             await asyncio.sleep(PERIOD_S)
-        elif await stored.events(id, at) is None:  # none came between the two looks
+        elif await _patiently(partial(stored.events, id, at)) is None:  # none came between the two looks
             if first <= at:
                 yield event(f"response.{response['status']}", at, response=response)
             return
+
+
+async def _patiently(read: Callable[[], Awaitable[T]]) -> T:
+    """Return what `read` returns. While JetStream is away, wait as long for it as for a frontend that is silent."""
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + LOST_S
+    while True:
+        try:
+            return await read()
+        except Unavailable:
+            if clock() >= give_up_at:
+                raise
+        await asyncio.sleep(PERIOD_S)

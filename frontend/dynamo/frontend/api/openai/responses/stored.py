@@ -144,6 +144,11 @@ class StoredResponses:
         keys = await self._storage.records.keys(self._storage.key(f"{id}.events.*"))
         return [int(key.rpartition(".")[2]) for key in keys]
 
+    async def discard_events_of_deleted(self, id: str) -> None:
+        """Delete the events of a response if it has been deleted: what its frontend wrote until it learned of that."""
+        if await self._storage.records.get(self._storage.key(id)) is None:
+            await self._delete_events(id)
+
     async def items(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
         """Return what a response responded to, from the beginning of the conversation. Raises ResponseNotFound.
 
@@ -209,8 +214,7 @@ class StoredResponses:
             await self._storage.records.delete(self._items_key(id))
             for of_it in (id, f"{id}-items"):
                 await self._storage.deleted(owner, of_it)
-            for first in await self.chunks_of_events(id):
-                await self._storage.records.delete(self._events_key(id, first))
+            await self._delete_events(id)
 
     async def cancel(self, owner: str, id: str) -> dict[str, Any]:
         """End a response in the background, and return it as it is then. Raises ResponseNotFound, InvalidRequest."""
@@ -227,6 +231,10 @@ class StoredResponses:
                 if await self._storage.records.put(self._storage.key(id), data, last=revision) is not None:
                     return response
             raise InvalidRequest(f"response '{id}' changes too fast to be cancelled; try again")
+
+    async def _delete_events(self, id: str) -> None:
+        for first in await self.chunks_of_events(id):
+            await self._storage.records.delete(self._events_key(id, first))
 
     async def _load(self, owner: str, id: str) -> tuple[_Stored, int]:
         record = await self._storage.records.get(self._storage.key(id)) if _ID.fullmatch(id) else None
