@@ -124,21 +124,41 @@ async def test_items_of_stored_responses_are_referred_to() -> None:
             assert error["message"] == "an 'item_reference' needs 'id'"
 
 
+async def test_an_item_that_is_there_already_is_added_under_an_id_of_its_own() -> None:
+    """Else lists, which are paged by ids, would never end."""
+    speaker = Speaker()
+    async with storing(speaker) as s, client_of(s) as client:
+        conversation = (await client.conversations.create()).id
+        first = await s.create(conversation=conversation, input=[{"id": "a", "role": "user", "content": "Hi"}] * 2)
+        said = first["output"][0]
+        again = [said, {"type": "item_reference", "id": said["id"]}, {"type": "item_reference", "id": "a"}]
+        for _ in range(2):
+            await s.create(conversation=conversation, input=again)
+        ids = [item.id async for item in client.conversations.items.list(conversation, limit=1)]
+        assert len(ids) == len(set(ids)) == 3 + 2 * 4
+        assert {"a", said["id"]} < set(ids)
+        last = await s.create(previous_response_id=first["id"], input=[said])
+        assert speaker.prompt.count("<assistant>Hello you\n") == 2
+        ids = [item.id async for item in client.responses.input_items.list(last["id"], limit=1)]
+        assert len(ids) == len(set(ids)) == 4
+
+
 async def test_a_request_refers_to_a_bounded_number_of_responses() -> None:
     store: Any = FakeRecords()
     stored = StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry()))
     references = []
     for _ in range(65):
         id = new_response_id()
-        item = {"id": ItemIds(id, output=False).new("msg")}
+        item = {"id": ItemIds(id, output=False).new("message"), "type": "message"}
         response = ResponseObject(id=id, created_at=1, model="m", reasoning={}, text={}, status="completed")
         await stored.save("", response, [item])
         references.append(item | {"type": "item_reference"})
-    assert len(await stored.resolved("", references[:64], [])) == 64
+    ids = ItemIds(new_response_id(), output=False)
+    assert len(await stored.resolved("", references[:64], [], ids)) == 64
     with pytest.raises(InvalidRequest, match="64 responses"):
-        await stored.resolved("", references, [])
+        await stored.resolved("", references, [], ids)
     with pytest.raises(NotFound):
-        await stored.resolved("another key", references[:1], [])
+        await stored.resolved("another key", references[:1], [], ids)
 
 
 async def test_only_the_key_that_made_a_conversation_has_it() -> None:

@@ -14,7 +14,8 @@ _DEFAULT_ITEMS = 20
 def page(items: Sequence[Mapping[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
     """Return the items that follow the one with the id `after`, as a list of OpenAI's. Raises InvalidRequest."""
     if after is not None:
-        position = next((index for index, item in enumerate(items) if item.get("id") == after), None)
+        # The last one, in case that ids repeat: pages must come to an end.
+        position = max((index for index, item in enumerate(items) if item.get("id") == after), default=None)
         if position is None:
             raise InvalidRequest(f"'after' is {after[:80]!r}, which is none of the items", param="after")
         items = items[position + 1 :]

@@ -122,4 +122,4 @@ class ConversationOperations:
             raise Unsupported("this server does not store conversations")
         ids = ItemIds(new_response_id(), output=False)
         new = await self._edge.offload.run_if(exchange.has_large_body, conversation_items, items, ids)
-        return await self._edge.stored.resolved(exchange.account.name, new, history, exchange.hold)
+        return await self._edge.stored.resolved(exchange.account.name, new, history, ids, exchange.hold)

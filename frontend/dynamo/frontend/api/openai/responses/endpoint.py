@@ -147,7 +147,8 @@ class Responses:
         is_stored = await stored.may_store(owner, True if request.background else request.store)
         if not (is_stored or reads):
             return request, None, []
-        new: list[Item] = [*await edge.offload.run_if(exchange.has_large_body, request.items, ItemIds(id, output=False))]
+        ids = ItemIds(id, output=False)
+        new: list[Item] = [*await edge.offload.run_if(exchange.has_large_body, request.items, ids)]
         if not reads:
             return request, new, new
         with exchange.account.occupy():  # what is read may be far larger than the request, which is not admitted yet
@@ -156,7 +157,7 @@ class Responses:
                 history = await stored.history(owner, request.previous_response_id, exchange.hold)
             elif request.conversation_id is not None:
                 history = await stored.conversations.items(owner, request.conversation_id, exchange.hold)
-            new = await stored.resolved(owner, new, history, exchange.hold)
+            new = await stored.resolved(owner, new, history, ids, exchange.hold)
         items: list[Item] = [*history, *new]
         return await edge.offload.run(request.with_items, items), items if is_stored else None, new
 

@@ -141,7 +141,7 @@ class ResponseWriter:
     def _open_text(self, kind: str, part: Content | Reasoning) -> None:
         self._close("completed")
         is_message = isinstance(part, Content)
-        item: dict[str, Any] = {"id": self._ids.new("msg" if is_message else "rs"), "type": kind, "status": "in_progress"}
+        item: dict[str, Any] = {"id": self._ids.new(kind), "type": kind, "status": "in_progress"}
         item |= {"role": "assistant", "content": []} if is_message else {"summary": [], "content": []}
         self._begin(item, "response.output_text.delta" if is_message else "response.reasoning_text.delta", content_index=0)
         self._emit(
@@ -155,7 +155,7 @@ class ResponseWriter:
     def _open_call(self, name: str) -> None:
         self._close("completed")
         item = {
-            "id": self._ids.new("fc"),
+            "id": self._ids.new("function_call"),
             "type": "function_call",
             "status": "in_progress",
             "call_id": new_tool_call_id(),

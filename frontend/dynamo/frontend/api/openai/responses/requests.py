@@ -46,9 +46,6 @@ _INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
 """Clients that store nothing send the second one; there is no such content."""
 
 
-_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-
-
 class InputPart(Struct, kw_only=True, frozen=True):
     type: Literal["input_text", "output_text", "text", "refusal", "input_image", "input_audio", "reasoning_text", "summary_text"]
     text: str | None = None
@@ -275,16 +272,23 @@ def conversation_items(items: Sequence[InputItem], ids: ItemIds) -> list[dict[st
 
 
 def _items_to_store(items: Sequence[InputItem], ids: ItemIds, where: str) -> list[dict[str, Any]]:
-    """Return items with ids, in the form in which they are stored. Raises InvalidRequest."""
+    """Return items with ids, in the form in which they are stored. Raises InvalidRequest.
+
+    An id that an earlier item has is replaced, since lists are paged by ids.
+    """
     stored = []
+    taken: set[str] = set()
     for index, item in enumerate(items):
-        if item.type == "item_reference" and not item.id:
+        is_reference = item.type == "item_reference"
+        if is_reference and not item.id:
             raise InvalidRequest("an 'item_reference' needs 'id'", param=f"{where}[{index}]")
         fields = _without_nulls(msgspec.to_builtins(item))
         fields.pop("id", None)
         if item.type == "message" and isinstance(item.content, str):
             fields["content"] = [{"type": "output_text" if item.role == "assistant" else "input_text", "text": item.content}]
-        stored.append({"id": item.id or ids.new(_ID_PREFIXES[item.type]), **fields})
+        id = item.id if item.id and (is_reference or item.id not in taken) else ids.new(item.type)
+        taken.add(id)
+        stored.append({"id": id, **fields})
     return stored
 
 

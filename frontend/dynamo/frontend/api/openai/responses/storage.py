@@ -30,6 +30,7 @@ _BRIEF_BYTES = 64 * 1024
 _array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _item_decoder = msgspec.json.Decoder(dict[str, Any])
 
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,9}")
 
 
@@ -120,9 +121,9 @@ class ItemIds:
         self._end = f"{response_id.partition('_')[2]}{'o' if output else 'i'}"
         self._count = 0
 
-    def new(self, prefix: str) -> str:
+    def new(self, item_type: str) -> str:
         self._count += 1
-        return f"{prefix}_{self._end}{self._count - 1}"
+        return f"{_ID_PREFIXES[item_type]}_{self._end}{self._count - 1}"
 
 
 def response_of(item_id: str) -> str | None:

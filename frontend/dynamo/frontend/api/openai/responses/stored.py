@@ -22,7 +22,7 @@ from dynamo.common.messaging.records import RecordStore
 from dynamo.frontend.api.openai.quota import StoredBytes
 from dynamo.frontend.api.openai.responses.conversations import Conversations
 from dynamo.frontend.api.openai.responses.events import ResponseObject
-from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded, parse_items, response_of
+from dynamo.frontend.api.openai.responses.storage import Hold, Item, ItemIds, Storage, bounded, parse_items, response_of
 from dynamo.frontend.metrics import FrontendMetrics
 
 BEAT_S = 5.0
@@ -174,18 +174,25 @@ class StoredResponses:
         return [*await self.items(owner, id, hold), *output]
 
     async def resolved(
-        self, owner: str, items: Sequence[Item], history: Sequence[Item], hold: Hold = lambda size_bytes: None
+        self, owner: str, items: Sequence[Item], history: Sequence[Item], ids: ItemIds, hold: Hold = lambda size_bytes: None
     ) -> list[Item]:
         """Return items with each reference replaced by the item that it names, in `history` or in a stored response.
 
-        Raises NotFound, and InvalidRequest for references to too many responses; `hold` as for `items`.
+        Those that are there already become copies with ids of their own, since lists are paged by ids. Raises NotFound, and
+        InvalidRequest for references to too many responses; `hold` as for `items`.
         """
         named: dict[Any, Item] = {item.get("id"): item for item in history}
+        taken = set(named)
         looked_into: set[str] = set()
         resolved: list[Item] = []
+
+        def add(item: Item) -> None:
+            resolved.append({**item, "id": ids.new(item["type"])} if item["id"] in taken else item)
+            taken.add(item["id"])
+
         for item in items:
             if item["type"] != "item_reference":
-                resolved.append(item)
+                add(item)
                 continue
             response_id = response_of(item["id"])
             if item["id"] not in named and response_id is not None and response_id not in looked_into:
@@ -196,7 +203,7 @@ class StoredResponses:
                     named.setdefault(stored.get("id"), stored)
             if item["id"] not in named:
                 raise NotFound(f"item '{item['id'][:80]}' is not found; items are kept as long as their response is stored")
-            resolved.append(named[item["id"]])
+            add(named[item["id"]])
         return resolved
 
     async def _all_items(self, owner: str, id: str, hold: Hold) -> list[dict[str, Any]]:
