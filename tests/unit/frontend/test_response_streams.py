@@ -55,6 +55,18 @@ async def test_a_streamed_response_in_the_background_is_followed_to_its_end_and_
         assert [event async for event in await client.responses.retrieve(final.response.id, stream=True)] == events
 
 
+async def test_a_response_in_the_background_is_announced_before_there_is_anything_of_it() -> None:
+    held: list[FakeStream] = []
+    async with storing(held.append) as s, client_of(s) as client:
+        stream = await client.responses.create(model="talker", input="Hi", background=True, stream=True)
+        created: Any = await anext(stream)
+        assert (created.type, created.sequence_number, created.response.status) == ("response.created", 0, "queued")
+        assert (await s.read(created.response.id))["status"] == "queued"
+        await until(lambda: bool(held))
+        Speaker()(held[0])
+        assert [event.type async for event in stream] == KINDS[1:]
+
+
 async def test_who_reads_before_the_end_gets_what_comes() -> None:
     held: list[FakeStream] = []
     async with storing(held.append) as s, client_of(s) as client:

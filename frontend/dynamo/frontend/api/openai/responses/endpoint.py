@@ -177,6 +177,8 @@ class Responses:
         events = EventLog(edge.background.stored, work.id)
 
         async def generate() -> ResponseObject:
+            if work.request.stream:
+                await events.create(queued)
             session, user, name = session_of(chat), chat.user, chat.model_name
             response = await serve_by_name(edge.plane, detached, name, attempt, lambda: events.begun, session=session, user=user)
             await self._add_to_conversation(work, response)
@@ -270,7 +272,7 @@ class _Feeder:
         self, response: ResponseObject, request: ResponsesRequest, parser: OutputParser | None, texts: TokenTexts | None
     ) -> None:
         """`texts` is for log probabilities; None: there are none."""
-        self.writer = ResponseWriter(response, stream=bool(request.stream))
+        self.writer = ResponseWriter(response, stream=bool(request.stream), is_created=bool(request.background))
         self._parser = parser
         self._texts = texts
         self._alternatives = request.top_logprobs or 0

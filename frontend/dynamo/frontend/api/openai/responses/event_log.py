@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from dynamo.common.background import running
 from dynamo.common.errors import Unavailable
-from dynamo.frontend.api.openai.responses.events import event
+from dynamo.frontend.api.openai.responses.events import ResponseObject, event
 from dynamo.frontend.api.openai.responses.stored import LOST_S, RUNNING, StoredResponses
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,11 @@ class EventLog:
         """What is being written: the same bytes again after a failure, which may have been that of the confirmation only."""
         self._written = 0
         """Events in chunks that were written."""
+
+    async def create(self, response: ResponseObject) -> None:
+        """Write the first event at once, so that who follows the response has its id while it waits for an instance."""
+        self._waiting.append(event("response.created", 0, response=response))
+        await self._write()
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:

@@ -65,7 +65,8 @@ def usage_of(summary: Summary, reasoning_tokens: int) -> dict[str, Any]:
 class ResponseWriter:
     """Turns parts into output items and, for streams, into events, which `take` returns."""
 
-    def __init__(self, response: ResponseObject, *, stream: bool) -> None:
+    def __init__(self, response: ResponseObject, *, stream: bool, is_created: bool = False) -> None:
+        """`is_created`: the stream has its first event, `response.created`, already."""
         self.reasoning = ReasoningTokenCounter()
         self._response = response
         self._ids = ItemIds(response.id, output=True)
@@ -81,8 +82,11 @@ class ResponseWriter:
         self._delta = b""
         """The beginning of a delta event, up to its text."""
         self._call = -1
-        for kind in ("response.created", "response.in_progress"):
-            self._emit(kind, response=response)
+        if is_created:
+            self._sequence = 1
+        else:
+            self._emit("response.created", response=response)
+        self._emit("response.in_progress", response=response)
 
     def take(self) -> bytes:
         """Return the events since the last call."""
