@@ -18,6 +18,7 @@ from dynamo.common.errors import (
     EngineError,
     InstanceGone,
     InvalidRequest,
+    Overloaded,
     ShuttingDown,
     Unavailable,
 )
@@ -48,6 +49,7 @@ from tests.support.fakes import (
     FakeDirectory,
     FakeLink,
     FakeStream,
+    FakeText,
     FakeTexts,
     LoadText,
     RecordingRouter,
@@ -191,6 +193,36 @@ async def test_the_worker_gets_the_tokens_under_the_models_own_name() -> None:
         assert f.router.requests[1].adapter == "law"
         assert f.router.requests[1].prompt == sent[1].prompt
         assert f.router.requests[1].expected_output_tokens == 8
+
+
+def image(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+class FetchingText(FakeText):
+    """Its only medium is 100 characters long when it is fetched."""
+
+    async def to_generate(self, request: TextRequest) -> GenerateRequest:
+        return msgspec.structs.replace(await super().to_generate(request), media=(image("data:," + "x" * 94),))
+
+
+async def test_media_that_were_fetched_count_as_bytes_of_the_request() -> None:
+    held: list[int] = []
+
+    def full(size_bytes: int) -> None:
+        raise Overloaded("the server holds enough")
+
+    async def load(card: ModelCard) -> TextModel:
+        return FetchingText()
+
+    request = text_request(media=(image("http://h/1"),))
+    async with front(TokenEngine([], gone), load=load) as f:
+        async with f.plane.generate(request, msgspec.structs.replace(CALL, hold=held.append)):
+            assert held == [90]
+        with pytest.raises(Overloaded):
+            async with f.plane.generate(request, msgspec.structs.replace(CALL, hold=full)):
+                pass
+        assert not f.client.streams
 
 
 async def test_a_stop_string_cancels_the_engine_at_once() -> None:

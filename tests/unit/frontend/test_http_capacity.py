@@ -15,6 +15,7 @@ import pytest
 
 from dynamo.common.generation import FinishReason
 from dynamo.common.http_connection import HttpLimits
+from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.http.server import limits_of
 from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.protos import inference_pb2 as pb
@@ -42,6 +43,15 @@ async def test_requests_beyond_the_capacity_are_503_until_others_end() -> None:
         edge.client.respond = Speaker()
         assert (await edge.post(COMPLETIONS, PROMPT)).status_code == 200
         await until_free(edge.capacity)
+
+
+def test_a_request_that_goes_on_in_the_background_occupies_nothing() -> None:
+    capacity = Capacity()
+    occupied = capacity.enter()
+    occupied.hold(5)
+    occupied.leave()
+    occupied.hold(7)
+    assert (capacity.requests, capacity.buffered_bytes) == (0, 0)
 
 
 async def test_bodies_beyond_the_capacity_are_503_and_every_end_of_a_request_gives_its_bytes_back() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -15,7 +15,7 @@ from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.overrides import LIMITS, read_overrides
 from dynamo.frontend.security.accounts import Account
-from dynamo.frontend.serving.call import Call, Progress
+from dynamo.frontend.serving.call import Call, Progress, hold_nothing
 
 MAX_ID_CHARS = 128
 EXPLAIN = "x-dynamo-explain"
@@ -51,6 +51,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """Collects why instances are chosen; None if the caller does not want to know."""
     shadows: tuple[str, ...] = ()
     """Models that get a copy of the request, by the rule for its model's name."""
+    hold: Callable[[int], None] = hold_nothing
+    """Counts bytes that are kept for these requests until the end of the call."""
     grpc_errors: bool = False
     """On a stream: the first failure ends it with a status, instead of going in-band."""
 
@@ -139,6 +141,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             shadows=self.shadows,
             endpoint=endpoint,
             request_type=request_type,
+            hold=self.hold,
         )
 
 

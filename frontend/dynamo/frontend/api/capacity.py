@@ -43,18 +43,25 @@ class Capacity:
 class Occupancy:
     """What one request occupies of a capacity."""
 
-    __slots__ = ("_capacity", "held_bytes")
+    __slots__ = ("_capacity", "_has_left", "held_bytes")
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
+        self._has_left = False
         self.held_bytes = 0
 
     def hold(self, size_bytes: int) -> None:
-        """Count bytes that are kept for the request until its end. Raises Overloaded."""
+        """Count bytes that are kept for the request until its end. Raises Overloaded.
+
+        What goes on in the background after that is not counted.
+        """
+        if self._has_left:
+            return
         self._capacity.hold(size_bytes)
         self.held_bytes += size_bytes
 
     def leave(self) -> None:
         """Count the request and its bytes no longer."""
+        self._has_left = True
         self._capacity.requests -= 1
         self._capacity.release(self.held_bytes)

@@ -12,6 +12,7 @@ import base64
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
@@ -19,7 +20,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 import msgspec
 
 from dynamo.common.errors import DynamoError, InvalidRequest, Overloaded
-from dynamo.common.http_client import HttpClient
+from dynamo.common.http_client import HttpClient, HttpResponse
 from dynamo.frontend.config import MediaOptions
 from dynamo.frontend.preprocess.checks import MODALITIES
 from dynamo.frontend.preprocess.text import TextRequest
@@ -128,21 +129,18 @@ class _Fetch:
     async def _one(self, url: str, times: int) -> str:
         async with self._turns:
             try:
-                kind, data = await self._follow(url)
+                kind, data = await self._follow(url, times)
             except InvalidRequest:
                 raise
             except DynamoError as error:  # it concerns a server of others: what it said is not for the client
-                raise _refused(url, "cannot be fetched, or is too long") from error
-            self._left -= times * len(data)
-            if self._left < 0:
-                raise _refused(url, f"makes the media of the request longer than {self._options.max_bytes} bytes")
+                raise _refused(url, "cannot be fetched") from error
         if len(data) < _BASE64_IN_THREAD_BYTES:
             encoded = base64.b64encode(data)
         else:
             encoded = await asyncio.to_thread(base64.b64encode, data)
         return f"data:{kind};base64,{encoded.decode()}"
 
-    async def _follow(self, first: str) -> tuple[str, bytes]:
+    async def _follow(self, first: str, times: int) -> tuple[str, bytes]:
         """Return the type and the content that a URL leads to."""
         url = first
         for _ in range(_MAX_REDIRECTS + 1):
@@ -154,7 +152,7 @@ class _Fetch:
             try:
                 async with client.send("GET", target, headers=headers) as response:
                     if response.status not in _REDIRECTS:
-                        return await self._read(url, response.status, response.headers, response.read)
+                        return await self._read(url, times, response)
                     location = urljoin(url, response.headers.get("location", ""))
             finally:
                 client.close()
@@ -163,15 +161,20 @@ class _Fetch:
             url = location
         raise _refused(first, f"is redirected more than {_MAX_REDIRECTS} times")
 
-    async def _read(
-        self, url: str, status: int, headers: Mapping[str, str], read: Callable[[int], Awaitable[bytes]]
-    ) -> tuple[str, bytes]:
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if status != 200:
-            raise _refused(url, f"has status {status}")
+    async def _read(self, url: str, times: int, response: HttpResponse) -> tuple[str, bytes]:
+        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if response.status != 200:
+            raise _refused(url, f"has status {response.status}")
         if not kind.startswith(_KINDS) or not kind.replace("/", "").replace("-", "").replace("+", "").replace(".", "").isalnum():
             raise _refused(url, "is neither image nor audio nor video")
-        return kind, await read(self._left)
+        data = bytearray()
+        async with aclosing(response.chunks()) as chunks:
+            async for chunk in chunks:
+                self._left -= times * len(chunk)  # before it is kept: several are read at once
+                if self._left < 0:
+                    raise _refused(url, f"makes the media of the request longer than {self._options.max_bytes} bytes")
+                data += chunk
+        return kind, bytes(data)
 
     def _checked(self, url: str) -> SplitResult:
         """Return the parts of a URL that may be fetched. Raises InvalidRequest."""
@@ -212,9 +215,20 @@ def _http_url(part: Mapping[str, Any], modalities: Sequence[str]) -> str | None:
     kind = part.get("type")
     if not isinstance(kind, str) or MODALITIES.get(kind) not in modalities:
         return None
-    value = part.get(kind)
+    url = _url(part)
+    return url if url.lower().startswith(("http://", "https://")) else None
+
+
+def _url(part: Mapping[str, Any]) -> str:
+    """Return the URL in a part, with the content if it is a data URL; empty if there is none."""
+    value = part.get(part["type"])
     url = value.get("url") if isinstance(value, Mapping) else value
-    return url if isinstance(url, str) and url.lower().startswith(("http://", "https://")) else None
+    return url if isinstance(url, str) else ""
+
+
+def media_length(media: Sequence[Mapping[str, Any]]) -> int:
+    """Return the length of the URLs of media, with the content of data URLs."""
+    return sum(len(_url(part)) for part in media)
 
 
 def _with_fetched(message: Mapping[str, Any], fetched: Mapping[str, str], modalities: Sequence[str]) -> Mapping[str, Any]:

@@ -33,6 +33,10 @@ class Progress:
         """The first part of the response has arrived."""
 
 
+def hold_nothing(size_bytes: int) -> None:
+    """What the request keeps is not counted."""
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """On whose behalf a request is made, and under which conditions; made by each protocol edge."""
 
@@ -64,6 +68,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress = msgspec.field(default_factory=Progress)
     span: Span | None = None
     """This process's part of the request's trace; None if it is not traced."""
+    hold: Callable[[int], None] = hold_nothing
+    """Counts bytes that are kept for the request until its end. Raises Overloaded."""
 
 
 class Work(msgspec.Struct, kw_only=True):

@@ -43,6 +43,7 @@ from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId
 from dynamo.frontend.metrics import ModelMetrics
+from dynamo.frontend.preprocess.media import media_length
 from dynamo.frontend.preprocess.reasoning.budget import ReasoningBudget
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RoutingDecision
@@ -189,6 +190,8 @@ class Generation:
                 self._call = msgspec.structs.replace(self._call, deadline=deadline)
             text = await self._texts.get(self._card, deadline)
             prompt = await self._in_tokens(text, deadline)
+            if prompt.media:  # what came with the request is counted already, what was fetched is not
+                self._call.hold(media_length(prompt.media) - media_length(self._request.media))
             self._prompt = self._addressed(prompt)
             limit = self._request.stop.max_tokens
             self._scope.prompt(prompt.prompt_tokens, None if limit is None else self._prompt.n * (prompt.stop.max_tokens or 0))

@@ -177,7 +177,9 @@ class Exchange:
         self.request_id = caller.request_id or self.request_id or secrets.token_hex(16)
         logged_id.set(self.request_id)
         self.explanation = caller.explanation
-        return msgspec.structs.replace(caller, request_id=self.request_id)
+        # Not `self.hold`: a response in the background would keep this exchange, and with it the body.
+        hold = caller.hold if self.occupancy is None else self.occupancy.hold
+        return msgspec.structs.replace(caller, request_id=self.request_id, hold=hold)
 
     def identified(self, caller: Caller, request_id: str | None) -> Caller:
         """Return `caller` with the id in the request's body, if its headers have none; the response repeats it."""
