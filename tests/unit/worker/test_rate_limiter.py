@@ -107,7 +107,7 @@ class Executions:
             give_back()
 
     async def _settle(self) -> None:
-        for _ in range(5):  # DBG
+        for _ in range(5):
             await asyncio.sleep(0)
 
 

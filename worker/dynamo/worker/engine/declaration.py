@@ -260,12 +260,16 @@ def from_dynamic_batching(settings: ModelDynamicBatching) -> Batching:
     return Batching(
         preferred_batch_size=tuple(settings.preferred_batch_size),
         max_queue_delay_us=settings.max_queue_delay_microseconds,
-        queue=QueuePolicies(
-            levels=settings.priority_levels,
-            default_level=settings.default_priority_level,
-            default=_queue_policy(settings.default_queue_policy),
-            by_level={level: _queue_policy(policy) for level, policy in settings.priority_queue_policy.items()},
-        ),
+        queue=queue_policies(settings),
+    )
+
+
+def queue_policies(settings: ModelDynamicBatching) -> QueuePolicies:
+    return QueuePolicies(
+        levels=settings.priority_levels,
+        default_level=settings.default_priority_level,
+        default=_queue_policy(settings.default_queue_policy),
+        by_level={level: _queue_policy(policy) for level, policy in settings.priority_queue_policy.items()},
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from dynamo.common.errors import InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.batching import Batcher, BatchPolicy
-from dynamo.worker.engine.declaration import from_dynamic_batching
-from dynamo.worker.engine.request_queue import QueueOptions
+from dynamo.worker.engine.declaration import from_dynamic_batching, queue_policies
+from dynamo.worker.engine.request_queue import QueueOptions, QueuePolicies
 from dynamo.worker.repository.execution import Arrays, ModelRequest
 from dynamo.worker.repository.ragged import ragged_inputs
 
@@ -29,6 +29,14 @@ def batch_policy(config: ModelConfig, concurrency: int, ahead: int = 0) -> Batch
         return replace(policy, ahead=ahead, ragged_inputs=ragged_inputs(config))
     except ValueError as error:
         raise InvalidRequest(str(error)) from error
+
+
+def decoupled_queue(config: ModelConfig) -> QueuePolicies | None:
+    """Return the queue policies of a decoupled model; None if its requests do not queue, which have no batches in any case."""
+    if not config.model_transaction_policy.decoupled:
+        return None
+    policies = queue_policies(config.dynamic_batching)
+    return None if policies.is_plain else policies
 
 
 async def submit(batcher: Batcher, config: ModelConfig, request: ModelRequest) -> Any:

@@ -172,7 +172,8 @@ def ignored_settings(config: ModelConfig, *, has_cache: bool, has_rate_limiter: 
         "minimum_slot_utilization": bool(sequences.direct.minimum_slot_utilization),
         "preserve_ordering of sequences": sequences.oldest.preserve_ordering,
         "iterative_sequence": sequences.iterative_sequence,
-        "queue policies of a decoupled model": config.model_transaction_policy.decoupled
+        "queue policies of a decoupled model that does not run in Python": config.model_transaction_policy.decoupled
+        and config.backend != "python"
         and (batching.priority_levels > 0 or any(policy != ModelQueuePolicy() for policy in policies)),
     }
     return [name for name, is_set in settings.items() if is_set]

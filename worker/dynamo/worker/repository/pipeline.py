@@ -30,12 +30,12 @@ class Execution:
     """Requests for one call of `execute`, until their responses are read and it has returned."""
 
     __slots__ = (
+        "_at_end",
         "infer_ns",
         "is_retry",
         "is_streamed",
         "number",
         "numbers",
-        "on_end",
         "process",
         "requests",
         "responses",
@@ -47,8 +47,7 @@ class Execution:
         self.is_retry = is_retry
         self.is_streamed = False
         """Whether there may be several responses to the request."""
-        self.on_end: Callable[[], None] | None = None
-        """Called once, when no process runs it or will run it; that may be long after its callers have left."""
+        self._at_end: tuple[Callable[[], None], ...] = ()
         self.responses: Sequence[Responses] = ()
         self.process: StubProcess | None = None
         """None: it waits for one."""
@@ -59,6 +58,10 @@ class Execution:
         self.infer_ns = 0
         """How long `execute` ran; 0 if it has not returned."""
 
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Call back once, when no process runs it or will run it; that may be long after its callers have left."""
+        self._at_end += (callback,)
+
     def grant(self, total: int) -> None:
         """Let the only request get `total` responses, counted from the first."""
         if self.process is not None:
@@ -66,9 +69,9 @@ class Execution:
 
     def end(self) -> None:
         """Note that no process runs it or will run it."""
-        on_end, self.on_end = self.on_end, None
-        if on_end is not None:
-            on_end()
+        callbacks, self._at_end = self._at_end, ()
+        for callback in callbacks:
+            callback()
 
     def fail(self, error: Unavailable) -> None:
         for responses in self.responses:

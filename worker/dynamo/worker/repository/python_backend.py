@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,10 @@ from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.batching import Batch, Batcher
+from dynamo.worker.engine.request_queue import QueueOptions
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository import wire
-from dynamo.worker.repository.batches import batch_policy, submit
+from dynamo.worker.repository.batches import batch_policy, decoupled_queue, submit
 from dynamo.worker.repository.custom_metrics import CustomMetrics, MetricOwner
 from dynamo.worker.repository.environments import Environments, Interpreter
 from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
@@ -36,6 +37,7 @@ from dynamo.worker.repository.pb_utils import (
 from dynamo.worker.repository.pipeline import Execution, NoProcess, Pipeline
 from dynamo.worker.repository.rate_limiter import ExecutionLimits, RateLimiter, limits_of
 from dynamo.worker.repository.raw_tensors import RawTensors, pack
+from dynamo.worker.repository.request_gate import RequestGate, ResponseOrder
 from dynamo.worker.repository.responses import ProcessDied, SingleResponse
 from dynamo.worker.repository.stub_process import CallHandlers, StubProcess, open_stub, to_code
 
@@ -149,6 +151,10 @@ class PythonModel:
         self._keeping: list[asyncio.Task[None]] = []
         policy = batch_policy(version.config, len(self._instances), ahead=len(self._instances))
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
+        policies = decoupled_queue(version.config)
+        self._gate = None if policies is None else RequestGate(policies, len(self._instances))
+        is_ordered = self._decoupled and version.config.dynamic_batching.preserve_ordering
+        self._order = ResponseOrder() if is_ordered else None
 
     @property
     def processes(self) -> Sequence[StubProcess]:
@@ -159,7 +165,7 @@ class PythonModel:
 
     @property
     def waiting(self) -> int:
-        queued = 0 if self._batcher is None else self._batcher.waiting
+        queued = sum(queue.waiting for queue in (self._batcher, self._gate) if queue is not None)
         return queued + self._limits.waiting + self._pipeline.waiting
 
     async def start(self) -> None:
@@ -181,6 +187,8 @@ class PythonModel:
             task.cancel()
         if self._batcher is not None:
             await self._batcher.close()
+        if self._gate is not None:
+            self._gate.close()
         await asyncio.gather(*(stub.close() for stub in self.processes), *self._keeping, return_exceptions=True)
         self._metrics.close()
         self._limits.close()
@@ -232,7 +240,7 @@ class PythonModel:
         submitted = time.perf_counter_ns()
         execution, [response] = self._pipeline.of_one_response([request])
         try:
-            execution.on_end = await self._limits.take()
+            execution.at_end(await self._limits.take())
             self._pipeline.submit(execution)
             result_or_error = await response.done
         finally:
@@ -274,7 +282,7 @@ class PythonModel:
 
     async def _results(self, execution: Execution, responses: Sequence[SingleResponse]) -> list[ModelResult | DynamoError]:
         """Run an execution, and return the response to each request."""
-        execution.on_end = await self._limits.take()
+        execution.at_end(await self._limits.take())
         self._pipeline.submit(execution)
         try:
             return [await response.done for response in responses]
@@ -290,11 +298,28 @@ class PythonModel:
                 if not isinstance(result, NoProcess):
                     return result
 
-    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+    def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         """Run one request of a decoupled model; once more if its process dies before it has sent a response."""
+        return self._queued_stream(request)
+
+    async def _queued_stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        release = None
+        if self._gate is not None:
+            queued = time.perf_counter_ns()
+            try:
+                release = await self._gate.enter(QueueOptions.of(request.id, request.parameters))
+            finally:
+                request.context.timings.queue_ns += time.perf_counter_ns() - queued
+        responses = self._retried_stream(request, release)
+        async with closing(responses if self._order is None else self._order.ordered(responses)) as ordered:
+            async for response in ordered:
+                yield response
+
+    async def _retried_stream(self, request: ModelRequest, release: Callable[[], None] | None) -> AsyncIterator[ModelResult]:
+        """`release` is called when the first process does not run the request any more. The retry does not queue again."""
         has_responded = False
         try:
-            async with closing(self._stream(request)) as responses:
+            async with closing(self._stream(request, release)) as responses:
                 async for response in responses:
                     has_responded = True
                     yield response
@@ -312,11 +337,15 @@ class PythonModel:
                         yield response
                 return
 
-    async def _stream(self, request: ModelRequest, *, is_retry: bool = False) -> AsyncIterator[ModelResult]:
+    async def _stream(
+        self, request: ModelRequest, release: Callable[[], None] | None = None, *, is_retry: bool = False
+    ) -> AsyncIterator[ModelResult]:
         submitted = time.perf_counter_ns()
         execution, stream = self._pipeline.of_many_responses(request, is_retry=is_retry)
+        if release is not None:
+            execution.at_end(release)
         try:
-            execution.on_end = await self._limits.take()
+            execution.at_end(await self._limits.take())
             async with aclosing(stream.read()) as responses:
                 self._pipeline.submit(execution)
                 async for response in responses:
