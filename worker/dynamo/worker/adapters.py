@@ -204,8 +204,8 @@ class AdapterFollower:
 
     def _path(self, text: str, engine: LoadsAdapters) -> str:
         """Return the path that the engine is to read. Raises Forbidden, InvalidRequest."""
-        if not text or len(text) > MAX_PATH_CHARS or "\0" in text:
-            raise InvalidRequest("the path of a LoRA adapter is empty or too long")
+        if not text or len(text) > MAX_PATH_CHARS or any(character < " " for character in text):
+            raise InvalidRequest("the path of a LoRA adapter is empty or too long, or has control characters")
         path, roots = Path(os.path.normpath(text)), list(self._options.path_roots)
         if engine.reads_adapters_here:  # where links lead is what counts
             try:
