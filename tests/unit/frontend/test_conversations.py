@@ -161,6 +161,17 @@ async def test_a_request_refers_to_a_bounded_number_of_responses() -> None:
         await stored.resolved("another key", references[:1], [], ids)
 
 
+async def test_what_references_stand_for_is_bounded_before_it_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of some kilobytes could else become gigabytes."""
+    monkeypatch.setattr(storage_module, "MAX_BYTES", 5_000)
+    async with storing(Speaker()) as s:
+        first = await s.create(input=[{"id": "long", "role": "user", "content": "x" * 1_000}])
+        references = [{"type": "item_reference", "id": "long"}] * 5
+        for size, status in ((3, 200), (5, 413)):
+            body = {"model": "talker", "input": references[:size], "previous_response_id": first["id"], "store": False}
+            assert (await s.edge.post(PATH, body)).status_code == status
+
+
 async def test_only_the_key_that_made_a_conversation_has_it() -> None:
     store = conversations(FakeRecords())
     id = (await store.create("a", [], {})).id

@@ -132,7 +132,9 @@ async def test_reading_a_conversation_counts_as_a_request_at_once(monkeypatch: p
         monkeypatch.setattr(type(ANONYMOUS), "occupy", refuse)
         await s.create()
         refused = await s.edge.post(PATH, HELLO | {"previous_response_id": first["id"]})
+        cancelled = await s.edge.post(f"{PATH}/{first['id']}/cancel", {})
     assert (refused.status_code, refused.json()["error"]["message"]) == (429, "too many at once")
+    assert "Cannot cancel a synchronous response" in cancelled.text  # cancelling needs no place
 
 
 async def test_a_conversation_that_does_not_fit_into_memory_is_not_parsed() -> None:

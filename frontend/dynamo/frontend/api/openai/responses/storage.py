@@ -90,9 +90,14 @@ class Storage:
 
 def bounded(data: bytes) -> bytes:
     """Return what is to be stored. Raises PayloadTooLarge."""
-    if len(data) > MAX_BYTES:
-        raise PayloadTooLarge(f"the conversation has {len(data)} bytes; responses are stored up to {MAX_BYTES}")
+    check_size(len(data))
     return data
+
+
+def check_size(size_bytes: int) -> None:
+    """Raise PayloadTooLarge for more than a conversation or a response may have."""
+    if size_bytes > MAX_BYTES:
+        raise PayloadTooLarge(f"the conversation has {size_bytes} bytes or more; responses are stored up to {MAX_BYTES}")
 
 
 def split_items(array: bytes | msgspec.Raw) -> list[msgspec.Raw]:

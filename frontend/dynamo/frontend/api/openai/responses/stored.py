@@ -22,7 +22,16 @@ from dynamo.common.messaging.records import RecordStore
 from dynamo.frontend.api.openai.quota import StoredBytes
 from dynamo.frontend.api.openai.responses.conversations import Conversations
 from dynamo.frontend.api.openai.responses.events import ResponseObject
-from dynamo.frontend.api.openai.responses.storage import Hold, Item, ItemIds, Storage, bounded, parse_items, response_of
+from dynamo.frontend.api.openai.responses.storage import (
+    Hold,
+    Item,
+    ItemIds,
+    Storage,
+    bounded,
+    check_size,
+    parse_items,
+    response_of,
+)
 from dynamo.frontend.metrics import FrontendMetrics
 
 BEAT_S = 5.0
@@ -178,32 +187,34 @@ class StoredResponses:
     ) -> list[Item]:
         """Return items with each reference replaced by the item that it names, in `history` or in a stored response.
 
-        Those that are there already become copies with ids of their own, since lists are paged by ids. Raises NotFound, and
-        InvalidRequest for references to too many responses; `hold` as for `items`.
+        Those that are there already become copies with ids of their own, since lists are paged by ids. Raises NotFound,
+        PayloadTooLarge, and InvalidRequest for references to too many responses; `hold` as for `items`.
         """
         named: dict[Any, Item] = {item.get("id"): item for item in history}
         taken = set(named)
         looked_into: set[str] = set()
+        sizes: dict[str, int] = {}
+        referenced_bytes = 0
         resolved: list[Item] = []
-
-        def add(item: Item) -> None:
+        for item in items:
+            if item["type"] == "item_reference":
+                id, response_id = item["id"], response_of(item["id"])
+                if id not in named and response_id is not None and response_id not in looked_into:
+                    if len(looked_into) == _MAX_REFERENCED:
+                        raise InvalidRequest(f"a request may refer to items of {_MAX_REFERENCED} responses", param="input")
+                    looked_into.add(response_id)
+                    for stored in await self._all_items(owner, response_id, hold):
+                        named.setdefault(stored.get("id"), stored)
+                if id not in named:
+                    raise NotFound(f"item '{id[:80]}' is not found; items are kept as long as their response is stored")
+                item = named[id]
+                # A reference takes a hundred bytes, and each use of an item as many as the item.
+                if id not in sizes:
+                    sizes[id] = len(msgspec.json.encode(item))
+                referenced_bytes += sizes[id]
+                check_size(referenced_bytes)
             resolved.append({**item, "id": ids.new(item["type"])} if item["id"] in taken else item)
             taken.add(item["id"])
-
-        for item in items:
-            if item["type"] != "item_reference":
-                add(item)
-                continue
-            response_id = response_of(item["id"])
-            if item["id"] not in named and response_id is not None and response_id not in looked_into:
-                if len(looked_into) == _MAX_REFERENCED:
-                    raise InvalidRequest(f"a request may refer to items of {_MAX_REFERENCED} responses", param="input")
-                looked_into.add(response_id)
-                for stored in await self._all_items(owner, response_id, hold):
-                    named.setdefault(stored.get("id"), stored)
-            if item["id"] not in named:
-                raise NotFound(f"item '{item['id'][:80]}' is not found; items are kept as long as their response is stored")
-            add(named[item["id"]])
         return resolved
 
     async def _all_items(self, owner: str, id: str, hold: Hold) -> list[dict[str, Any]]:
