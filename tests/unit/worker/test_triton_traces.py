@@ -15,11 +15,13 @@ import pytest
 from dynamo.common.options import TraceOptions
 from dynamo.common.server_settings import ServerSettings, TraceChange
 from dynamo.common.tensors import from_numpy
-from dynamo.worker.engine.base import RequestTimings
+from dynamo.worker.engine.base import Context, RequestTimings
+from dynamo.worker.repository.execution import ModelRequest
 from dynamo.worker.request_trace import RequestTrace
 from dynamo.worker.traces import recorder
 from dynamo.worker.traces.recorder import TritonTraces, open_triton_traces
 from dynamo.worker.traces.trace import MAX_TRACES, data_text
+from tests.support.repositories import opened, python_model, x
 
 ALL = ("TIMESTAMPS", "TENSORS")
 
@@ -155,6 +157,44 @@ async def test_a_trace_names_times_tensors_and_its_parent_as_triton_does(tmp_pat
     start, end = ["REQUEST_START", "QUEUE_START"], ["REQUEST_END"]
     assert times == {1: [*start, *end, "INFER_RESPONSE_COMPLETE"], 2: start + computed + end}
     assert {"id": 1, "model_name": "ensemble", "model_version": 2, "request_id": "my id"} in found
+
+
+CALLER = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        [request] = requests
+        for id, trace in ("traced", request.trace()), ("untraced", None):
+            call = pb_utils.InferenceRequest(id, 0, request.inputs(), ["y"], "part", trace=trace)
+            again = pb_utils.InferenceRequest(f"{id} again", 0, request.inputs(), ["y"], "part", trace=call.trace())
+            response = call.exec()
+            again.exec()
+        return [pb_utils.InferenceResponse(response.output_tensors())]
+"""
+
+
+async def test_a_request_to_another_model_is_traced_as_a_part_if_it_gets_the_trace(tmp_path: Path) -> None:
+    python_model(tmp_path / "models", "part")
+    python_model(tmp_path / "models", "caller", CALLER)
+    async with (
+        opened(tmp_path / "models", "part", "caller") as models,
+        open_triton_traces(TraceOptions(file=tmp_path / "t.json"), "1a") as traces,
+    ):
+        traces.use(settings())
+        trace = traces.begin("caller", "1", "top")
+        assert trace is not None
+        request = RequestTrace(trace, 10)
+        inside = Context("top", trace=trace)
+        await models.find("caller").respond(ModelRequest(x(1), inside))
+        request.end(inside.timings, has_failed=False)
+        await models.find("caller").respond(ModelRequest(x(1), Context("not traced")))
+    heads = [entry for entry in entries(tmp_path) if "model_name" in entry]
+    assert heads == [
+        {"id": 2, "model_name": "part", "model_version": 1, "request_id": "traced", "parent_id": 1},
+        {"id": 3, "model_name": "part", "model_version": 1, "request_id": "traced again", "parent_id": 1},
+        {"id": 1, "model_name": "caller", "model_version": 1, "request_id": "top"},
+    ]
 
 
 def test_a_request_that_failed_before_its_model_ran_has_no_times_of_computing(tmp_path: Path) -> None:

@@ -256,7 +256,11 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace of a request, to be handed on to requests of other models."""
+    """The trace of a request, to be handed on to requests of other models, which are traced as parts of it then."""
+
+    def __init__(self, request: int = 0) -> None:
+        """`request`: its number in this process; 0: there is no trace."""
+        self.request = request
 
 
 class InferenceRequest:
@@ -282,9 +286,10 @@ class InferenceRequest:
             raise TritonModelException("Correlation ID must be integer or string")
         if preferred_memory is not None:
             _need("the preferred memory", preferred_memory, PreferredMemory)
+        if trace is not None:
+            _need("the trace", trace, InferenceTrace)
         self._inputs = _tensors_of(inputs)
         self._preferred_memory = preferred_memory
-        self._trace = trace or InferenceTrace()
         self._head = wire.RequestHead(
             number=0,
             model=model_name or "",
@@ -295,6 +300,7 @@ class InferenceRequest:
             timeout_us=timeout,
             parameters=_parameters_of(parameters),
             outputs=tuple(requested_output_names or ()),
+            trace=0 if trace is None else trace.request,
         )
         self._sender: InferenceResponseSender | None = None
         self._release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
@@ -304,7 +310,6 @@ class InferenceRequest:
         request = cls.__new__(cls)  # one for each request of a client: its head is there already
         request._inputs, request._head, request._sender = list(inputs), head, sender
         request._preferred_memory = None
-        request._trace = _TRACE
         request._release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
         return request
 
@@ -348,7 +353,7 @@ class InferenceRequest:
         return self._preferred_memory
 
     def trace(self) -> InferenceTrace:
-        return self._trace
+        return InferenceTrace(self._head.trace if self._sender is None else self._head.number)
 
     def set_release_flags(self, flags: int) -> None:
         """With TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, `execute` gets the request again; it returns None for it now."""
@@ -393,10 +398,6 @@ class InferenceRequest:
 
     def _call(self, decoupled: bool) -> CallInProgress:
         return channel().call(self._head, self._inputs, decoupled=decoupled)
-
-
-_TRACE = InferenceTrace()
-"""Of every request: there is nothing in it."""
 
 
 class CallInProgress:

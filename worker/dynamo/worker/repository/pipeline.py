@@ -118,13 +118,13 @@ class Pipeline:
     ) -> tuple[Execution, list[SingleResponse]]:
         """Return an execution, to be submitted, of requests with one response each."""
         execution = Execution(requests, is_retry=is_retry)
-        execution.responses = responses = [SingleResponse(self._model, self._loop) for _ in requests]
+        execution.responses = responses = [SingleResponse(self._model, self._loop, request.context.trace) for request in requests]
         return execution, responses
 
     def of_many_responses(self, request: ModelRequest, *, is_retry: bool = False) -> tuple[Execution, ResponseStream]:
         """Return an execution, to be submitted, of a request with any number of responses."""
         execution = Execution([request], is_retry=is_retry)
-        stream = ResponseStream(execution.grant)
+        stream = ResponseStream(execution.grant, request.context.trace)
         execution.responses = [stream]
         execution.is_streamed = True
         return execution, stream

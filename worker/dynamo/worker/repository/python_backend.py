@@ -388,7 +388,7 @@ def _infer_ns(execution: Execution, now_ns: int) -> int:
 
 async def _serve_call(models: ModelRegistry, stub: StubProcess, message: wire.CallModel, raws: Sequence[memoryview]) -> None:
     call = message.request
-    context = Context(call.request_id, version=call.version)
+    context = Context(call.request_id, version=call.version, trace=stub.trace_of(call.trace))
     has_ended = False
     try:
         with _errors_to(stub, call.number), stub.call_window(call.number) as window:

@@ -11,6 +11,7 @@ from dynamo.common.errors import DynamoError, EngineError
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.execution import ModelResult
 from dynamo.worker.repository.raw_tensors import RawTensors
+from dynamo.worker.traces.trace import Trace
 
 MAX_UNREAD = 8192
 """Responses of one request that wait for a slow caller. A model that sends more, beyond its window, fails its request."""
@@ -23,6 +24,9 @@ class ProcessDied(EngineError):
 
 class Responses(Protocol):
     """Where the responses to one request go."""
+
+    trace: Trace | None
+    """Of the request."""
 
     @property
     def is_full(self) -> bool:
@@ -41,9 +45,10 @@ class Responses(Protocol):
 class SingleResponse:
     """The only response of a model that is not decoupled."""
 
-    __slots__ = ("_model", "_result", "done")
+    __slots__ = ("_model", "_result", "done", "trace")
 
-    def __init__(self, model: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, model: str, loop: asyncio.AbstractEventLoop, trace: Trace | None) -> None:
+        self.trace = trace
         self.done: asyncio.Future[ModelResult | DynamoError] = loop.create_future()
         self._model = model
         self._result: ModelResult | DynamoError | None = None
@@ -75,7 +80,8 @@ class ResponseStream:
     `grant` gives the model credit as the caller reads: it is called with the number of responses that may be sent in total.
     """
 
-    def __init__(self, grant: Callable[[int], None]) -> None:
+    def __init__(self, grant: Callable[[int], None], trace: Trace | None) -> None:
+        self.trace = trace
         self._items: deque[ModelResult | DynamoError | None] = deque()
         """None marks the end."""
         self._unread_bytes = 0

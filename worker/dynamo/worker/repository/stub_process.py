@@ -39,6 +39,7 @@ from dynamo.worker.repository.pipeline import Execution
 from dynamo.worker.repository.process_memory import ProcessMemory
 from dynamo.worker.repository.raw_tensors import RawTensors, pack
 from dynamo.worker.repository.responses import ProcessDied, Responses
+from dynamo.worker.traces.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -319,6 +320,11 @@ class StubProcess:
         """Let the model send `total` responses to a request, counted from the first."""
         if number in self._responses:
             self.send(wire.ResponseCredit(number, total))
+
+    def trace_of(self, number: int) -> Trace | None:
+        """Return the trace of an open request; None if it has none."""
+        responses = self._responses.get(number)
+        return None if responses is None else responses.trace
 
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
         self._link.send(wire.encode(message, buffers))

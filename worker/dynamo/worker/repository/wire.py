@@ -101,6 +101,8 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     outputs: tuple[str, ...] = ()
     inputs: tuple[TensorHead, ...] = ()
     room: Room | None = None
+    trace: int = 0
+    """Of a call of another model: the request in whose trace it has its own; 0: in none."""
 
 
 class Memory(msgspec.Struct, frozen=True):
