@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from dynamo.common.generation import unpack_text
 from dynamo.common.http_client import HttpClient
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
 from dynamo.frontend.config import FrontendConfig, MediaOptions, TextLimits
-from dynamo.frontend.preprocess.media import MediaUrls, is_public
+from dynamo.frontend.preprocess.media import Lookups, MediaUrls, is_public
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.plain import PlainTextModel
 from dynamo.frontend.preprocess.text import TextRequest
@@ -204,6 +205,23 @@ async def test_text_that_is_the_url_of_an_image_stays_text() -> None:
         named = TextRequest(model="seer", messages=[{"role": "user", "content": [text, image]}], media=(image,))
         inlined = await site.media().inlined(named, ("image",))
         assert inlined.messages == [{"role": "user", "content": [text, {"type": "image_url", "image_url": data_url()}]}]
+
+
+async def test_name_servers_that_do_not_respond_hold_no_threads_of_others() -> None:
+    responds = threading.Event()
+
+    def resolve(host: str, port: int) -> Sequence[str]:
+        responds.wait()
+        return [host]
+
+    lookups = Lookups(resolve)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        try:
+            waiting = [tasks.create_task(lookups(PUBLIC, 80)) for _ in range(100)]
+            assert await asyncio.to_thread(lambda: "done") == "done"
+        finally:
+            responds.set()
+    assert {task.result()[0] for task in waiting} == {PUBLIC}
 
 
 async def test_without_allowed_hosts_nothing_is_fetched() -> None:

@@ -12,6 +12,7 @@ import base64
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
@@ -30,6 +31,7 @@ _MAX_URLS = 32
 _AT_ONCE = 4
 """Fetched for one request."""
 _REQUESTS_AT_ONCE = 64
+_LOOKUPS_AT_ONCE = 8
 _MAX_REDIRECTS = 3
 _MAX_URL_CHARS = 4096
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -47,9 +49,19 @@ Connect = Callable[[str, str, float], HttpClient]
 """Returns a client of an origin (scheme, host and port) at an address, with a time limit in seconds."""
 
 
-async def resolve(host: str, port: int) -> Sequence[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(address[0]) for *_, address in found]
+def resolve(host: str, port: int) -> Sequence[str]:
+    return [str(address[0]) for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+class Lookups:
+    """Resolves hosts in threads of its own: name servers that do not respond must not hold those that metrics and others need."""
+
+    def __init__(self, resolve: Callable[[str, int], Sequence[str]] = resolve) -> None:
+        self._resolve = resolve
+        self._threads = ThreadPoolExecutor(_LOOKUPS_AT_ONCE, "media-lookup")
+
+    async def __call__(self, host: str, port: int) -> Sequence[str]:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._resolve, host, port)
 
 
 def connect(origin: str, address: str, timeout_s: float) -> HttpClient:
@@ -70,9 +82,9 @@ def is_public(address: str) -> bool:
 class MediaUrls:
     """Fetches the media of requests."""
 
-    def __init__(self, options: MediaOptions, resolve: Resolve = resolve, connect: Connect = connect) -> None:
+    def __init__(self, options: MediaOptions, resolve: Resolve | None = None, connect: Connect = connect) -> None:
         self._options = options
-        self._resolve = resolve
+        self._resolve = resolve or Lookups()
         self._connect = connect
         self._requests = 0
 
