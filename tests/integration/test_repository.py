@@ -323,7 +323,7 @@ async def test_a_worker_that_cannot_load_its_repository_fails_to_start_with_the_
 async def test_metrics_of_a_model_are_on_the_page_of_its_worker_while_it_is_loaded(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:
-    python_model(tmp_path, "counts", COUNTS)
+    python_model(tmp_path, "counts", COUNTS, X_TO_Y + 'metric_tags { key: "team" value: "red" }')
     [port] = free_ports(1)
     flags = ("--model-repository", str(tmp_path), *EXPLICIT, "--load-model", "counts", "--status-port", str(port))
     traced = ("--trace-file", str(tmp_path / "trace.json"))
@@ -338,8 +338,9 @@ async def test_metrics_of_a_model_are_on_the_page_of_its_worker_while_it_is_load
         assert [await client.infer("counts"), await client.infer("counts")] == [[1.0], [2.0]]
         page = (await http.get("/metrics")).text
         assert '# TYPE seen_total counter\nseen_total{kind="x"} 2.0\n' in page
-        assert re.search(r'^nv_model_load_duration_secs\{model="counts",version="1"\} [0-9.]+$', page, re.MULTILINE)
-        assert 'nv_inference_pending_request_count{model="counts",version="1"} 0.0\n' in page
+        assert re.search(r'^nv_model_load_duration_secs\{_team="red",model="counts",version="1"\} [0-9.]+$', page, re.MULTILINE)
+        assert 'nv_inference_pending_request_count{_team="red",model="counts",version="1"} 0.0\n' in page
+        assert 'nv_inference_request_success{_team="red",model="counts",version="1"} 2.0\n' in page
         await settings_reach_the_worker(f"http://127.0.0.1:{front.http_port}", client, http, tmp_path)
         await client.unload("counts")
         assert "seen_total" not in (await http.get("/metrics")).text

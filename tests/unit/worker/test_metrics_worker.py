@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -13,9 +14,11 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest
+from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context, Engine, EngineLoad, RequestTimings, TensorEngine, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors
 from dynamo.worker.metrics import WorkerMetrics
+from dynamo.worker.repository.response_cache import Lookups, ResponseCache
 from dynamo.worker.serve import ServedModel, Service
 from dynamo.worker.statistics import VersionStatistics
 from dynamo.worker.triton_metrics import MetricsConfig, TritonMetrics
@@ -191,6 +194,26 @@ async def test_statistics_are_shown_under_triton_s_names(registry: CollectorRegi
     assert shown("request_duration_us") == inference.success.ns // 1000
     assert shown("queue_duration_us") == inference.queue.ns // 1000
     assert shown("compute_infer_duration_us") == inference.compute_infer.ns // 1000
+
+
+def test_the_tags_of_a_configuration_are_labels_of_its_model_s_metrics() -> None:
+    config = ModelConfig(name="m", metric_tags={"team": "red", "cost": 'a"b'})
+    card = msgspec.structs.replace(tensor_card(), model_config=config.SerializeToString())
+    [version] = ServedModel.of(card, EchoTensors()).statistics.values()
+    version.keep_latencies()
+    version.succeeded(1_000_000, RequestTimings())
+    registry = CollectorRegistry()
+    registry.register(TritonMetrics(lambda: [version, VersionStatistics("n", "1")], MetricsConfig.of(["summary_latencies=true"])))
+    cache = ResponseCache(1000)
+    cache.for_model("m", config.metric_tags).lookups["1"] = Lookups(hits=3)
+    registry.register(cache)
+    page = generate_latest(registry).decode().splitlines()
+    tagged = r'_cost="a\"b",_team="red",model="m"'
+    assert f'nv_inference_count{{{tagged},version="1"}} 1.0' in page
+    assert f'nv_inference_request_failure{{{tagged},reason="OTHER",version="1"}} 0.0' in page
+    assert f'nv_inference_request_summary_us_count{{{tagged},version="1"}} 1.0' in page
+    assert 'nv_inference_count{model="n",version="1"} 0.0' in page
+    assert r'nv_cache_num_hits_per_model{_cost="a\"b",_team="red",model="m",version="1"} 3.0' in page
 
 
 def test_versions_past_the_cap_share_a_label() -> None:

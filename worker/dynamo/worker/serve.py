@@ -31,6 +31,7 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import ResponseForm
 from dynamo.common.tracing import Tracing, context_of
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
+from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.canary import Canary, CanaryRequest
 from dynamo.worker.engine.base import Context, Engine, RequestTimings, RespondsOnce, TensorEngine, TensorResponse
 from dynamo.worker.metrics import WorkerMetrics, WorkerModelMetrics
@@ -83,7 +84,8 @@ class ServedModel:
 
     @classmethod
     def of(cls, card: ModelCard, engine: Engine | TensorEngine, files: Sequence[bytes] = ()) -> ServedModel:
-        return cls(card, engine, {version: VersionStatistics(card.name, version) for version in card.versions}, files)
+        tags = dict(ModelConfig.FromString(card.model_config).metric_tags)
+        return cls(card, engine, {version: VersionStatistics(card.name, version, tags) for version in card.versions}, files)
 
     def __repr__(self) -> str:
         return f"<ServedModel {self.card.name} of {self.engine!r}>"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -133,9 +134,11 @@ class _Response:
 class VersionStatistics:
     """The counts of one version of a model."""
 
-    def __init__(self, name: str, version: str) -> None:
+    def __init__(self, name: str, version: str, tags: Mapping[str, str] | None = None) -> None:
+        """`tags`: become labels of its metrics."""
         self.name = name
         self.version = version
+        self.tags = tags or {}
         self.inferences = 0
         self.executions = 0
         self.fail = Duration()

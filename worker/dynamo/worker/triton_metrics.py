@@ -8,15 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeAlias
 
 from prometheus_client import Metric
-from prometheus_client.metrics_core import UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from dynamo.common.telemetry import MAX_MODELS, OTHER_MODEL
 from dynamo.worker.statistics import VersionStatistics
 
-_LABELS = ("model", "version")
 _HELP: Mapping[str, str] = {
     "request_success": "Requests that succeeded.",
     "count": "Rows of the requests that succeeded.",
@@ -35,6 +34,9 @@ _WINDOW_S = 60.0
 """Quantiles are those of requests that ended within it, as in Triton."""
 _QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 _DURATIONS = ("request", "queue", "compute_input", "compute_infer", "compute_output")
+
+
+_Labels: TypeAlias = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,11 @@ def _quantile(text: str) -> float:
     return number
 
 
+def version_labels(model: str, version: str, tags: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the labels of a version's metrics. `tags`: the `metric_tags` of its configuration."""
+    return {"model": model, "version": version, **{f"_{name}": value for name, value in (tags or {}).items()}}
+
+
 class TritonMetrics(Collector):
     """The statistics of all models that `read` returns at a scrape. Versions past the cap share the label `other`.
 
@@ -100,21 +107,21 @@ class TritonMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Runs on another thread than requests: it reads numbers, and iterates over nothing that grows."""
-        values: Counter[tuple[str, ...]] = Counter()
-        failures: Counter[tuple[str, ...]] = Counter()
+        values: Counter[tuple[str, _Labels]] = Counter()
+        failures: Counter[_Labels] = Counter()
         all_versions = tuple(self._read())
         versions = iter(all_versions)
         for own in islice(versions, self._max_versions):
-            _add(own, (own.name, own.version), values, failures)
+            _add(own, version_labels(own.name, own.version, own.tags), values, failures)
         for own in versions:
-            _add(own, (OTHER_MODEL, OTHER_MODEL), values, failures)
-        families = {name: UnknownMetricFamily(f"nv_inference_{name}", text, labels=_LABELS) for name, text in _HELP.items()}
-        for (name, *labels), value in values.items():
-            families[name].add_metric(labels, value)
+            _add(own, version_labels(OTHER_MODEL, OTHER_MODEL), values, failures)
+        families = {name: Metric(f"nv_inference_{name}", text, "unknown") for name, text in _HELP.items()}
+        for (name, labels), value in values.items():
+            families[name].add_sample(families[name].name, dict(labels), value)
         yield from (family for name, family in families.items() if self._config.counter_latencies or not name.endswith("_us"))
-        family = UnknownMetricFamily(f"nv_inference_{_FAILURE}", _FAILURES, labels=(*_LABELS, "reason"))
-        for key, value in failures.items():
-            family.add_metric(key, value)
+        family = Metric(f"nv_inference_{_FAILURE}", _FAILURES, "unknown")
+        for labels, value in failures.items():
+            family.add_sample(family.name, dict(labels), value)
         yield family
         if self._config.summary_latencies:
             yield from self._summaries(all_versions[: self._max_versions])
@@ -126,7 +133,7 @@ class TritonMetrics(Collector):
             text = _HELP[f"{name}_duration_us"].replace(", in total", "")
             metric = Metric(f"nv_inference_{name}_summary_us", text, "summary")
             for own in versions:
-                labels = {"model": own.name, "version": own.version}
+                labels = version_labels(own.name, own.version, own.tags)
                 total = getattr(own.inference(), "success" if name == "request" else name)
                 metric.add_sample(f"{metric.name}_count", labels, total.count)
                 metric.add_sample(f"{metric.name}_sum", labels, total.ns // 1000)
@@ -142,20 +149,21 @@ def _value_at(quantile: float, ordered: Sequence[float]) -> float:
 
 
 def _add(
-    own: VersionStatistics, labels: tuple[str, str], values: Counter[tuple[str, ...]], failures: Counter[tuple[str, ...]]
+    own: VersionStatistics, shown: Mapping[str, str], values: Counter[tuple[str, _Labels]], failures: Counter[_Labels]
 ) -> None:
     inference = own.inference()
+    labels = tuple(shown.items())
     values.update(
         {
-            ("request_success", *labels): inference.success.count,
-            ("count", *labels): own.inferences,
-            ("exec_count", *labels): own.executions,
-            ("request_duration_us", *labels): inference.success.ns // 1000,
-            ("queue_duration_us", *labels): inference.queue.ns // 1000,
-            ("compute_input_duration_us", *labels): inference.compute_input.ns // 1000,
-            ("compute_infer_duration_us", *labels): inference.compute_infer.ns // 1000,
-            ("compute_output_duration_us", *labels): inference.compute_output.ns // 1000,
+            ("request_success", labels): inference.success.count,
+            ("count", labels): own.inferences,
+            ("exec_count", labels): own.executions,
+            ("request_duration_us", labels): inference.success.ns // 1000,
+            ("queue_duration_us", labels): inference.queue.ns // 1000,
+            ("compute_input_duration_us", labels): inference.compute_input.ns // 1000,
+            ("compute_infer_duration_us", labels): inference.compute_infer.ns // 1000,
+            ("compute_output_duration_us", labels): inference.compute_output.ns // 1000,
         }
     )
-    failures.update({(*labels, reason.value): count for reason, count in own.failures.items()})
-    failures.update({(*labels, "CANCELED"): own.cancellations})
+    failures.update({(*labels, ("reason", reason.value)): count for reason, count in own.failures.items()})
+    failures.update({(*labels, ("reason", "CANCELED")): own.cancellations})

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 
 from prometheus_client import Metric
-from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from dynamo.common.telemetry import MAX_MODELS
 from dynamo.worker.repository.loaded import LoadedModel
-
-_LABELS = ("model", "version")
+from dynamo.worker.triton_metrics import version_labels
 
 
 class ModelGauges(Collector):
@@ -23,15 +21,16 @@ class ModelGauges(Collector):
         self._max_versions = max_versions
 
     def collect(self) -> Iterator[Metric]:
-        pending = GaugeMetricFamily(
+        pending = Metric(
             "nv_inference_pending_request_count",
             "Instantaneous number of pending requests awaiting execution per-model.",
-            labels=_LABELS,
+            "gauge",
         )
-        load = GaugeMetricFamily("nv_model_load_duration_secs", "Model load time in seconds", labels=_LABELS)
+        load = Metric("nv_model_load_duration_secs", "Model load time in seconds", "gauge")
         versions = ((model, version) for model in self._read() for version in model.versions)
         for model, version in islice(versions, self._max_versions):
-            pending.add_metric((model.name, version), model.waiting(version))
-            load.add_metric((model.name, version), model.load_s)
+            labels = version_labels(model.name, version, model.config.metric_tags)
+            pending.add_sample(pending.name, labels, model.waiting(version))
+            load.add_sample(load.name, labels, model.load_s)
         yield pending
         yield load

@@ -494,7 +494,7 @@ class RepositoryModels:
                 model = LoadedModel(config, folder, loaded, files, self._on_mismatch, labels)
                 await warm_up(model, folder)
                 if self.cache is not None and config.response_cache.enable:
-                    model.keep_responses(self.cache.for_model(model.name))
+                    model.keep_responses(self.cache.for_model(model.name, model.config.metric_tags))
             except BaseException:
                 await asyncio.gather(*(executable.close() for executable in loaded.values()))
                 raise

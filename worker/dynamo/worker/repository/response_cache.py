@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from dynamo.common.tensors import Array
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.execution import Arrays, ModelRequest
+from dynamo.worker.triton_metrics import version_labels
 
 T = TypeVar("T")
 
@@ -54,10 +55,10 @@ class ResponseCache(Collector):
     def __repr__(self) -> str:
         return f"<ResponseCache of {self._max_bytes} bytes, used={self._used_bytes}, entries={len(self._entries)}>"
 
-    def for_model(self, name: str) -> ModelCache:
-        """Return the part of one loaded model. Close it."""
+    def for_model(self, name: str, tags: Mapping[str, str] | None = None) -> ModelCache:
+        """Return the part of one loaded model. Close it. `tags`: become labels of its metrics."""
         number = next(self._numbers)
-        model = self._models[number] = ModelCache(self, name, number)
+        model = self._models[number] = ModelCache(self, name, number, tags)
         return model
 
     def find(self, key: bytes) -> Arrays | None:
@@ -109,10 +110,11 @@ class ResponseCache(Collector):
 
     def _collect_models(self) -> Iterable[Metric]:
         """Yield what each model has counted since it was loaded; a former self of it may still be open."""
-        lookups: dict[tuple[str, str], Lookups] = {}
+        lookups: dict[tuple[tuple[str, str], ...], Lookups] = {}
         for model in list(self._models.values()):
             for version, counted in list(model.lookups.items()):
-                lookups[model.name, version] = lookups.get((model.name, version), Lookups()).plus(counted)
+                labels = tuple(version_labels(model.name, version, model.tags).items())
+                lookups[labels] = lookups.get(labels, Lookups()).plus(counted)
         shown: tuple[tuple[str, str, Callable[[Lookups], int]], ...] = (
             ("nv_cache_num_hits_per_model", "Cache hits of a model.", lambda counts: counts.hits),
             ("nv_cache_num_misses_per_model", "Cache misses of a model.", lambda counts: counts.misses),
@@ -121,8 +123,8 @@ class ResponseCache(Collector):
         )
         for name, help, read in shown:
             metric = Metric(name, help, "unknown")  # a counter would have to end with _total
-            for (model_name, version), counts in sorted(lookups.items()):
-                metric.add_sample(name, {"model": model_name, "version": version}, read(counts))
+            for labels in sorted(lookups):
+                metric.add_sample(name, dict(labels), read(lookups[labels]))
             yield metric
 
 
@@ -144,8 +146,9 @@ class Lookups:
 class ModelCache:
     """The responses of one loaded model, which do not outlive it."""
 
-    def __init__(self, cache: ResponseCache, name: str, number: int) -> None:
+    def __init__(self, cache: ResponseCache, name: str, number: int, tags: Mapping[str, str] | None) -> None:
         self.name = name
+        self.tags = tags
         self.lookups: dict[str, Lookups] = {}
         """By version."""
         self._cache = cache
