@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.tritonserver import add_triton_flag, packages_of
-from tests.differential.cases import Case, all_cases
+from tests.differential.cases import Case, all_cases, named_once
 from tests.differential.compare import (
     Difference,
     Part,
@@ -41,7 +41,8 @@ EQUAL, ACCEPTED = "equal", "accepted"
 
 
 async def main(arguments: argparse.Namespace) -> int:
-    cases = [case for case in all_cases() if not arguments.case or any(fnmatchcase(case.name, own) for own in arguments.case)]
+    every = named_once(all_cases())
+    cases = [case for case in every if not arguments.case or any(fnmatchcase(case.name, own) for own in arguments.case)]
     with tempfile.TemporaryDirectory(prefix="differential-") as folder:
         repository = Path(folder) / "models"
         models = write_repository(repository)

@@ -59,6 +59,8 @@ _FAILS = """
         name = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()[0].decode()
         if name == "raise":
             raise ValueError("raised on request")
+        if name == "TritonModelException":
+            raise pb_utils.TritonModelException("own words")
         code = getattr(pb_utils.TritonError, name)
         return pb_utils.InferenceResponse([], pb_utils.TritonError(f"the model fails with {name}", code))
 """
@@ -132,6 +134,41 @@ _CALLER = """
         text = np.array([json.dumps(about).encode()], dtype=np.object_)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", text)])
 """
+_PYTHON_API = """
+        pb = pb_utils
+        ONE = pb.Tensor("INPUT0", np.array([1], np.float32))
+
+        def called(**more):
+            return pb.InferenceRequest(**{"model_name": "echo_fp32", "requested_output_names": ["OUTPUT0"], "inputs": [], **more})
+
+        def named(name):
+            return pb.Tensor("INPUT0", np.array([name.encode()], np.object_))
+
+        def pair():
+            return [pb.Tensor(name, np.full((1, 16), 3, np.int32)) for name in ("INPUT0", "INPUT1")]
+
+        def code(call):
+            error = call.exec().error()
+            return [str(error.code()), error.message()] if error is not None else None
+
+        def names(response):
+            if response.has_error():
+                return response.error().message()
+            return [(tensor.name(), tensor.as_numpy().tolist()) for tensor in response.output_tensors()]
+
+        def raising(error):
+            raise error
+
+        expression = pb.get_input_tensor_by_name(request, "INPUT0").as_numpy()[0].decode()
+        try:
+            outcome = {"value": str(eval(expression, globals(), locals()))}
+        except Exception as error:
+            outcome = {"raised": type(error).__name__, "text": str(error)}
+        return pb.InferenceResponse([pb.Tensor("OUTPUT0", np.array([json.dumps(outcome).encode()], np.object_))])
+"""
+_DOUBLES = """
+        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", np.array([value], np.float32)) for value in (1, 2)])
+"""
 _CONTROLS = """
   control_input [ {{ name: "START" control [ {{ kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] }} ] }} ]
   control_input [ {{ name: "END" control [ {{ kind: CONTROL_SEQUENCE_END bool_false_true: [ false, true ] }} ] }} ]
@@ -180,6 +217,8 @@ def write_repository(folder: Path) -> list[str]:
         batch=8,
     )
     _model(folder, "dynamic", _EACH + _ECHO, _one("TYPE_FP32") + "dynamic_batching { }", batch=2)
+    _model(folder, "python_api", _EACH + _PYTHON_API, _one("TYPE_STRING", "1"))
+    _model(folder, "doubles", _EACH + _DOUBLES, _one("TYPE_FP32"))
     _model(folder, "caller", _EACH + _CALLER, _one("TYPE_STRING", "1"))
     for name, corrid, strategy in (
         ("seq_direct", "TYPE_UINT64", "direct { }"),

@@ -31,7 +31,7 @@ _MAX_KEPT_BYTES = 1024
 """Larger heads are not kept in memory when their request is over."""
 _INVALID = "<invalid>"
 """Triton's name of datatypes that do not exist."""
-_BATCH_NOTE = (
+BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each input shape. "
     "If you want to specify the full shape including the batch dim in your input dims config, try setting max_batch_size to "
     "zero. See the model configuration docs for more info on max_batch_size."
@@ -246,7 +246,7 @@ class RequestChecker:
         return _refusal(
             head,
             f"unexpected shape for input '{name}' for model '{self._model}'. Expected {_dims(declared.shape)}, got {_dims(shape)}"
-            f". {_BATCH_NOTE if self._max_batch else ''}",
+            f". {BATCH_NOTE if self._max_batch else ''}",
         )
 
     def _wrong_size(self, head: ModelInferRequest, name: str, expected: int, size: int) -> InvalidRequest:

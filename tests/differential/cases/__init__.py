@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tests.differential.doors import Door, Response
@@ -21,7 +22,26 @@ class Case:
 
 def all_cases() -> Iterator[Case]:
     """Yield every case. Those that change what later ones see are the last."""
-    from tests.differential.cases import calls, control, grpc_infer, memory, models, rest_infer, sequences, settings, stream
+    from tests.differential.cases import (
+        calls,
+        control,
+        grpc_infer,
+        memory,
+        models,
+        python_api,
+        rest_infer,
+        sequences,
+        settings,
+        stream,
+    )
 
-    for module in (models, grpc_infer, rest_infer, stream, sequences, calls, settings, memory, control):
+    for module in (models, grpc_infer, rest_infer, stream, sequences, calls, python_api, settings, memory, control):
         yield from module.cases()
+
+
+def named_once(cases: Iterable[Case]) -> list[Case]:
+    """Return the cases. Raises ValueError if two have the same name, under which their responses are kept."""
+    listed = list(cases)
+    if doubled := [name for name, count in Counter(case.name for case in listed).items() if count > 1]:
+        raise ValueError(f"each case must have a name of its own, got {doubled[0]!r} twice")
+    return listed

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 
+import pytest
+
 from dynamo.protos.model_config_pb2 import ModelConfig
-from tests.differential.cases import all_cases
+from tests.differential.cases import all_cases, named_once
 from tests.differential.compare import Part, accepted_differences, compare
 from tests.differential.doors import Response
 from tests.differential.page import PAGE, written
@@ -24,9 +25,10 @@ def test_each_accepted_difference_is_justified_and_names_parts_of_a_response() -
 
 
 def test_each_case_has_a_name_of_its_own() -> None:
-    names = Counter(case.name for case in all_cases())
-    assert names.total() >= 1500
-    assert not [name for name, count in names.items() if count > 1]
+    cases = named_once(all_cases())
+    assert len(cases) >= 1500
+    with pytest.raises(ValueError, match="each case must have a name of its own, got"):
+        named_once([cases[0], cases[1], cases[0]])
 
 
 def test_times_and_the_name_of_the_server_are_no_differences() -> None:

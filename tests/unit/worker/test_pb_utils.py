@@ -67,12 +67,18 @@ def test_bf16_goes_and_comes_by_dlpack_and_is_float32_in_numpy() -> None:
         ("text", "Tensor must be a DLPack capsule or have `__dlpack__` and `__dlpack_device__` attributes"),
         (None, "NoneType is neither"),
         (Foreign(ONE, device=(2, 0)), "not in the CPU's memory"),
-        (np.array([1j]).__dlpack__(), "NumPy dtype is not supported: complex128"),
+        (np.array([1j]).__dlpack__(), "NumPy dtype is not supported"),
     ],
 )
 def test_what_is_no_tensor_is_refused_by_from_dlpack(source: object, reason: str) -> None:
     with pytest.raises(TritonModelException, match=reason):
         Tensor.from_dlpack("x", source)
+
+
+@pytest.mark.parametrize(("name", "error"), [("", TritonModelException), (1, TypeError)])
+def test_from_dlpack_needs_a_name(name: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Tensor.from_dlpack(name, ONE)
 
 
 def test_strings_have_no_dlpack() -> None:
@@ -91,12 +97,26 @@ def test_strings_have_no_dlpack() -> None:
         (lambda: InferenceResponse([ONE]), TypeError, "must be Tensor, not ndarray"),  # type: ignore[list-item]
         (lambda: InferenceResponse(Tensor("x", ONE)), TypeError, "must be list or tuple"),  # type: ignore[arg-type]
         (lambda: InferenceResponse([], error="no"), TypeError, "must be TritonError"),  # type: ignore[arg-type]
-        (lambda: TritonError("no", 3), TypeError, "must be ErrorCode, not int"),  # type: ignore[arg-type]
+        (lambda: TritonError("no", 3), TypeError, "must be __ErrorCode, not int"),  # type: ignore[arg-type]
         (lambda: TritonError(5), TypeError, "must be str"),  # type: ignore[arg-type]
         (lambda: InferenceRequest(inputs=[]), TypeError, "the model_name of a request must be str"),
         (lambda: InferenceRequest(model_name="m"), TypeError, "the requested_output_names"),
         (lambda: request(parameters={"a": [1]}), TritonModelException, "bool/int/str, found type <class 'list'>"),
         (lambda: request(correlation_id=1.5), TritonModelException, "Correlation ID must be integer or string"),
+        (lambda: request(correlation_id=-1), TritonModelException, "Correlation ID must not be negative, got -1"),
+        (lambda: request(parameters={1: 1}), TritonModelException, "parameters keys to have type str, found type <class 'int'>"),
+        (lambda: request(parameters="{}"), TritonModelException, "Expect dict, got <class 'str'>"),
+        (lambda: request(inputs=None), TypeError, "the tensors must be list or tuple, not NoneType"),
+        (lambda: request(request_id=5), TypeError, "the request_id of a request must be str"),
+        (lambda: request(model_version="1"), TypeError, "the model_version of a request must be int"),
+        (lambda: request(flags="start"), TypeError, "the flags of a request must be int"),
+        (lambda: request(timeout="1"), TypeError, "the timeout of a request must be int"),
+        (lambda: request(trace=1), TypeError, "the trace of a request must be InferenceTrace"),
+        (
+            lambda: InferenceRequest(model_name="m", requested_output_names=[1]),  # type: ignore[list-item]
+            TypeError,
+            "each of the requested_output_names must be str",
+        ),
         (lambda: request(inputs=[ONE]), TypeError, "must be Tensor"),
         (lambda: pb_utils.PreferredMemory(1), TypeError, "must be MemoryType"),  # type: ignore[arg-type]
         (lambda: pb_utils.Logger.log("a", 1), TypeError, "must be LogLevel"),  # type: ignore[arg-type]
@@ -109,16 +129,25 @@ def test_constructors_refuse_arguments_as_triton_s_do(make: Any, error: type[Exc
 
 
 def request(**more: Any) -> InferenceRequest:
-    return InferenceRequest(model_name="m", requested_output_names=["y"], **more)
+    return InferenceRequest(**{"model_name": "m", "requested_output_names": ["y"], "inputs": [], **more})
 
 
 def test_requests_to_other_models_keep_what_they_are_made_of() -> None:
     made = request(request_id="id", correlation_id="abc", inputs=[Tensor("x", ONE)], flags=3, timeout=7, parameters={"a": True})
     made.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL)
     assert (made.request_id(), made.correlation_id(), made.flags(), made.timeout()) == ("id", "abc", 3, 7)
-    assert made.requested_output_names() == {"y"} and made.parameters() == '{"a":true}'
+    assert made.requested_output_names() == {"y"} and made.parameters() == '{"a": true}'
     assert isinstance(made.trace(), pb_utils.InferenceTrace) and not made.is_cancelled()
     request(preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0), trace=made.trace())
+
+
+def test_types_and_enumerations_show_as_those_of_triton_s_module() -> None:
+    assert str(TritonModelException) == "<class 'c_python_backend_utils.TritonModelException'>"
+    assert repr(TritonError.NOT_FOUND) == "<__ErrorCode.NOT_FOUND: 2>"
+    assert (str(pb_utils.Logger.INFO), str(pb_utils.TRITONSERVER_MEMORY_CPU)) == (
+        "LogLevel.INFO",
+        "MemoryType.TRITONSERVER_MEMORY_CPU",
+    )
 
 
 def test_codes_and_levels_are_enumerations_as_there() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from dynamo.worker.repository.control import RepositoryControl
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
+from dynamo.worker.repository.rate_limiter import ProvidedResource, RateLimiter
 from dynamo.worker.serve import Service
 from tests.support.repositories import DOUBLE, EXAMPLES, X_TO_Y, ensemble, infer, model_with_config, opened, python_model, step, x
 
@@ -570,6 +572,27 @@ async def test_files_that_cannot_be_written_leave_the_state_of_a_model_as_it_is(
             await models.load_model(LoadRequest(model="m", config="{}", files={"n" * 256: b""}))
         [entry] = models.index()
         assert (entry.reason, entry.is_wanted) == ("unloaded", False)
+
+
+async def test_wrong_configurations_name_their_fields_and_leave_the_rest_of_the_repository_serving(tmp_path: Path) -> None:
+    wrong = {
+        'sequence_batching { control_input { name: "c" control { kind: CONTROL_SEQUENCE_CORRID } } }': "needs a data_type",
+        "response_cache { enable: true } sequence_batching { }": "response_cache.enable must be false",
+        'instance_group { rate_limiter { resources { name: "R" count: 2 } } }': "instance_group.rate_limiter: ",
+        "max_batch_size: -1": "max_batch_size",
+    }
+    for number, config in enumerate(wrong):
+        python_model(tmp_path, f"wrong{number}", config=X_TO_Y + config)
+    python_model(tmp_path, "good")
+    limiter = RateLimiter((ProvidedResource("R", 1),))
+    async with opened(tmp_path, rate_limiter=limiter) as models:
+        failed = await models.load_all(["good", *(f"wrong{number}" for number in range(len(wrong)))])
+        for number, reason in enumerate(wrong.values()):
+            assert reason in str(failed.pop(f"wrong{number}"))
+            with pytest.raises(InvalidRequest, match=re.escape(reason)):
+                await models.load_model(LoadRequest(model=f"wrong{number}"))
+        assert not failed
+        assert await infer(models, "good", x(1)) == {"y": [2.0]}
 
 
 async def test_a_python_model_may_declare_no_tensors(tmp_path: Path) -> None:

@@ -901,6 +901,7 @@ async def test_a_load_failure_names_its_reason(tmp_path: Path, code: str, reason
         ("None", "Expected a list in the execute return, found type '<class 'NoneType'>'"),
         ("[5]", "Expected an 'InferenceResponse' object in the execute function return list, found type '<class 'int'>'"),
         ("1 / 0", "Failed to process the request.s. for model 'wrong_0', message: ZeroDivisionError: division by zero"),
+        ("[pb_utils.Tensor('', None)]", "message: TritonModelException: Tensor name cannot be an empty string"),
     ],
 )
 async def test_a_malformed_response_fails_its_request(tmp_path: Path, returned: str, reason: str) -> None:

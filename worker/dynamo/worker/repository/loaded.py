@@ -13,6 +13,7 @@ import msgspec
 
 from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.model_card import ModelCard, TensorSpec
+from dynamo.common.tensor_check import BATCH_NOTE
 from dynamo.common.tensors import Array, datatype_of_array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
@@ -112,7 +113,7 @@ class LoadedModel:
         if limit and array.ndim and array.shape[0] > limit:
             raise _refusal(request, f"inference request batch-size must be <= {limit} for '{self.name}'")
         if not _fits(array.shape, spec.shape):
-            shapes = f"Expected {_listed(spec.shape)}, got {_listed(array.shape)}. "
+            shapes = f"Expected {_listed(spec.shape)}, got {_listed(array.shape)}. {BATCH_NOTE if limit else ''}"
             raise _refusal(request, f"unexpected shape for input '{spec.name}' for model '{self.name}'. {shapes}")
 
     def _wrong_number(self, request: ModelRequest, required: int, missing: Sequence[str]) -> InvalidRequest:

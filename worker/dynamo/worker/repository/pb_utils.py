@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from enum import IntEnum
+from enum import Enum, IntEnum
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias
 
@@ -32,7 +32,13 @@ TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 
 
-class MemoryType(IntEnum):
+class _Enumeration(IntEnum):
+    """Shown by its name, as the enumerations of Triton's module are."""
+
+    __str__ = Enum.__str__
+
+
+class MemoryType(_Enumeration):
     TRITONSERVER_MEMORY_GPU = 0
     TRITONSERVER_MEMORY_CPU = 1
 
@@ -63,7 +69,7 @@ class TritonModelException(Exception):
     """Raised by a model, or by this module, for a request or configuration that cannot be used."""
 
 
-class ErrorCode(IntEnum):
+class ErrorCode(_Enumeration):
     UNKNOWN = 0
     INTERNAL = 1
     NOT_FOUND = 2
@@ -113,11 +119,8 @@ class Tensor:
     """A named array."""
 
     def __init__(self, name: str, array: Array) -> None:
-        _need("the name of a tensor", name, str)
+        self._name = _tensor_name(name)
         _need(f"the value of tensor '{name}'", array, np.ndarray)
-        if not name:
-            raise TritonModelException("Tensor name cannot be an empty string.")
-        self._name = name
         datatype_of(array)
         self._array: Array = np.asarray(array, order="C")
         self._is_bf16 = False
@@ -136,6 +139,7 @@ class Tensor:
     @classmethod
     def from_dlpack(cls, name: str, tensor: Any) -> Tensor:
         """Make a tensor from a DLPack capsule, or a tensor of another library, in the CPU's memory. BF16 becomes float32."""
+        _tensor_name(name)
         try:
             array, is_bf16 = dlpack.from_dlpack(tensor)
         except TypeError as error:
@@ -178,11 +182,18 @@ class Tensor:
         return True
 
 
+def _tensor_name(name: str) -> str:
+    _need("the name of a tensor", name, str)
+    if not name:
+        raise TritonModelException("Tensor name cannot be an empty string.")
+    return name
+
+
 def datatype_of(array: Array) -> str:
     """Return the datatype of an array as configurations name it. Raises TritonModelException if there is none."""
     text = "TYPE_STRING" if array.dtype.kind == "S" else _NUMPY_TO_TRITON_STRING.get(array.dtype)
     if text is None:
-        raise TritonModelException(f"NumPy dtype is not supported: {array.dtype}.")
+        raise TritonModelException("NumPy dtype is not supported.")
     return text
 
 
@@ -193,7 +204,7 @@ class InferenceResponse:
         self,
         output_tensors: Sequence[Tensor] = (),
         error: TritonError | None = None,
-        parameters: Mapping[str, Parameter] | str | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         self._tensors = _tensors_of(output_tensors)
         if error is not None:
@@ -230,20 +241,26 @@ class InferenceResponse:
         return wire.Response(number=number, outputs=tuple(outputs), final=final, parameters=self._parameters), raws
 
 
-def _tensors_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    _need("the tensors", tensors, (list, tuple))
+def _tensors_of(tensors: Sequence[Tensor] | None) -> list[Tensor]:
+    if not isinstance(tensors, list | tuple):
+        raise TypeError(f"the tensors must be list or tuple, not {type(tensors).__name__}")
     for tensor in tensors:
         _need("each of the tensors", tensor, Tensor)
     return list(tensors)
 
 
-def _parameters_of(parameters: Mapping[str, Parameter] | str | None) -> dict[str, Parameter]:
-    """Return checked parameters, which may come as JSON. Raises TritonModelException for a value of a wrong type."""
-    given = dict(json.loads(parameters) if isinstance(parameters, str) else parameters or {})
-    for value in given.values():
+def _parameters_of(parameters: Mapping[str, Parameter] | None) -> dict[str, Parameter]:
+    """Return checked parameters. Raises TritonModelException for a name or value of a wrong type."""
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, dict):
+        raise TritonModelException(f"Expect dict, got {type(parameters)}")
+    for name, value in parameters.items():
+        if not isinstance(name, str):
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(name)}")
         if not isinstance(value, bool | int | str):
             raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
-    return given
+    return dict(parameters)
 
 
 class PreferredMemory:
@@ -270,7 +287,7 @@ class InferenceRequest:
         self,
         request_id: str = "",
         correlation_id: int | str = 0,
-        inputs: Sequence[Tensor] = (),
+        inputs: Sequence[Tensor] | None = None,
         requested_output_names: Sequence[str] | None = None,
         model_name: str | None = None,
         model_version: int = -1,
@@ -278,16 +295,23 @@ class InferenceRequest:
         timeout: int = 0,
         preferred_memory: PreferredMemory | None = None,
         trace: InferenceTrace | None = None,
-        parameters: Mapping[str, Parameter] | str | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
+        _need("the request_id of a request", request_id, str)
         _need("the model_name of a request", model_name, str)
+        for what, number in (("model_version", model_version), ("flags", flags), ("timeout", timeout)):
+            _need(f"the {what} of a request", number, int)
         _need("the requested_output_names", requested_output_names, (list, tuple, set, frozenset))
+        for name in requested_output_names or ():
+            _need("each of the requested_output_names", name, str)
         if not isinstance(correlation_id, int | str):
             raise TritonModelException("Correlation ID must be integer or string")
+        if isinstance(correlation_id, int) and correlation_id < 0:
+            raise TritonModelException(f"Correlation ID must not be negative, got {correlation_id}")
         if preferred_memory is not None:
             _need("the preferred memory", preferred_memory, PreferredMemory)
         if trace is not None:
-            _need("the trace", trace, InferenceTrace)
+            _need("the trace of a request", trace, InferenceTrace)
         self._inputs = _tensors_of(inputs)
         self._preferred_memory = preferred_memory
         self._head = wire.RequestHead(
@@ -346,8 +370,8 @@ class InferenceRequest:
         return self._head.timeout_us
 
     def parameters(self) -> str:
-        """The parameters as JSON."""
-        return json.dumps(self._head.parameters, separators=(",", ":"))
+        """The parameters as JSON; compact in a request that has arrived, as its text comes from the server there."""
+        return json.dumps(self._head.parameters, separators=None if self._sender is None else (",", ":"))
 
     def preferred_memory(self) -> PreferredMemory | None:
         return self._preferred_memory
@@ -590,7 +614,7 @@ def channel() -> Channel:
 class Logger:
     """Writes to the worker's log."""
 
-    class LogLevel(IntEnum):
+    class LogLevel(_Enumeration):
         INFO = 0
         WARNING = 1
         ERROR = 2
@@ -632,7 +656,7 @@ _LOG_LEVELS = {
 }
 
 
-class MetricKind(IntEnum):
+class MetricKind(_Enumeration):
     COUNTER = 0
     GAUGE = 1
     HISTOGRAM = 2
@@ -724,7 +748,7 @@ def _number(value: float) -> float:
     return float(value)
 
 
-def _ordered(order: wire.MetricOrder, what: str) -> wire.Response:
+def _ordered(order: wire.Control | wire.MetricOrder, what: str) -> wire.Response:
     """Return the worker's response. Raises TritonModelException, beginning with `what`."""
     response = channel().control(order)
     if response.error is not None:
@@ -735,6 +759,15 @@ def _ordered(order: wire.MetricOrder, what: str) -> wire.Response:
 def _refused(what: str, why: str) -> TritonModelException:
     instance = channel().instance_name
     return TritonModelException(f"{what}: Failed to process the request for model '{instance}', message: {why}")
+
+
+for _kind in (
+    *(TritonModelException, TritonError, ErrorCode, Tensor, InferenceResponse, InferenceRequest, InferenceTrace),
+    *(PreferredMemory, MemoryType, InferenceResponseSender, ResponseIterator, Logger, Logger.LogLevel),
+    *(MetricFamily, Metric, MetricKind),
+):
+    _kind.__module__ = "c_python_backend_utils"  # under which Triton shows and pickles them
+ErrorCode.__name__ = "__ErrorCode"
 
 
 class ModelConfig:
@@ -814,6 +847,9 @@ class ModelConfig:
                     f"configuration specifies {key} {given}"
                 )
         declared.update(tensor)
+
+
+ModelConfig.__module__ = "triton_python_backend_utils"
 
 
 def _plain(value: Any) -> Any:
@@ -898,14 +934,10 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
     """Load a model of this worker's repository; needs the explicit mode."""
-    _order(wire.Control(number=0, verb="load", model=model_name, config=config, files=dict(files or {})))
+    order = wire.Control(number=0, verb="load", model=model_name, config=config, files=dict(files or {}))
+    _ordered(order, "Failed to load model")
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
-    _order(wire.Control(number=0, verb="unload", model=model_name, dependents=unload_dependents))
-
-
-def _order(control: wire.Control) -> None:
-    response = channel().control(control)
-    if response.error is not None:
-        raise TritonModelException(response.error)
+    order = wire.Control(number=0, verb="unload", model=model_name, dependents=unload_dependents)
+    _ordered(order, "Failed to unload model")

@@ -452,7 +452,10 @@ async def _serve_control(models: ModelRegistry, stub: StubProcess, control: wire
             case "ready":
                 parameters["ready"] = _is_ready(models, control)
             case "load":
-                await models.load(control.model, control.config, control.files)
+                try:
+                    await models.load(control.model, control.config, control.files)
+                except ModelNotFound as error:
+                    raise EngineError(f"failed to load '{error.model}', failed to poll from model repository") from error
             case "unload":
                 await models.unload(control.model, control.dependents)
             case _:

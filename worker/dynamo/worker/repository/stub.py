@@ -394,6 +394,10 @@ def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview], bf
     ]
 
 
+class _WrongReturn(pb_utils.TritonModelException):
+    """What `execute` returned is not what was expected."""
+
+
 class ModelProcess:
     """Carries out the worker's messages on the main thread."""
 
@@ -574,11 +578,11 @@ class ModelProcess:
         if returned is None and (self._decoupled or all(map(_may_be_none, senders, call.requests))):
             return
         if self._decoupled:
-            raise pb_utils.TritonModelException("execute of a decoupled model must return None and use response senders")
+            raise _WrongReturn("execute of a decoupled model must return None and use response senders")
         if not isinstance(returned, list | tuple):
-            raise pb_utils.TritonModelException(f"Expected a list in the execute return, found type '{type(returned)}'.")
+            raise _WrongReturn(f"Expected a list in the execute return, found type '{type(returned)}'.")
         if len(returned) != len(senders):
-            raise pb_utils.TritonModelException(
+            raise _WrongReturn(
                 "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
                 f"InferenceRequest(s) size is:{len(senders)}, and InferenceResponse(s) size is:{len(returned)}"
             )
@@ -586,7 +590,7 @@ class ModelProcess:
             if response is None and _may_be_none(sender, request):
                 continue
             if not isinstance(response, InferenceResponse):
-                raise pb_utils.TritonModelException(
+                raise _WrongReturn(
                     f"Expected an 'InferenceResponse' object in the execute function return list, found type '{type(response)}'."
                 )
             head, raws = sender.finish(response)
@@ -654,9 +658,9 @@ def _import(file: str, folder: str) -> ModuleType:
 
 
 def _text(error: BaseException) -> str:
-    """Return an error as the caller may see it; those of this module's own making speak for themselves."""
+    """Return an error as the caller may see it, with its type unless it is one of this module."""
     text = str(error)
-    if isinstance(error, pb_utils.TritonModelException):
+    if isinstance(error, _WrongReturn):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
