@@ -108,9 +108,9 @@ def test_strings_have_no_dlpack() -> None:
         (lambda: request(parameters="{}"), TritonModelException, "Expect dict, got <class 'str'>"),
         (lambda: request(inputs=None), TypeError, "the tensors must be list or tuple, not NoneType"),
         (lambda: request(request_id=5), TypeError, "the request_id of a request must be str"),
-        (lambda: request(model_version="1"), TypeError, "the model_version of a request must be int"),
-        (lambda: request(flags="start"), TypeError, "the flags of a request must be int"),
-        (lambda: request(timeout="1"), TypeError, "the timeout of a request must be int"),
+        (lambda: request(model_version="1"), TypeError, "the model_version of a request must be an integer, not str"),
+        (lambda: request(flags="start"), TypeError, "the flags of a request must be an integer, not str"),
+        (lambda: request(timeout="1"), TypeError, "the timeout of a request must be an integer, not str"),
         (lambda: request(trace=1), TypeError, "the trace of a request must be InferenceTrace"),
         (
             lambda: InferenceRequest(model_name="m", requested_output_names=[1]),  # type: ignore[list-item]
@@ -138,6 +138,7 @@ def test_requests_to_other_models_keep_what_they_are_made_of() -> None:
     assert (made.request_id(), made.correlation_id(), made.flags(), made.timeout()) == ("id", "abc", 3, 7)
     assert made.requested_output_names() == {"y"} and made.parameters() == '{"a": true}'
     assert isinstance(made.trace(), pb_utils.InferenceTrace) and not made.is_cancelled()
+    assert request(flags=np.int8(3), timeout=np.int64(7)).timeout() == 7
     request(preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_CPU, 0), trace=made.trace())
 
 

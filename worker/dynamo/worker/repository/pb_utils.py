@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import operator
 import struct
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from enum import Enum, IntEnum
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import msgspec
 import numpy as np
@@ -85,6 +86,13 @@ def _need(what: str, value: object, kind: type | tuple[type, ...]) -> None:
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
         raise TypeError(f"{what} must be {' or '.join(one.__name__ for one in kinds)}, not {type(value).__name__}")
+
+
+def _integer(what: str, value: SupportsIndex) -> int:
+    """Return an integer, also one of numpy. Raises TypeError for anything else."""
+    if not isinstance(value, SupportsIndex):
+        raise TypeError(f"{what} must be an integer, not {type(value).__name__}")
+    return operator.index(value)
 
 
 class TritonError:
@@ -299,8 +307,6 @@ class InferenceRequest:
     ) -> None:
         _need("the request_id of a request", request_id, str)
         _need("the model_name of a request", model_name, str)
-        for what, number in (("model_version", model_version), ("flags", flags), ("timeout", timeout)):
-            _need(f"the {what} of a request", number, int)
         _need("the requested_output_names", requested_output_names, (list, tuple, set, frozenset))
         for name in requested_output_names or ():
             _need("each of the requested_output_names", name, str)
@@ -317,11 +323,11 @@ class InferenceRequest:
         self._head = wire.RequestHead(
             number=0,
             model=model_name or "",
-            version="" if int(model_version) < 1 else str(model_version),
+            version="" if (version := _integer("the model_version of a request", model_version)) < 1 else str(version),
             request_id=request_id,
             correlation_id=correlation_id,
-            flags=flags,
-            timeout_us=timeout,
+            flags=_integer("the flags of a request", flags),
+            timeout_us=_integer("the timeout of a request", timeout),
             parameters=_parameters_of(parameters),
             outputs=tuple(requested_output_names or ()),
             trace=0 if trace is None else trace.request,
