@@ -102,6 +102,7 @@ def test_a_declaration_that_contradicts_itself_is_refused_in_words(declaration: 
         ("a.pbtxt", 'input [ { name: "x" dims: [1] } ]'),
         ("a.pbtxt", 'input [ { name: "x" data_type: TYPE_FP32 dims: [1] reshape { shape: [] } } ]'),
         ("a.pbtxt", "sequence_batching { }"),
+        ("a.pbtxt", 'metric_tags { key: "cost center" }'),
         ("a.json", "{}"),
     ],
 )

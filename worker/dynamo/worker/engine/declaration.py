@@ -11,6 +11,7 @@ A ModelConfig is kept whole, since it is the response to ModelConfig requests.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from dynamo.worker.paths import relative_path
 
 YAML_SUFFIXES = (".yaml", ".yml")
 PBTXT_SUFFIX = ".pbtxt"
+_METRIC_TAG = re.compile("[A-Za-z0-9][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +213,9 @@ def from_model_config(config: ModelConfig, folder: Path | None = None) -> Declar
     """From Triton's ModelConfig. Label files are looked for in `folder`.
 
     Raises InvalidRequest for label files outside of `folder`, and for what would change the meaning of tensors and is not
-    supported: reshape, ragged batches, shape tensors, sequence batching and ensembles.
+    supported: reshape, ragged batches, shape tensors, sequence batching and ensembles. Raises it for wrong metric tags, too.
     """
+    check_metric_tags(config)
     choice = config.WhichOneof("scheduling_choice")
     if choice in ("sequence_batching", "ensemble_scheduling"):
         raise InvalidRequest(f"{choice} is not supported by this engine")
@@ -231,6 +234,15 @@ def from_model_config(config: ModelConfig, folder: Path | None = None) -> Declar
         backend=config.backend or "dynamo",
         model_config=config.SerializeToString(deterministic=True),
     )
+
+
+def check_metric_tags(config: ModelConfig) -> None:
+    """Raises InvalidRequest for a key that cannot be, behind `_`, the name of a label."""
+    for tag in sorted(config.metric_tags):
+        if not _METRIC_TAG.fullmatch(tag):
+            raise InvalidRequest(
+                f"metric_tags must have keys of letters, digits and '_', which is not their first character, got '{tag[:100]}'"
+            )
 
 
 def _config_tensor(item: ModelInput | ModelOutput, batch: tuple[int, ...]) -> Tensor:

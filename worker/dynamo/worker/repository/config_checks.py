@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelDynamicBatching, ModelInstanceGroup, ModelQueuePolicy
+from dynamo.worker.engine.declaration import check_metric_tags
 from dynamo.worker.repository.ragged import ragged_problems
-
-_METRIC_TAG = re.compile("[A-Za-z0-9][A-Za-z0-9_]*")
-"""It becomes the name of a label, behind `_`."""
 
 
 def check_settings(config: ModelConfig) -> None:
     """Raises InvalidRequest, naming the field, for settings that Triton refuses, too. The configuration is completed."""
+    check_metric_tags(config)
     for problem in _problems(config):
         raise InvalidRequest(problem)
 
@@ -22,9 +20,6 @@ def check_settings(config: ModelConfig) -> None:
 def _problems(config: ModelConfig) -> Iterator[str]:
     yield from _version_problems(config)
     yield from ragged_problems(config)
-    for tag in sorted(config.metric_tags):
-        if not _METRIC_TAG.fullmatch(tag):
-            yield f"metric_tags must have keys of letters, digits and '_', which is not their first character, got '{tag[:100]}'"
     for group in config.instance_group:
         if group.gpus and group.kind in (ModelInstanceGroup.KIND_CPU, ModelInstanceGroup.KIND_MODEL):
             yield f"instance_group.gpus must be empty where the kind is {ModelInstanceGroup.Kind.Name(group.kind)}"

@@ -298,11 +298,8 @@ class PythonModel:
                 if not isinstance(result, NoProcess):
                     return result
 
-    def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         """Run one request of a decoupled model; once more if its process dies before it has sent a response."""
-        return self._queued_stream(request)
-
-    async def _queued_stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
         release = None
         if self._gate is not None:
             queued = time.perf_counter_ns()
