@@ -31,7 +31,7 @@ CLIENTS := .venv-clients
 BACKENDS := .venv-backends
 BACKEND_TESTS := tests/unit/worker/test_s3_store.py tests/unit/worker/test_torch_backend.py tests/unit/worker/test_openvino_backend.py
 VLLM := .venv-vllm
-VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/integration/test_vllm_whole_way.py
+VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/unit/worker/test_vllm_images.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"
 
 .PHONY: help run test unit integration test-vllm test-backends test-clients lint format docs bench profile setup clean simulate fuzz drill soak kills differential triton-examples

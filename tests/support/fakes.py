@@ -386,6 +386,7 @@ class FakeText:
             sampling=request.sampling,
             stop=type(request.stop)(max_tokens=max_tokens, min_tokens=request.stop.min_tokens),
             n=request.n,
+            media=request.media,
         )
 
     def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> FakeDetokenizer:

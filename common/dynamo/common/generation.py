@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Iterable
 from enum import StrEnum
+from hashlib import sha256
 from typing import Any
 
 import msgspec
@@ -122,7 +123,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     kv_transfer: dict[str, Any] | None = None
     """Disaggregated serving: what the engine's connector needs to fetch or to offer the prompt's KV blocks."""
     media: tuple[dict[str, Any], ...] = ()
-    """Content parts besides text, for engines whose card declares the modality."""
+    """Content parts besides text, for engines whose card declares the modality; for one that takes tokens, see `image_part`."""
     first_choice: int = 0
     """Index of the first choice, if the request continues a part of a larger one: engines whose choices have random numbers by
     index continue with theirs. `Delta.index` counts from 0 all the same.
@@ -136,6 +137,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def prompt_tokens(self) -> int:
         """Length of the prompt, in tokens; for a model that takes text, an estimate."""
         return len(self.prompt) // 4
+
+
+def image_part(data: bytes) -> dict[str, Any]:
+    """Return an encoded image as engines that take tokens get it. The prompt has one token in its place."""
+    return {"type": "image", "sha256": sha256(data).digest(), "data": data}
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

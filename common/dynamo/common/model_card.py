@@ -82,6 +82,8 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the instance loads and unloads LoRA adapters while it serves."""
     modalities: tuple[str, ...] = ()
     """Content parts besides text that the engine takes: `image`, `audio`."""
+    image_token: int | None = None
+    """The token that stands for an image in a prompt; None: no single one."""
 
     def adapter_report(self, name: str) -> AdapterReport | None:
         """Return what the instance says about an adapter."""

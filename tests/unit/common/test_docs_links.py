@@ -22,8 +22,8 @@ FOLDERS = ("protos", "common", "frontend", "worker", "local", "tests", "docs", "
 
 FLAGS_OF_OTHERS = {
     "vLLM": "--dtype --enforce-eager --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-transfer-config"
-    " --enable-lora --enable-prompt-tokens-details --enable-sleep-mode --max-cpu-loras --max-lora-rank --max-loras"
-    " --quantization --scheduling-policy --tensor-parallel-size",
+    " --enable-lora --enable-prompt-tokens-details --enable-sleep-mode --limit-mm-per-prompt --max-cpu-loras --max-lora-rank"
+    " --max-loras --quantization --scheduling-policy --tensor-parallel-size",
     "SGLang": "--enable-deterministic-inference --enable-metrics --mem-fraction-static --tp-size",
     "AIPerf": "--concurrency --endpoint-type --output-tokens-mean --request-count --streaming --synthetic-input-tokens-mean",
     "NVIDIA Dynamo": "--custom-jinja-template --dyn-chat-processor --dyn-reasoning-parser --dyn-tool-call-parser"

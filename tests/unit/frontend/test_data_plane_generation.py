@@ -30,6 +30,7 @@ from dynamo.common.generation import (
     Stop,
     Summary,
     delta_encoder,
+    image_part,
     pack_tokens,
     request_decoder,
     summary_encoder,
@@ -200,10 +201,10 @@ def image(url: str) -> dict[str, Any]:
 
 
 class FetchingText(FakeText):
-    """Its only medium is 100 characters long when it is fetched."""
+    """Its only image has 100 bytes when it is fetched."""
 
     async def to_generate(self, request: TextRequest) -> GenerateRequest:
-        return msgspec.structs.replace(await super().to_generate(request), media=(image("data:," + "x" * 94),))
+        return msgspec.structs.replace(await super().to_generate(request), media=(image_part(bytes(100)),))
 
 
 async def test_media_that_were_fetched_count_as_bytes_of_the_request() -> None:
@@ -223,6 +224,21 @@ async def test_media_that_were_fetched_count_as_bytes_of_the_request() -> None:
             async with f.plane.generate(request, msgspec.structs.replace(CALL, hold=full)):
                 pass
         assert not f.client.streams
+
+
+async def test_the_router_sees_the_digest_of_an_image_and_the_worker_the_token_in_its_place() -> None:
+    card = llm_card()
+    assert card.llm is not None
+    card = msgspec.structs.replace(card, llm=msgspec.structs.replace(card.llm, image_token=PROMPT[2]))
+    decoded = image_part(b"an image")
+    async with front(TokenEngine([], gone), card=card) as f:
+        async with f.plane.generate(text_request(media=(decoded,)), CALL) as generation:
+            await read_all(generation)
+        [stream] = f.client.streams
+        sent = request_decoder.decode(stream.body)
+        assert (list(sent.tokens), sent.media) == (PROMPT, (decoded,))
+        [routed] = f.router.requests
+        assert routed.prompt == pack_tokens(PROMPT[:2]) + decoded["sha256"] + pack_tokens(PROMPT[3:])
 
 
 async def test_a_stop_string_cancels_the_engine_at_once() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo.common.errors import EngineError, Overloaded
-from dynamo.common.generation import FinishReason, request_decoder
+from dynamo.common.generation import FinishReason, image_part, request_decoder
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
@@ -351,7 +351,7 @@ async def test_images_are_accepted_only_by_models_that_support_them() -> None:
         assert (await edge.post(CHAT, body | {"model": "seer"})).status_code == 200
     assert error["param"] == "messages[0].content[1]"
     assert "does not support content of type image" in error["message"]
-    assert speaker.last.media == (image,)
+    assert speaker.last.media == (image_part(bytes(3)),)
 
 
 # Tools and reasoning

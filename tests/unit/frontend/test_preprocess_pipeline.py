@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable
-from dynamo.common.generation import Delta, FinishReason, Sampling, Stop
+from dynamo.common.generation import Delta, FinishReason, Sampling, Stop, image_part
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.frontend.config import TextLimits, TextOptions
 from dynamo.frontend.preprocess.offload import Offload
@@ -283,9 +283,9 @@ async def test_requests_that_cannot_be_served_are_rejected_with_a_message(reques
 
 async def test_a_model_accepts_only_the_media_that_its_card_declares() -> None:
     text_model = await model(modalities=("image",))
-    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     generate = await text_model.to_generate(text_request("a", media=(image,)))
-    assert generate.media == (image,)
+    assert generate.media == (image_part(bytes(3)),)
     with pytest.raises(InvalidRequest, match=r"supports text, image; .*'audio'"):
         await text_model.to_generate(text_request("a", media=({"type": "audio"},)))
     with pytest.raises(InvalidRequest, match="'input_audio'"):

@@ -39,6 +39,7 @@ class Times:
 @dataclass
 class Output:
     outputs: list[Choice]
+    prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[int, Value] | None] | None = None
     num_cached_tokens: int | None = None
     metrics: Times | None = None

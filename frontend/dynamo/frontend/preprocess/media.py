@@ -239,8 +239,8 @@ def _url(part: Mapping[str, Any]) -> str:
 
 
 def media_length(media: Sequence[Mapping[str, Any]]) -> int:
-    """Return the length of the URLs of media, with the content of data URLs."""
-    return sum(len(_url(part)) for part in media)
+    """Return the length of media: of their URLs, with the content of data URLs, or of the bytes that were decoded."""
+    return sum(len(data if isinstance(data := part.get("data"), bytes) else _url(part)) for part in media)
 
 
 def _with_fetched(message: Mapping[str, Any], fetched: Mapping[str, str], modalities: Sequence[str]) -> Mapping[str, Any]:

@@ -24,6 +24,8 @@ from dynamo.common.parser_names import GENERIC
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
 from dynamo.frontend.preprocess.detokenize import CONTEXT_TOKENS, Detokenizer
+from dynamo.frontend.preprocess.images import check_places, has_parts, read_images, read_parts, with_parts, with_places
+from dynamo.frontend.preprocess.media import MediaUrls
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.shortening import fitting
 from dynamo.frontend.preprocess.template import ChatTemplate
@@ -54,7 +56,13 @@ class TextModel:
     """The text pipeline of one model card, cheap to make of parts that models share. Requests may use it concurrently."""
 
     def __init__(
-        self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None, limits: TextLimits, offload: Offload
+        self,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        limits: TextLimits,
+        offload: Offload,
+        media: MediaUrls,
     ) -> None:
         assert card.llm is not None
         self._name = card.name
@@ -63,6 +71,7 @@ class TextModel:
         self._template = template
         self._limits = limits
         self._offload = offload
+        self._media = media
         eos = tokenizer.token_id(card.llm.eos_token) if card.llm.eos_token else None
         self._eos = card.llm.eos_token_ids or (() if eos is None else (eos,))
         self._max_chars = min(limits.max_prompt_chars, card.llm.context_length * tokenizer.longest_token_chars)
@@ -80,8 +89,13 @@ class TextModel:
 
         Raises InvalidRequest, for example for a prompt that is too long for the model.
         """
+        if request.media:
+            request = await self._media.inlined(request, self._info.modalities)
         check_text_request(request, self._info, self._limits)
         tokens = await self._tokens(request)
+        has_media = self._info.modalities and (request.media or has_parts(request.messages or ()))
+        media = await self._offload.run(_images, request) if has_media else ()
+        check_places(tokens, len(media), self._info.image_token)
         sampling = request.sampling
         self._check_ids("logit_bias", sampling.logit_bias or ())
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
@@ -106,7 +120,7 @@ class TextModel:
             logprob_token_ids=request.logprob_token_ids,
             prompt_logprobs=request.prompt_logprobs,
             cache_salt=request.cache_salt,
-            media=request.media,
+            media=media,
         )
         check_request(generate)
         return generate
@@ -149,6 +163,8 @@ class TextModel:
             shaped, tools = in_plain_messages(shaped, tools), ()
         elif (with_ids := call_ids.BY_PARSER.get(self._info.tool_parser)) is not None:
             shaped = with_ids(shaped)
+        if self._info.modalities and template.takes_parts_only:
+            shaped = list(map(with_parts, shaped))
         text = template.render(
             shaped,
             tools=tools,
@@ -285,6 +301,8 @@ class TextModel:
 def _message(message: Mapping[str, Any], modalities: Collection[str]) -> dict[str, Any]:
     """Return `message` in the shape that templates expect: content of a text-only model is one string, arguments are objects."""
     result = with_checked_content(message, modalities)
+    if modalities:
+        result = with_places(result)
     reasoning = result.get("reasoning_content") or result.get("reasoning")
     if reasoning:
         result["reasoning_content"] = reasoning  # where most templates read it
@@ -295,6 +313,10 @@ def _message(message: Mapping[str, Any], modalities: Collection[str]) -> dict[st
         if reasoning and not result["content"]:
             result["thinking"] = reasoning  # gpt-oss reads it there, and only before calls
     return result
+
+
+def _images(request: TextRequest) -> tuple[dict[str, Any], ...]:
+    return read_parts(request.media) if request.messages is None else read_images(request.messages)
 
 
 def _with_marker(message: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -416,6 +416,18 @@ class ChatTemplate:
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._max_chars = max_chars
         self._max_steps = max_steps
+
+    @cached_property
+    def takes_parts_only(self) -> bool:
+        """Whether content must be a list of parts, as for the templates of some vision models: of a string they write nothing."""
+        return not self._writes("probe") and self._writes([{"type": "text", "text": "probe"}])
+
+    def _writes(self, content: object) -> bool:
+        """Return whether the text of a user's message is in the prompt."""
+        try:
+            return "probe" in self.render([{"role": "user", "content": content}])
+        except InvalidRequest:
+            return False
 
     def render(
         self,

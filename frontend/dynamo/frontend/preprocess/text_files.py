@@ -120,7 +120,7 @@ class TextFiles:
     def _text_model(self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None) -> TextModel:
         from dynamo.frontend.preprocess.pipeline import TextModel
 
-        return TextModel(card, tokenizer, template, self._options.limits, self._offload)
+        return TextModel(card, tokenizer, template, self._options.limits, self._offload, self._media)
 
     def _plain_model(self, card: ModelCard) -> PlainTextModel:
         from dynamo.frontend.preprocess.plain import PlainTextModel

@@ -43,6 +43,7 @@ from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId
 from dynamo.frontend.metrics import ModelMetrics
+from dynamo.frontend.preprocess.images import prompt_of_contents
 from dynamo.frontend.preprocess.media import media_length
 from dynamo.frontend.preprocess.reasoning.budget import ReasoningBudget
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
@@ -191,11 +192,11 @@ class Generation:
             text = await self._texts.get(self._card, deadline)
             prompt = await self._in_tokens(text, deadline)
             if prompt.media:  # what came with the request is counted already, what was fetched is not
-                self._call.hold(media_length(prompt.media) - media_length(self._request.media))
+                self._call.hold(max(0, media_length(prompt.media) - media_length(self._request.media)))
             self._prompt = self._addressed(prompt)
             limit = self._request.stop.max_tokens
             self._scope.prompt(prompt.prompt_tokens, None if limit is None else self._prompt.n * (prompt.stop.max_tokens or 0))
-            self._scope.media = len(self._request.media)
+            self._scope.media = len(self._prompt.media)
             self._unfinished = set(range(self._prompt.n))
             self._received = [array("I") for _ in range(self._prompt.n)]
             self._vocabulary = text.tokenizer
@@ -314,7 +315,7 @@ class Generation:
             metrics=self._metrics,
             name=self._request.model,
             tokenizer=self._card.llm.tokenizer,
-            prompt=prompt.prompt,
+            prompt=prompt.prompt if self._takes_text else prompt_of_contents(prompt, self._card.llm.image_token),
             adapter=prompt.adapter,
             cache_salt=prompt.cache_salt,
             expected_output_tokens=prompt.stop.max_tokens or 0,

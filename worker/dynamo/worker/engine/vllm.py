@@ -5,6 +5,7 @@
 
 vLLM schedules, batches and caches. This module translates requests and outputs, publishes what is cached and how busy vLLM is,
 and reports when it has died. Prompts come as tokens and outputs leave as tokens: vLLM sees no text.
+Images come beside the tokens, and vLLM puts as many as an image takes in the place of the one that stands for it.
 
 Importing this module imports vLLM, which takes seconds.
 """
@@ -32,6 +33,8 @@ from vllm.distributed.kv_events import ZmqEventPublisher
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError, LoRAAdapterNotFoundError, VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.model_loader import get_model_cls
+from vllm.multimodal.media import ImageMediaIO
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -187,6 +190,7 @@ class VllmEngine:
         self._defaults: dict[str, Any] = {}
         self._eos: frozenset[int] = frozenset()
         self._context_length = 0
+        self._takes_images = False
         self._ranks = 1
         self._total_blocks = 0
         self._traced = False
@@ -252,6 +256,7 @@ class VllmEngine:
         self._ranks = config.parallel_config.data_parallel_size
         self._total_blocks = cache.num_gpu_blocks or 0  # of all ranks
         self._stats.rank_blocks = self._total_blocks // self._ranks
+        self._takes_images = _takes_images(self.llm.renderer.mm_processor)
         self._traced = config.observability_config.otlp_traces_endpoint is not None
         files = tokenizer_files(tokenizer)
         self._files = [file for file in files if file]
@@ -277,6 +282,8 @@ class VllmEngine:
                 data_parallel_size=self._ranks,
                 adapters=tuple(self._adapters),
                 adapter_reports=tuple(AdapterReport(name=name, path=lora.path) for name, lora in self._adapters.items()),
+                modalities=("image",) if self._takes_images else (),
+                image_token=_image_token(model, tokenizer) if self._takes_images else None,
             ),
         ).check()
 
@@ -284,15 +291,16 @@ class VllmEngine:
         return self._files
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
-        check_request(request, context_length=self._context_length, ranks=self._ranks)
+        check_request(request, context_length=self._context_length, ranks=self._ranks, takes_images=self._takes_images)
         if request.stop.max_tokens == 0:
             for part in empty_response(request):
                 yield part
             return
         reader = OutputReader(request, self._eos)
         try:
+            images = await asyncio.to_thread(_read_images, request.media) if request.media else {}
             with self._requests.opened(request) as opened:
-                async with aclosing(self._start_request(request, context)) as outputs:
+                async with aclosing(self._start_request(request, images, context)) as outputs:
                     async for output in outputs:
                         opened.prefilled()
                         for delta in reader.read(output):
@@ -304,7 +312,7 @@ class VllmEngine:
         finally:
             self._stepped()
 
-    def _start_request(self, request: GenerateRequest, context: Context) -> Any:
+    def _start_request(self, request: GenerateRequest, images: dict[str, object], context: Context) -> Any:
         """Return vLLM's own generator, which aborts the request when it is closed."""
         adapter = None
         if request.adapter and (adapter := self._adapters.get(request.adapter)) is None:
@@ -312,7 +320,9 @@ class VllmEngine:
         settings = sampling_settings(request, self._defaults)
         if request.sampling.guided:
             settings["structured_outputs"] = StructuredOutputsParams(**structured_settings(request.sampling.guided))
-        prompt: dict[str, object] = {"type": "token", "prompt_token_ids": request.tokens.tolist()}
+        prompt: dict[str, object] = {"prompt_token_ids": request.tokens.tolist(), **images}
+        if not images:
+            prompt["type"] = "token"  # nothing is left to process: of such a prompt vLLM would ignore images
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
         return self.llm.generate(
@@ -434,6 +444,33 @@ def _to_error(error: Exception) -> DynamoError:
             return EngineError(f"vLLM failed on the request: {error.__cause__!r}")
         case _:
             return InvalidRequest(str(error.__cause__ or error))
+
+
+def _takes_images(processor: Any) -> bool:
+    """Whether the model takes images, and `--limit-mm-per-prompt` allows one. `processor` is None for a model of text alone."""
+    return processor is not None and bool(processor.info.allowed_mm_limits.get("image"))
+
+
+def _image_token(model: Any, tokenizer: Any) -> int | None:
+    """Return the token that a chat template writes for an image; None for models whose placeholder is not one token."""
+    placeholder = get_model_cls(model).get_placeholder_str("image", 1)
+    tokens = tokenizer.encode(placeholder, add_special_tokens=False) if placeholder else []
+    config = model.hf_config
+    named = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    token = named if named in tokens else tokens[0] if len(tokens) == 1 else None
+    return None if token is None else int(token)
+
+
+def _read_images(media: Sequence[dict[str, Any]]) -> dict[str, object]:
+    """Return the part of vLLM's prompt that has the images. Raises ValueError for one that cannot be read, or is too large.
+
+    Their digests name them in vLLM's caches, also those of blocks.
+    """
+    reader = ImageMediaIO()
+    return {
+        "multi_modal_data": {"image": [reader.load_bytes(image["data"]) for image in media]},
+        "multi_modal_uuids": {"image": [image["sha256"].hex() for image in media]},
+    }
 
 
 def _adapter_name(lora_name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -17,7 +17,7 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 128
 """Alternatives per token that a request may have. The engine must allow one more, for the chosen token."""
 
-_SUPPORTED = frozenset(Feature) - {Feature.MEDIA}
+_OF_TEXT_MODELS = frozenset(Feature) - {Feature.MEDIA}
 
 _GUIDED = {
     "json_schema": "json",
@@ -56,13 +56,15 @@ class RequestOutput(Protocol):
     """What one step added to one request."""
 
     outputs: Iterable[Output]
+    prompt_token_ids: Sequence[int] | None
+    """With as many tokens for each image as it takes."""
     prompt_logprobs: Iterable[Mapping[int, Logprob] | None] | None
     num_cached_tokens: int | None
     metrics: StateStats | None
     kv_transfer_params: dict[str, Any] | None
 
 
-def check_request(request: GenerateRequest, *, context_length: int, ranks: int) -> None:
+def check_request(request: GenerateRequest, *, context_length: int, ranks: int, takes_images: bool = False) -> None:
     """Raises InvalidRequest for a request that vLLM would misunderstand or not bound."""
     check_prompt(request, context_length)
     _between("n", request.n, 1, MAX_CHOICES)
@@ -71,7 +73,7 @@ def check_request(request: GenerateRequest, *, context_length: int, ranks: int) 
     _between("max_tokens", request.stop.max_tokens, 0, None)
     _between("min_tokens", request.stop.min_tokens, 0, context_length)
     _between("data_parallel_rank", request.data_parallel_rank, 0, ranks - 1)
-    check_features(request, "vllm", _SUPPORTED)
+    check_features(request, "vllm", frozenset(Feature) if takes_images else _OF_TEXT_MODELS)
 
 
 def _between(name: str, value: int | None, least: int, most: int | None) -> None:
@@ -155,6 +157,7 @@ class OutputReader:
         """`eos` tokens end a generation, unless the request ignores them."""
         self._request = request
         self._stops = frozenset(request.stop.token_ids) | (frozenset() if request.stop.ignore_eos else eos)
+        self._prompt_tokens = request.prompt_tokens
         self._output_tokens = 0
         self._cached_tokens = 0
         self._transfer: dict[str, Any] | None = None
@@ -164,6 +167,7 @@ class OutputReader:
     def read(self, output: RequestOutput) -> list[Delta]:
         """Return the deltas of an output. Raises Unavailable if vLLM aborted the request, EngineError if it failed."""
         self._times = output.metrics or self._times
+        self._prompt_tokens = len(output.prompt_token_ids or ()) or self._prompt_tokens
         self._cached_tokens = max(self._cached_tokens, output.num_cached_tokens or 0)
         self._transfer = output.kv_transfer_params or self._transfer
         if self._prompt_logprobs is None and output.prompt_logprobs is not None and self._request.prompt_logprobs is not None:
@@ -177,7 +181,7 @@ class OutputReader:
         if times is not None and times.first_token_ts >= times.scheduled_ts >= times.queued_ts > 0:
             queue_s, prefill_s = times.scheduled_ts - times.queued_ts, times.first_token_ts - times.scheduled_ts
         return Summary(
-            prompt_tokens=self._request.prompt_tokens,
+            prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             cached_tokens=self._cached_tokens,
             queue_ms=queue_s * 1e3,
