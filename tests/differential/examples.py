@@ -3,8 +3,8 @@
     python -m tests.differential.examples --triton PATH --examples FOLDER
 
 FOLDER is `src/python/examples` of Triton's client repository. Prints a table; exits with 1 if an example runs there and not here.
-They run with this Python, or that of --python, which needs `tritonclient[all]`, Pillow, `attrdict` and `six`. One example has its
-ports written into it, so 8000 and 8001 have to be free.
+They run with this Python, or that of --python, which needs `tritonclient[all]`, Pillow, `attrdict3` and `six`. One example has
+its ports written into it, so 8000 and 8001 have to be free.
 """
 
 from __future__ import annotations

@@ -346,9 +346,15 @@ async def test_an_id_that_the_control_input_cannot_hold_is_cut_as_in_triton(
             'state { input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ 1 ] initial_state { data_file: "gone" } }',
             "initial_state/gone cannot be read: No such file",
         ),
+        (
+            'state { input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ 2 ] initial_state { data_file: "short" } }',
+            "'s' has 2 bytes",
+        ),
     ],
 )
 async def test_a_wrong_configuration_names_its_field(tmp_path: Path, batching: str, reason: str) -> None:
     make_reporter(tmp_path, f"sequence_batching {{ {batching} }}")
+    (tmp_path / "reporter" / "initial_state").mkdir()
+    (tmp_path / "reporter" / "initial_state" / "short").write_bytes(b"\0\0")
     async with opened(tmp_path) as models:
         assert reason in str((await models.load_all(["reporter"]))["reporter"])
