@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from google.protobuf import text_format
 from onnx import TensorProto, helper
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
@@ -22,6 +23,7 @@ from dynamo.worker.repository.execution import ModelRequest, ModelResult
 from dynamo.worker.repository.models import RepositoryModels
 from dynamo.worker.repository.sequences import SequenceModel, UnknownSequence
 from tests.support.repositories import infer, infer_all, opened, python_model
+from tests.support.virtual_time import run as run_in_virtual_time
 
 CONTROLS = """
 control_input { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
@@ -259,6 +261,63 @@ async def test_a_defect_fails_the_batch_and_leaves_the_sequence_usable(tmp_path:
         await model.respond(request)
     assert await model.respond(request) == ModelResult({})
     await model.close()
+
+
+class Recorder:
+    """An instance that responds at once, and keeps the time and the ids of each batch; None is a row without a request."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[float, list[str | None]]] = []
+
+    async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
+        now = asyncio.get_running_loop().time()
+        self.batches.append((now, [request.context.request_id if request.parameters else None for request in requests]))
+        return [ModelResult({}) for _ in requests]
+
+    def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        return None
+
+
+async def batches_of(batching: str, arrivals: Sequence[float]) -> list[tuple[float, list[str | None]]]:
+    """Return the batches that are formed when the first request of sequence 1, 2, … comes at each of these seconds."""
+    config = ModelConfig(name="batched", max_batch_size=4)
+    text_format.Parse(f"sequence_batching {{ max_sequence_idle_microseconds: 60000000 {batching} }}", config)
+    recorder = Recorder()
+    model = SequenceModel(config, [recorder], Path())
+
+    async def send_at(second: float, number: int) -> None:
+        await asyncio.sleep(second)
+        parameters: dict[str, Any] = {"sequence_id": number, "sequence_start": True}
+        await model.respond(ModelRequest({}, Context(str(number)), (), parameters))
+
+    await asyncio.gather(*(send_at(second, number) for number, second in enumerate(arrivals, 1)))
+    await model.close()
+    return recorder.batches
+
+
+HALF = "direct { max_queue_delay_microseconds: 2000000 minimum_slot_utilization: 0.5 }"
+OLDEST = "oldest { max_candidate_sequences: 8 max_queue_delay_microseconds: 2000000 preferred_batch_size: [ 2, 4 ] }"
+
+
+@pytest.mark.parametrize(
+    ("batching", "arrivals", "batches"),
+    [
+        (HALF, [0.0], [(2.0, ["1"])]),
+        (HALF, [0.0, 1.0], [(1.0, ["1", "2"])]),
+        (HALF, [0.0, 3.0, 4.0], [(2.0, ["1"]), (4.0, [None, "2", "3"])]),
+        ("direct { max_queue_delay_microseconds: 2000000 }", [0.0], [(0.0, ["1"])]),
+        (OLDEST, [0.0], [(2.0, ["1"])]),
+        (OLDEST, [0.0, 1.0, 1.5], [(1.0, ["1", "2"]), (3.5, ["3"])]),
+        (OLDEST, [0.0, 0.0, 0.0, 0.0, 0.0], [(0.0, ["1", "2"]), (0.0, ["3", "4"]), (2.0, ["5"])]),
+    ],
+)
+def test_batches_of_sequences_wait_for_company(
+    batching: str, arrivals: list[float], batches: list[tuple[float, list[str | None]]]
+) -> None:
+    assert run_in_virtual_time(batches_of(batching, arrivals)) == batches
 
 
 def summing(folder: Path) -> None:

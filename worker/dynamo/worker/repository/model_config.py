@@ -166,10 +166,8 @@ def ignored_settings(config: ModelConfig, *, has_cache: bool, has_rate_limiter: 
         "response_cache": config.response_cache.enable and not has_cache,
         "cc_model_filenames": bool(config.cc_model_filenames),
         "rate_limiter": not has_rate_limiter and any(group.HasField("rate_limiter") for group in config.instance_group),
-        "max_queue_delay_microseconds of sequences": bool(
-            sequences.direct.max_queue_delay_microseconds or sequences.oldest.max_queue_delay_microseconds
-        ),
-        "minimum_slot_utilization": bool(sequences.direct.minimum_slot_utilization),
+        "max_queue_delay_microseconds of sequences of a decoupled model": config.model_transaction_policy.decoupled
+        and bool(sequences.direct.max_queue_delay_microseconds or sequences.oldest.max_queue_delay_microseconds),
         "preserve_ordering of sequences": sequences.oldest.preserve_ordering,
         "iterative_sequence": sequences.iterative_sequence,
         "queue policies of a decoupled model that does not run in Python": config.model_transaction_policy.decoupled

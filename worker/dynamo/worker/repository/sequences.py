@@ -7,6 +7,10 @@ request came for a while. Sequences that find no slot wait for one. Strategies, 
   request, and that have none themselves, are filled with requests that are not READY.
 - *oldest*: an instance has `max_candidate_sequences` slots, and batches hold the requests that have waited longest.
 
+A batch may wait for more requests, up to `max_queue_delay_microseconds` from when the first of them came: with *direct* until
+`minimum_slot_utilization` of the slots have one, with *oldest* until they make a preferred size. Decoupled models get requests
+one by one, at once.
+
 A sequence ends with the process of its instance. Requests of a sequence that is not known here are refused in a way that makes
 frontends try other workers.
 """
@@ -47,15 +51,18 @@ class UnknownSequence(InvalidRequest):
 class _Job:
     """A request that waits for its turn, or runs."""
 
-    __slots__ = ("ends", "enqueued_ns", "request", "result", "starts")
+    __slots__ = ("due", "ends", "enqueued_ns", "request", "result", "starts")
 
-    def __init__(self, request: ModelRequest) -> None:
+    def __init__(self, request: ModelRequest, delay_s: float) -> None:
+        """`delay_s`: how long it may wait for company."""
+        loop = asyncio.get_running_loop()
         self.request = request
         self.starts = bool(request.parameters.get("sequence_start", False))
         self.ends = bool(request.parameters.get("sequence_end", False))
-        self.result: asyncio.Future[ModelResult | DynamoError | None] = asyncio.get_running_loop().create_future()
+        self.result: asyncio.Future[ModelResult | DynamoError | None] = loop.create_future()
         """Of a decoupled model: None when it is the request's turn."""
         self.enqueued_ns = time.perf_counter_ns()
+        self.due = loop.time() + delay_s
 
 
 class _Sequence:
@@ -77,12 +84,14 @@ class _Sequence:
 class _Lane:
     """An instance and its slots."""
 
-    __slots__ = ("instance", "is_busy", "slots")
+    __slots__ = ("instance", "is_busy", "slots", "timer")
 
     def __init__(self, instance: SequenceInstance, slots: int) -> None:
         self.instance = instance
         self.slots: list[_Sequence | None] = [None] * slots
         self.is_busy = False
+        self.timer: asyncio.TimerHandle | None = None
+        """Runs when the first request has waited long enough for others."""
 
     @property
     def free(self) -> int:
@@ -109,6 +118,14 @@ class SequenceModel:
         self._is_decoupled = config.model_transaction_policy.decoupled
         self._idle_s = batching.max_sequence_idle_microseconds / 1e6
         slots = max(1, config.max_batch_size) if self._is_direct else batching.oldest.max_candidate_sequences
+        direct, oldest = batching.direct, batching.oldest
+        delay_us = oldest.max_queue_delay_microseconds
+        if self._is_direct:
+            delay_us = direct.max_queue_delay_microseconds if direct.minimum_slot_utilization else 0
+        self._delay_s = delay_us / 1e6
+        self._enough = direct.minimum_slot_utilization * slots
+        """Requests that need not wait for more, of the strategy direct."""
+        self._preferred = frozenset(oldest.preferred_batch_size)
         self._controls = ControlInputs(config)
         self._states = States(config, folder)
         self._lanes = [_Lane(instance, slots) for instance in instances]
@@ -162,6 +179,8 @@ class SequenceModel:
     async def close(self) -> None:
         for sequence in list(self._sequences.values()):
             self._end(sequence)
+        for lane in self._lanes:
+            _stop_timer(lane)
         await self._running.finish()
         await asyncio.gather(*(lane.instance.close() for lane in self._lanes))
 
@@ -175,7 +194,7 @@ class SequenceModel:
             raise InvalidRequest(
                 f"inference request to model '{self._name}' must specify batch-size 1 due to requirements of sequence batcher"
             )
-        job = _Job(request)
+        job = _Job(request, self._delay_s)
         sequence = self._sequences.get(id)
         if sequence is not None and sequence.has_end:
             sequence = None
@@ -212,16 +231,33 @@ class SequenceModel:
     def _choose(self, lane: _Lane) -> list[tuple[_Sequence, _Job] | None]:
         """Return the rows of the next batch of an instance; None is a row without a request. Marks its sequences as running."""
         ready = lane.ready()
+        _stop_timer(lane)
         if not ready:
             return []
         if not self._is_direct:
             ready = sorted(ready, key=lambda entry: entry[1].jobs[0].enqueued_ns)[: max(1, self._max_batch_size)]
             ready = [(row, sequence) for row, (_, sequence) in enumerate(ready)]
+        if self._delay_s:
+            due = min(sequence.jobs[0].due for _, sequence in ready)
+            loop = asyncio.get_running_loop()
+            if loop.time() < due:
+                ready = ready[: self._without_delay(len(ready))]
+            if not ready:
+                lane.timer = loop.call_at(due, self._advance)
+                return []
         rows: list[tuple[_Sequence, _Job] | None] = [None] * (1 + max(row for row, _ in ready))
         for row, sequence in ready:
             sequence.is_running = True
             rows[row] = (sequence, sequence.jobs.popleft())
         return rows
+
+    def _without_delay(self, ready: int) -> int:
+        """Return how many of the requests that are ready run before the delay is over."""
+        if self._is_direct:
+            return ready if ready >= self._enough else 0
+        if ready >= max(self._preferred, default=self._max_batch_size):
+            return ready
+        return max((size for size in self._preferred if size <= ready), default=0)
 
     async def _run(self, lane: _Lane, rows: Sequence[tuple[_Sequence, _Job] | None]) -> None:
         begun_ns = time.perf_counter_ns()
@@ -300,6 +336,12 @@ class SequenceModel:
         for sequence in () if lane is None else tuple(lane.slots):
             if sequence is not None:
                 self._end(sequence)
+
+
+def _stop_timer(lane: _Lane) -> None:
+    if lane.timer is not None:
+        lane.timer.cancel()
+        lane.timer = None
 
 
 def _free(lane: _Lane) -> int:
