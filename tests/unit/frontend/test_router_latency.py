@@ -170,6 +170,17 @@ def test_an_explanation_has_the_predicted_latencies_of_each_candidate() -> None:
     assert decision.ttft_s * 1e3 == pytest.approx(float(shown[f"{decision.instance.id:x}"][0]), abs=0.1)
 
 
+def test_steps_that_a_prompt_shares_with_others_that_wait_delay_it_but_cost_nothing() -> None:
+    s = Situation()
+    s.report(A, running=10, queued_prefill_tokens=SIZE)
+    s.report(B, running=10)
+    explained = s.router.pick(RouteRequest(model="m", booking_id="r", prompt=prompt(8)), FLEET[:2], explain=True).candidates
+    cost, ttft_ms = ({each["instance"]: float(each[name]) for each in explained} for name in ("cost", "ttft_ms"))
+    step_ms, queue_ms = 6.0 + 10 * 0.35, SIZE * 0.125
+    assert (cost["1"] - cost["2"]) * 1e3 == pytest.approx(queue_ms - 0.5 * step_ms, abs=0.1)
+    assert ttft_ms["1"] - ttft_ms["2"] == pytest.approx(queue_ms + 1.0 * step_ms, abs=0.2)
+
+
 def test_what_no_instance_can_begin_in_time_is_refused_with_the_time_to_wait() -> None:
     s = Situation(KvRouterOptions(ttft_goal_s=1.0))
     s.store(A, prompt(10))

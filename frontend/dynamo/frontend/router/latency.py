@@ -1,6 +1,6 @@
 """The cost of an instance in seconds: what a request would add to the latencies of all requests there.
 
-    wait    = tokens of prompts that wait on the instance · token + 1.5 steps; half a step if none wait but requests run
+    wait    = tokens of prompts that wait on the instance · token; half a step if none wait but requests run
     step    = base + sequence · requests there + block · their KV blocks
     prefill = tokens of this prompt that are not cached · token + step
 
@@ -13,6 +13,9 @@
 `token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`). As requests that end make
 room for others, the instance is taken to have as many of them as now for the whole time of this one. If the KV blocks of the
 instance do not suffice for the prompt, it waits until enough of the requests there have ended.
+
+The first token of a prompt that waits for others also comes 1.5 steps later: for the step that runs, and the one with the others.
+That is predicted, but costs nothing: prompts that are computed in one step save those that run there a step.
 
 Goals, where they are given, add to the cost of an instance that misses them: `_MISS_WEIGHT` times the excess over the goal, for
 the time to first token once, for the time between tokens for each token of this request and of those that run there.
@@ -102,8 +105,10 @@ class LatencyModel:
             requests, tokens = load.requests, load.prefill_tokens
             step = base + sequence * requests + block * load.decode_blocks
             prefill += step
+            delay = 0.0
             if tokens:
-                wait = tokens * token + 1.5 * step
+                delay = 1.5 * step
+                wait = tokens * token
                 progress = now - load.queued_since
                 if progress > 0.0:
                     wait -= progress if progress < batch_s else batch_s
@@ -115,7 +120,7 @@ class LatencyModel:
             if load.usage > _KV_FULL_FROM:
                 ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
             costs.append(ttft + output * step + prefill * (requests + arrivals * ttft) + requests * more_s)
-            ttfts.append(ttft)
+            ttfts.append(ttft + delay)
         return Predictions(costs, ttfts)
 
     def premium_s(self, prompt: Prompt, load: Load, ttft_s: float, overlap: int, most: int) -> float:
