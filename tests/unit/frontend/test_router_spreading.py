@@ -7,7 +7,9 @@ from dynamo.frontend.router.spreading import PrefixCredits, cheapest_without
 PREFIX = 7
 
 
-def placements(credits: PrefixCredits, count: int, *, wait_s: float, premium_s: float, prefix: int = PREFIX) -> list[int]:
+def placements(
+    credits: PrefixCredits, count: int, *, wait_s: float, premium_s: float, prefix: int = PREFIX, idle: float = 1.0
+) -> list[int]:
     """Place requests whose prefix the first instance has; the second one, which has not, is idle."""
     positions = []
     for _ in range(count):
@@ -17,7 +19,7 @@ def placements(credits: PrefixCredits, count: int, *, wait_s: float, premium_s: 
         if position == 1:
             credits.buy(prefix, premium_s)
         else:
-            credits.rent(prefix, wait_s)
+            credits.rent(prefix, wait_s, idle)
         positions.append(position)
     return positions
 
@@ -25,6 +27,10 @@ def placements(credits: PrefixCredits, count: int, *, wait_s: float, premium_s: 
 def test_a_prefix_that_is_used_again_and_again_is_computed_on_another_instance() -> None:
     """A quarter of 0.4 s is credited per request; from 0.6 s on, computing costs less than waiting."""
     assert placements(PrefixCredits(), 9, wait_s=0.4, premium_s=1.0) == [0] * 7 + [1, 0]
+
+
+def test_a_prefix_spreads_later_while_instances_compute_prompts_for_much_of_their_time() -> None:
+    assert placements(PrefixCredits(), 15, wait_s=0.4, premium_s=1.0, idle=0.5) == [0] * 13 + [1, 0]
 
 
 def test_a_prefix_stays_where_it_is_while_no_request_would_have_been_better_off() -> None:

@@ -197,7 +197,7 @@ class KvRouter:
         if predicted is not None:
             latency.placed(prefill_tokens)
             if spread is not None and not reason:
-                spread.settle(model.credits, position, costs[position])
+                spread.settle(model.credits, position, costs[position], latency.idle)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
             self.loads.share_prompt(instance.id, hashes)
@@ -356,12 +356,12 @@ class _Spread:
         premium_s = latency.premium_s(prompt, loads[position], predicted.ttft_s[position], overlap, most)
         return cls(prompt.hashes[most - 1], position, premium_s, predicted.costs[position] - premium_s)
 
-    def settle(self, credits: PrefixCredits, position: int, cost_s: float) -> None:
-        """Record where the request went, at which cost."""
+    def settle(self, credits: PrefixCredits, position: int, cost_s: float, idle: float) -> None:
+        """Record where the request went, at which cost. `idle`: the share of their time that instances compute no prompts."""
         if position == self.position:
             credits.buy(self.prefix, self.premium_s)
         elif cost_s > self.least_s:
-            credits.rent(self.prefix, cost_s - self.least_s)
+            credits.rent(self.prefix, cost_s - self.least_s, idle)
 
 
 def _overridden(config: KvRouterOptions, overrides: Mapping[str, float]) -> KvRouterOptions:

@@ -130,6 +130,11 @@ class LatencyModel:
         rest_s = (prompt.tokens - most * size) * token
         return saved_s * (1.0 + load.requests + self._arrivals * (ttft_s + rest_s))
 
+    @property
+    def idle(self) -> float:
+        """The share of its time that an instance computes no prompts."""
+        return 1.0 - min(self._prefilling, _MOST_PREFILL)
+
     def _expected_output(self, max_output: int) -> float:
         """Return the mean length of outputs that are limited to `max_output` tokens, if lengths are distributed exponentially."""
         times = self.steps.times

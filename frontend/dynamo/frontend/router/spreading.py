@@ -6,6 +6,10 @@ up: whenever a request goes where its prefix is cached although another instance
 a share of the difference is credited to the prefix. The credit pays the premium, which is what computing the prefix on that
 instance costs more. Once it suffices, the next request goes there and uses it up. This is how one hires skis until the hire
 has cost as much as a pair: whatever comes, the sum is a small multiple of what it would be if the future were known.
+
+Where caches are scarce, one more copy of a prefix evicts other prefixes, which have to be computed again. Then instances compute
+prompts for much of their time, and what that delays lasts until their queues are empty. So the share is the smaller, the less of
+their time instances compute no prompts.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 _SHARE = 0.25
-"""Of the difference. Not all of it: other prefixes' requests would have taken the place on the cheaper instance."""
+"""Of the difference, on idle instances. Not all of it: other prefixes' requests would have taken the place on the cheaper one."""
 _MOST_PREFIXES = 10_000
 """Above that, the credit that was used least recently is forgotten."""
 
@@ -33,9 +37,12 @@ class PrefixCredits:
         """Lower the cost of an instance that would have to compute the prefix by the credit, at most by the premium."""
         costs[position] -= min(self._credits.get(prefix, 0.0), premium_s)
 
-    def rent(self, prefix: int, difference_s: float) -> None:
-        """Record that a request went where the prefix is cached, and by how much less it would have cost elsewhere."""
-        self._set(prefix, self._credits.pop(prefix, 0.0) + _SHARE * difference_s)
+    def rent(self, prefix: int, difference_s: float, idle: float) -> None:
+        """Record that a request went where the prefix is cached, and by how much less it would have cost elsewhere.
+
+        `idle`: the share of their time that instances compute no prompts.
+        """
+        self._set(prefix, self._credits.pop(prefix, 0.0) + _SHARE * idle * difference_s)
 
     def buy(self, prefix: int, premium_s: float) -> None:
         """Record that an instance computes the prefix."""
