@@ -20,12 +20,13 @@ from dynamo.worker.repository.raw_tensors import RawTensors, pack
 from tests.support.repositories import X_TO_Y, ensemble, infer_all, opened, python_model, step
 
 ECHO = """
+import json
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
         return [
-            pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())], parameters=r.parameters())
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())], parameters=json.loads(r.parameters()))
             for r in requests
         ]
 """
