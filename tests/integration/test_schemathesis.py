@@ -28,7 +28,7 @@ SERVED = (
 VERSIONS = ("1", "2", "latest")
 DATATYPES = ("", "INT32", "FP32", "BYTES", "BOOL")
 NEEDED = ("model", "messages", "prompt", "input", "inputs", "max_tokens", "text", "tokens")
-EXAMPLES = 5
+EXAMPLES = 4
 """Of each method of each path, of right requests and of wrong ones each."""
 BROKEN = (500, 502)
 MOST_TOKENS = 64

@@ -87,7 +87,7 @@ async def test_processes_that_are_killed_fail_no_request_and_leave_no_file(
         alive = list(fleet.workers)
         bodies = [body(size) for size in (4, 100 * KIB, 600 * KIB, 3 * MIB)]
         async with front.client() as client, client.load(8, lambda number: echo_request(bodies[number % 4])) as load:
-            for _ in range(3):
+            for _ in range(2):
                 await load.completed(random.Random(namespace).randrange(20, 60))
                 await alive.pop(0).killed()
                 alive.append(await fleet.add_worker(*place))

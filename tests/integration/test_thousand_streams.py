@@ -13,9 +13,9 @@ from tests.support.processes import frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
 
 STREAMS = 1_000
-TOKENS = 120
+TOKENS = 60
 STEP_MS = 200
-"""So that a stream of `TOKENS` tokens lasts nearly half a minute."""
+"""So that a stream of `TOKENS` tokens lasts 12 s."""
 
 
 @dataclass
