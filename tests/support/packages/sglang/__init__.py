@@ -7,7 +7,9 @@ signals) and `srt/server_args.py`. Outputs have the form of those over HTTP, see
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import zmq
 from tokenizers import Tokenizer
 
 from dynamo.common.generation import Delta, Summary
@@ -24,6 +27,7 @@ from dynamo.worker.engines import make_engine
 from tests.support.sglang_server import SglangServer
 
 BLOCKS = 512
+_END = (-1).to_bytes(8, "big", signed=True)
 
 
 class TokenizerManager:
@@ -49,6 +53,29 @@ class TokenizerManager:
             self.running[rid].set()
 
 
+class Replays(threading.Thread):
+    """Responds to requests for earlier KV events, of which there are none: this engine publishes nothing."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(daemon=True)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind(endpoint)
+
+    def run(self) -> None:
+        try:
+            while True:
+                client, *_ = self._socket.recv_multipart()
+                self._socket.send_multipart([client, b"", b"", _END, b""])
+        except zmq.ContextTerminated:
+            self._socket.close()
+
+    def end(self) -> None:
+        self._context.term()
+        self.join()
+
+
 class Engine:
     def __init__(self, *, server_args: Any) -> None:
         self.tokenizer_manager = TokenizerManager(server_args)
@@ -60,6 +87,8 @@ class Engine:
         self._has_started = False
         self.requests: list[dict[str, Any]] = []
         self.is_shut_down = False
+        self._replays = Replays(json.loads(server_args.kv_events_config)["replay_endpoint"])
+        self._replays.start()
 
     async def async_generate(self, *, rid: str, cache_salt: str | None, **fields: Any) -> AsyncIterator[dict[str, Any]]:
         if not self._has_started:
@@ -92,3 +121,4 @@ class Engine:
 
     def shutdown(self) -> None:
         self.is_shut_down = True
+        self._replays.end()

@@ -8,6 +8,7 @@ from typing import Any
 
 class ServerArgs(argparse.Namespace):
     model_path: str
+    kv_events_config: str
     context_length: int | None
     max_running_requests: int | None
     page_size: int
