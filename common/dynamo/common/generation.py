@@ -123,7 +123,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     kv_transfer: dict[str, Any] | None = None
     """Disaggregated serving: what the engine's connector needs to fetch or to offer the prompt's KV blocks."""
     media: tuple[dict[str, Any], ...] = ()
-    """Content parts besides text, for engines whose card declares the modality; for one that takes tokens, see `image_part`."""
+    """Images and audio in the order of the prompt: content parts of the OpenAI API; for engines that take tokens `image_part`s.
+
+    Only for engines whose card declares the modality.
+    """
     first_choice: int = 0
     """Index of the first choice, if the request continues a part of a larger one: engines whose choices have random numbers by
     index continue with theirs. `Delta.index` counts from 0 all the same.

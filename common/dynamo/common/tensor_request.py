@@ -36,7 +36,7 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
     raw_inputs: Sequence[Buffer]
     """`raw_input_contents`; views into `raw` where that is large."""
     is_known: bool = False
-    """Whether earlier requests have the same object as `head`: nobody changes it."""
+    """Whether `head` is one object for all requests that begin with the same bytes, so that it must not be changed."""
 
     @classmethod
     def parse(cls, data: Buffer, scanner: MessageScanner | None = None) -> TensorRequest:

@@ -1,8 +1,8 @@
 """Exchanges what the frontends of a namespace use of the limits of API keys; `security.sharing` says what each makes of it.
 
-A message has the totals of the keys that were used since the last one. Besides, every process publishes once a second, which
-shows it that it is connected and the others that it lives: one that was silent for `LEASE_S` is forgotten, and what it had in
-use is free. A process that receives nothing, not even its own messages, forgets nobody. No message has a time.
+A message has the totals of the keys that were used since the last one. Every process publishes at least once a second: its own
+message shows it that it is connected, and shows the others that it lives. A process that was silent for `LEASE_S` is forgotten,
+and what it had in use is free. One that receives nothing, not even its own messages, forgets nobody. No message has a time.
 """
 
 from __future__ import annotations
