@@ -85,10 +85,6 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     image_token: int | None = None
     """The token that stands for an image in a prompt; None: no single one."""
 
-    def adapter_report(self, name: str) -> AdapterReport | None:
-        """Return what the instance says about an adapter."""
-        return next((report for report in self.adapter_reports if report.name == name), None)
-
     @property
     def takes_text(self) -> bool:
         """Whether the engine takes prompts and conversations as text, and generates text; see `TextPrompt`."""
@@ -108,9 +104,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     max_batch_size: int = 0
+    """0: the model does not batch and its shapes have no batch dimension."""
     has_sequences: bool = False
     """All requests of one sequence have to go to one instance."""
-    """0: the model does not batch and its shapes have no batch dimension."""
     decoupled: bool = False
     """True: a request may get none, one or several responses, over ModelStreamInfer only."""
     model_config: bytes = b""
@@ -120,6 +116,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Other names under which requests may name this model."""
     labels: dict[str, str] = {}
     """Free key-value pairs, shown in metadata as `properties`."""
+
+    def adapter_report(self, name: str) -> AdapterReport | None:
+        """Return what the instance says about a LoRA adapter; None: nothing."""
+        return None if self.llm is None else next((report for report in self.llm.adapter_reports if report.name == name), None)
 
     def check(self) -> ModelCard:
         """Return the card itself. Raises InvalidRequest if it contradicts itself."""

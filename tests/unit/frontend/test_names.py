@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from dynamo.common.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
-from dynamo.common.etcd import Deleted, Events, KeyValue, Listing, Put, Reset, document
+from dynamo.common.etcd import Deleted, Events, KeyValue, Listing, Put, Reset, follow
 from dynamo.frontend.names.__main__ import main
 from dynamo.frontend.names.plan import Identity, make_plan, pick, representative
 from dynamo.frontend.names.rules import (
@@ -436,7 +436,7 @@ async def test_the_table_follows_etcd_keeps_what_is_valid_and_comes_back_after_a
 
 
 async def test_a_lost_table_is_put_back_though_etcd_fails_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(follow, "LONGEST_PAUSE_S", 0.0)
     etcd = FakeEtcd()
     fake: Any = etcd
     table = NameTable(fake, "ns")

@@ -41,7 +41,7 @@ class Harness:
         return card.llm
 
     def report(self, name: str) -> AdapterReport | None:
-        return self.llm.adapter_report(name)
+        return self.service.models[0].card.adapter_report(name)
 
     async def want(self, name: str, path: Path | str | None = None, model: str = "base") -> DesiredAdapter:
         """Write a record. Without `path`, for a folder with an adapter."""

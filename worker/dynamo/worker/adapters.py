@@ -12,8 +12,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from dynamo.common.adapters import MAX_ERROR_CHARS, MAX_LOADED, MAX_PATH_CHARS, 
 from dynamo.common.background import running_tasks
 from dynamo.common.errors import AlreadyExists, Code, DynamoError, Forbidden, InvalidRequest, Unsupported
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
-from dynamo.common.etcd.transport import backoff
+from dynamo.common.etcd.follow import follow
 from dynamo.common.lifecycle import within
 from dynamo.common.model_card import AdapterReport
 from dynamo.common.names import adapters_prefix
@@ -32,7 +32,6 @@ from dynamo.worker.serve import ServedModel, Service
 
 log = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S = 10.0
 _RETRY_S = 60.0
 _MAX_FAILURES = 64
 """Shown in a card, whose length is bounded: the last ones."""
@@ -60,16 +59,7 @@ class DesiredAdapters:
 
     async def follow(self) -> None:
         """Apply changes in etcd until cancelled."""
-        pauses = backoff(_LONGEST_PAUSE_S)
-        while True:
-            try:
-                async with aclosing(self._etcd.watch(self._prefix)) as changes:
-                    async for change in changes:
-                        pauses = backoff(_LONGEST_PAUSE_S)
-                        await self._apply(change)
-            except DynamoError as error:
-                log.error("the LoRA adapters in etcd cannot be followed; retrying: %s", error)
-            await asyncio.sleep(next(pauses))
+        await follow("LoRA adapters in etcd", partial(self._etcd.watch, self._prefix), self._apply)
 
     async def _apply(self, change: Reset | Events) -> None:
         if isinstance(change, Reset):

@@ -16,7 +16,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -322,35 +323,32 @@ def _make_python(target: str, name: str, context_length: int | None) -> AnyEngin
     return PythonEngine.load(target, name=name)
 
 
-def _make_llama(model: str, name: str, threads: int | None, max_num_seqs: int | None, context_length: int | None) -> AnyEngine:
+@contextmanager
+def _imported(need: str, package: str) -> Iterator[None]:
+    """Import an engine in the body. Raises InvalidRequest if a package is missing, with what to install."""
     try:
-        from dynamo.worker.engine.llama import LlamaEngine
+        yield
     except ModuleNotFoundError as error:
-        raise InvalidRequest(
-            f"{model} needs the llama engine, but the package {error.name} is missing: install dynamo-serving[llama]"
-        ) from error
+        raise InvalidRequest(f"{need}, but the package {error.name} is missing: install {package}") from error
+
+
+def _make_llama(model: str, name: str, threads: int | None, max_num_seqs: int | None, context_length: int | None) -> AnyEngine:
+    with _imported(f"{model} needs the llama engine", "dynamo-serving[llama]"):
+        from dynamo.worker.engine.llama import LlamaEngine
     return LlamaEngine(model, name=name, threads=threads, slots=max_num_seqs, context_length=context_length)
 
 
 def _make_vllm(
     model: str, name: str, engine_args: str, role: Role, max_num_seqs: int | None, context_length: int | None
 ) -> AnyEngine:
-    try:
+    with _imported(f"{model} needs the vllm engine", "vllm into the same environment"):
         from dynamo.worker.engine.vllm import VllmEngine
-    except ModuleNotFoundError as error:
-        raise InvalidRequest(
-            f"{model} needs the vllm engine, but the package {error.name} is missing: install vllm into the same environment"
-        ) from error
     return VllmEngine(
         model, name=name, engine_args=engine_args, role=role, max_num_seqs=max_num_seqs, context_length=context_length
     )
 
 
 def _make_sglang(model: str, name: str, engine_args: str, max_num_seqs: int | None, context_length: int | None) -> AnyEngine:
-    try:
+    with _imported(f"{model} needs the sglang engine", "sglang into the same environment"):
         from dynamo.worker.engine.sglang import SglangEngine
-    except ModuleNotFoundError as error:
-        raise InvalidRequest(
-            f"{model} needs the sglang engine, but the package {error.name} is missing: install sglang into the same environment"
-        ) from error
     return SglangEngine(model, name=name, engine_args=engine_args, max_num_seqs=max_num_seqs, context_length=context_length)

@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from dynamo.common.errors import DynamoError, Unavailable
 from dynamo.common.etcd.client import Etcd
+from dynamo.common.etcd.follow import follow
 from dynamo.common.etcd.kv import KeyValue
-from dynamo.common.etcd.transport import backoff
 from dynamo.common.etcd.watch import Events, Put, Reset
 
 log = logging.getLogger(__name__)
 
-LONGEST_PAUSE_S = 10.0
 _ATTEMPTS = 5
 """To change the value while others do so as well."""
 
@@ -64,18 +63,12 @@ class EtcdDocument(Generic[T]):
 
     async def follow(self) -> None:
         """Apply changes in etcd until cancelled."""
-        pauses = backoff(LONGEST_PAUSE_S)
-        while True:
-            try:
-                async with aclosing(self._etcd.watch(self._key)) as changes:
-                    async for change in changes:
-                        pauses = backoff(LONGEST_PAUSE_S)
-                        await self._apply(change)
-                        self.ready.set()
-            except DynamoError as error:
-                log.error("the %s cannot be followed; retrying: %s", self._kind.name, error)
-                self.ready.set()
-            await asyncio.sleep(next(pauses))
+
+        async def apply(change: Reset | Events) -> None:
+            await self._apply(change)
+            self.ready.set()
+
+        await follow(self._kind.name, partial(self._etcd.watch, self._key), apply, on_error=self.ready.set)
 
     async def change(self, change: Callable[[T], T]) -> None:
         """Replace the value by what `change` makes of it, for all processes.

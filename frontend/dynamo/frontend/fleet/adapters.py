@@ -103,16 +103,14 @@ class Adapters:
             raise Unavailable(f"the adapter '{name}' is being changed by others at the same time; try again")
         try:
             async with asyncio.timeout(self._timeout_s):
-                while any(
-                    report.load_id for instance in self._instances(adapter.model) for report in _reports_of(instance, name)
-                ):
+                while any(_is_loaded(instance, name) for instance in self._instances(adapter.model)):
                     await self._change()
         except TimeoutError:
             raise Unavailable(f"some instances have not unloaded the adapter '{name}' within {self._timeout_s:g} s") from None
 
     def has(self, name: str) -> bool:
         """Return whether some instance has, or should have, an adapter that was loaded at run time."""
-        return any(report.load_id for instance in self._directory.registered() for report in _reports_of(instance, name))
+        return any(_is_loaded(instance, name) for instance in self._directory.registered())
 
     def index(self) -> Iterator[RepositoryInstance]:
         """Yield the adapters of each instance, in the form of a repository."""
@@ -175,13 +173,11 @@ class Adapters:
         reports: dict[int, AdapterReport | None] = {}
         try:
             async with asyncio.timeout(self._timeout_s):
-                while not reports or None in reports.values():
-                    reports = {
-                        instance.id: next((r for r in _reports_of(instance, adapter.name) if r.load_id == adapter.load_id), None)
-                        for instance in self._instances(adapter.model)
-                    }
-                    if None in reports.values() or not reports:
-                        await self._change()
+                while True:
+                    reports = {instance.id: _report_of(instance, adapter) for instance in self._instances(adapter.model)}
+                    if reports and None not in reports.values():
+                        return reports
+                    await self._change()
         except TimeoutError:
             pass
         if not reports:
@@ -204,6 +200,13 @@ class Adapters:
         return card is not None and card.llm is not None and name in card.llm.adapters
 
 
-def _reports_of(instance: Instance, name: str) -> Iterator[AdapterReport]:
-    llm = instance.card.llm
-    return iter(()) if llm is None else (report for report in llm.adapter_reports if report.name == name)
+def _is_loaded(instance: Instance, name: str) -> bool:
+    """Return whether an instance has, or should have, an adapter that was loaded at run time."""
+    report = instance.card.adapter_report(name)
+    return report is not None and bool(report.load_id)
+
+
+def _report_of(instance: Instance, adapter: DesiredAdapter) -> AdapterReport | None:
+    """Return what an instance reports about this loading of an adapter; None: nothing so far."""
+    report = instance.card.adapter_report(adapter.name)
+    return report if report is not None and report.load_id == adapter.load_id else None

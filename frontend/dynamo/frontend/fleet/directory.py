@@ -6,14 +6,14 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 
 from dynamo.common.background import running
 from dynamo.common.discovery import Change, Instance, View
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
-from dynamo.common.etcd.transport import backoff
+from dynamo.common.etcd.follow import follow
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, namespace_prefix
 
@@ -29,7 +29,6 @@ EXPIRED_S = 5.0
 whole machine, it has registered again by then: it renews its lease every third of the TTL, and is told that it is gone."""
 DOWN_S = 10.0
 """How long an instance stays marked down: after the TTL of a lease, the registration of a dead worker is gone as well."""
-_LONGEST_PAUSE_S = 10.0
 
 OnChange = Callable[[], None]
 OnRegistrations = Callable[[Sequence[Instance], Sequence[Instance]], None]
@@ -135,20 +134,8 @@ class Directory:
 
     async def follow(self) -> None:
         """Apply changes in etcd until cancelled. Errors of etcd are logged and do not end it."""
-        pauses = backoff(_LONGEST_PAUSE_S)
-        while True:
-            try:
-                async with aclosing(self._etcd.watch(self._prefix, on_connected=self._connected)) as changes:
-                    async for change in changes:
-                        pauses = backoff(_LONGEST_PAUSE_S)
-                        if isinstance(change, Reset):
-                            self._reset(change)
-                        else:
-                            self._update(change)
-            except DynamoError as error:  # not permitted, or not understood: it may be corrected in etcd
-                log.error("the registrations cannot be followed; retrying: %s", error)
-                self.stale = True
-            await asyncio.sleep(next(pauses))
+        watch = partial(self._etcd.watch, self._prefix, on_connected=self._connected)
+        await follow("registrations", watch, self._take, on_error=self._refused)
 
     async def reconcile(self, every_s: float) -> None:
         """List all registrations periodically, to find what the watch has lost, until cancelled."""
@@ -172,6 +159,15 @@ class Directory:
         for timer in (self._return_timer, self._apply_timer):
             if timer is not None:
                 timer.cancel()
+
+    def _take(self, change: Reset | Events) -> None:
+        if isinstance(change, Reset):
+            self._reset(change)
+        else:
+            self._update(change)
+
+    def _refused(self) -> None:
+        self.stale = True
 
     def _connected(self, connected: bool) -> None:
         self.stale = not connected

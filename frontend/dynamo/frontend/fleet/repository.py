@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -19,7 +20,7 @@ from dynamo.common.background import running
 from dynamo.common.discovery import WITHDRAWN, Instance
 from dynamo.common.errors import Code, DynamoError, EngineError, ModelNotFound, Unsupported, from_wire
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
-from dynamo.common.etcd.transport import backoff
+from dynamo.common.etcd.follow import follow
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import InstanceId, repository_prefix
 from dynamo.common.repository import (
@@ -38,7 +39,6 @@ from dynamo.frontend.security.accounts import Account
 
 log = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S = 10.0
 _SEEN_S = 5.0
 """How long the response waits for the directory to show the change after the workers are done."""
 _PASSED_OVER = frozenset({Code.NOT_FOUND, Code.UNSUPPORTED})
@@ -70,16 +70,7 @@ class RepositoryView:
 
     async def follow(self) -> None:
         """Apply changes in etcd until cancelled."""
-        pauses = backoff(_LONGEST_PAUSE_S)
-        while True:
-            try:
-                async with aclosing(self._etcd.watch(self._prefix)) as changes:
-                    async for change in changes:
-                        pauses = backoff(_LONGEST_PAUSE_S)
-                        self.apply(change)
-            except DynamoError as error:
-                log.error("the model repositories cannot be followed; retrying: %s", error)
-            await asyncio.sleep(next(pauses))
+        await follow("model repositories", partial(self._etcd.watch, self._prefix), self.apply)
 
     async def refresh(self, timeout_s: float) -> None:
         """List the repositories now instead of waiting for the watch. Without etcd, the view stays as it is."""

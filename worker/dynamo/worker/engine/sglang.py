@@ -62,7 +62,8 @@ class SglangEngine:
         Raises InvalidRequest for arguments that SGLang does not take.
         """
         self._model = model
-        self._events_port = free_ports(2)
+        port = free_ports(2)
+        self._kv_source = KvSource(0, f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")
         self._arguments = self._parse(engine_args, max_num_seqs, context_length)
         self._name = name or (Path(model).resolve().name if Path(model).is_dir() else model)
         self.engine: Any = None
@@ -88,12 +89,8 @@ class SglangEngine:
         return f"<SglangEngine {self._name}, open={self._requests.choices}>"
 
     def _parse(self, engine_args: str, max_num_seqs: int | None, context_length: int | None) -> Any:
-        events = {
-            "publisher": "zmq",
-            "bind": True,
-            "endpoint": f"tcp://127.0.0.1:{self._events_port}",
-            "replay_endpoint": f"tcp://127.0.0.1:{self._events_port + 1}",
-        }
+        source = self._kv_source
+        events = {"publisher": "zmq", "bind": True, "endpoint": source.events, "replay_endpoint": source.replay}
         arguments = ["--model-path", self._model, "--kv-events-config", json.dumps(events), "--incremental-streaming-output"]
         arguments += ["--max-running-requests", str(max_num_seqs)] if max_num_seqs else []
         arguments += ["--context-length", str(context_length)] if context_length else []
@@ -125,10 +122,8 @@ class SglangEngine:
             self.engine.tokenizer_manager.auto_create_handle_loop()  # it takes signals over, which end workers
             restore_signals()
             loop.add_signal_handler(signal.SIGQUIT, self._died.set)
-            address = "tcp://127.0.0.1:"
-            source = KvSource(0, f"{address}{self._events_port}", f"{address}{self._events_port + 1}")
             if not self._arguments.disable_radix_cache:
-                await stack.enter_async_context(following(source, self.kv, self._changed))
+                await stack.enter_async_context(following(self._kv_source, self.kv, self._changed))
             self._stack = stack.pop_all()
         return self._card()
 

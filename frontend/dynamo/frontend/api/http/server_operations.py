@@ -201,7 +201,7 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
 
 def _root(card: ModelCard, name: str) -> str:
     """Return where an adapter was read from; of other names, the model that they stand for."""
-    report = None if card.llm is None else card.llm.adapter_report(name)
+    report = card.adapter_report(name)
     return card.name if report is None else report.path or card.name
 
 

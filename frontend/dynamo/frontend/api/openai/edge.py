@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import InvalidRequest, Unsupported
 from dynamo.common.generation import Summary
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import EventStream
@@ -61,6 +61,12 @@ class Edge:
     @property
     def stored(self) -> StoredResponses | None:
         return None if self.background is None else self.background.stored
+
+    def required_store(self, of: str = "responses") -> StoredResponses:
+        """Return what is stored. Raises Unsupported if nothing is; `of`: what the request is about, for its words."""
+        if self.background is None:
+            raise Unsupported(f"this server does not store {of}")
+        return self.background.stored
 
     def completed(self, request: R, account: Account) -> R:
         """Return `request` with its model named, and with the defaults of the operator. Raises InvalidRequest."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from dynamo.common.errors import NotFound, Unsupported
+from dynamo.common.errors import NotFound
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import encode
@@ -15,7 +15,7 @@ from dynamo.frontend.api.openai.pages import listed, page_of_query
 from dynamo.frontend.api.openai.responses.conversations import Conversations
 from dynamo.frontend.api.openai.responses.requests import InputItem, conversation_items
 from dynamo.frontend.api.openai.responses.storage import Item, ItemIds
-from dynamo.frontend.api.openai.responses.stored import new_response_id
+from dynamo.frontend.api.openai.responses.stored import StoredResponses, new_response_id
 
 _Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 _Items = Annotated[list[InputItem], Meta(max_length=20)]
@@ -108,18 +108,19 @@ class ConversationOperations:
         await exchange.respond(encode(conversation))
 
     @property
+    def _stored(self) -> StoredResponses:
+        return self._edge.required_store("conversations")
+
+    @property
     def _conversations(self) -> Conversations:
-        if self._edge.stored is None:
-            raise Unsupported("this server does not store conversations")
-        return self._edge.stored.conversations
+        return self._stored.conversations
 
     async def _items(self, exchange: Exchange) -> list[dict[str, Any]]:
         return await self._conversations.items(exchange.account.name, exchange.parameters["id"], exchange.hold)
 
     async def _to_store(self, exchange: Exchange, items: list[InputItem], history: list[dict[str, Any]]) -> list[Item]:
         """Return items with ids, and with those in place of references that they name."""
-        if self._edge.stored is None:
-            raise Unsupported("this server does not store conversations")
+        stored = self._stored
         ids = ItemIds(new_response_id(), output=False)
         new = await self._edge.offload.run_if(exchange.has_large_body, conversation_items, items, ids)
-        return await self._edge.stored.resolved(exchange.account.name, new, history, ids, exchange.hold)
+        return await stored.resolved(exchange.account.name, new, history, ids, exchange.hold)

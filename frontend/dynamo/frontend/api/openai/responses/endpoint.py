@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.common.errors import Code, DynamoError, EngineError, Unsupported
+from dynamo.common.errors import Code, DynamoError, EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
@@ -109,9 +109,7 @@ class Responses:
 
     async def follow(self, exchange: Exchange, id: str, first: int = 0) -> None:
         """Write the events of a stored response from the number `first` on, as they come."""
-        stored = self._edge.stored
-        if stored is None:
-            raise Unsupported("this server does not store responses")
+        stored = self._edge.required_store()
         async with exchange.attended(), exchange.events() as stream:
             async for events in follow(stored, exchange.account.name, id, first):
                 await stream.write(events)
@@ -138,12 +136,11 @@ class Responses:
         self, exchange: Exchange, request: ResponsesRequest, id: str
     ) -> tuple[ResponsesRequest, list[Item] | None, list[Item]]:
         """Return the request with what it continues, the items to be stored (None: nothing is), and those that are new."""
-        edge, owner, stored = self._edge, exchange.account.name, self._edge.stored
+        edge, owner = self._edge, exchange.account.name
         reads = bool(request.previous_response_id) or request.conversation_id is not None or request.has_references
-        if stored is None:
-            if request.store or request.background or reads:
-                raise Unsupported("this server does not store responses")
+        if edge.stored is None and not (request.store or request.background or reads):
             return request, None, []
+        stored = edge.required_store()
         is_stored = await stored.may_store(owner, True if request.background else request.store)
         if not (is_stored or reads):
             return request, None, []

@@ -131,8 +131,7 @@ class StoredResponses:
     async def read(self, owner: str, id: str) -> dict[str, Any]:
         """Return a response. Raises ResponseNotFound."""
         with self._storage.counted("read"):
-            stored, _ = await self._load(owner, id)
-            return self._shown(stored)
+            return await self.current(owner, id)
 
     async def current(self, owner: str, id: str) -> dict[str, Any]:
         """Return a response, without counting that as an operation. Raises ResponseNotFound."""

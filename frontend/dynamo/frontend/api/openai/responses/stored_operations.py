@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo.common.errors import InvalidRequest, Unsupported
+from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
@@ -20,9 +20,7 @@ class StoredOperations:
 
     @property
     def _stored(self) -> StoredResponses:
-        if self._edge.stored is None:
-            raise Unsupported("this server does not store responses")
-        return self._edge.stored
+        return self._edge.required_store()
 
     async def read(self, exchange: Exchange) -> None:
         if exchange.query.get("stream", "").lower() == "true":
