@@ -224,6 +224,13 @@ class FleetWorker:
         assert match is not None, self.process.log()
         return match[1]
 
+    @property
+    def served(self) -> set[tuple[str, str]]:
+        """The id and the model of each of its registrations, as it says in its log."""
+        match = re.search(r"serving (.+) at \S+ as instance", "\n".join(self.process.lines))
+        assert match is not None, self.process.log()
+        return {(self.instance, model) for model in match[1].split(", ")}
+
     async def serving(self) -> None:
         await self.process.logged("as instance")
 
@@ -250,9 +257,9 @@ class FleetFrontend:
             yield client
 
     async def sees(self, *workers: FleetWorker, timeout_s: float = 60.0) -> None:
-        """Returns when exactly these workers stand behind it, and it is ready."""
-        wanted = {worker.instance for worker in workers}
-        seen: set[str] = set()
+        """Returns when exactly these workers stand behind it, with all their models, and it is ready."""
+        wanted = {each for worker in workers for each in worker.served}
+        seen: set[tuple[str, str]] = set()
         status = 0
         try:
             async with asyncio.timeout(timeout_s):
@@ -260,7 +267,7 @@ class FleetFrontend:
                     assert self.process.process.returncode is None, self.process.log()
                     with suppress(httpx2.TransportError):
                         status, health = await self.process.health()
-                        seen = {instance["instance_id"] for instance in health.get("instances", ())}
+                        seen = {(instance["instance_id"], instance["model"]) for instance in health.get("instances", ())}
                         if seen == wanted and (status == 200 or not wanted):
                             return
                     await asyncio.sleep(_POLL_S)
