@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,12 +40,21 @@ class System:
 
 @asynccontextmanager
 async def process(
-    command: Sequence[str], env: dict[str, str], log: Path, cwd: Path | None = None
+    command: Sequence[str], env: dict[str, str], log: Path, cwd: Path | None = None, *, own_group: bool = False
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a child process during the body; end it by SIGTERM, by SIGKILL if it does not."""
+    """Run a child process during the body; end it by SIGTERM, by SIGKILL if it does not.
+
+    With `own_group`, the processes that it started and left behind are killed, too.
+    """
     with log.open("wb") as output:
         child = await asyncio.create_subprocess_exec(
-            *command, env=env, cwd=cwd, stdout=output, stderr=output, stdin=asyncio.subprocess.DEVNULL
+            *command,
+            env=env,
+            cwd=cwd,
+            stdout=output,
+            stderr=output,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=own_group,
         )
     try:
         yield child
@@ -57,6 +66,9 @@ async def process(
             except TimeoutError:
                 child.kill()
                 await child.wait()
+        if own_group:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +57,20 @@ async def tritonserver(packages: Path, repository: Path, models: Sequence[str], 
             "LD_LIBRARY_PATH": str(packages / "nvidia_pytriton.libs"),
             "PYTHONPATH": str(packages),
         }
-        async with process(command, env, Path(folder) / "triton.log") as child:
-            with logs_on_timeout(Path(folder)):
-                await asyncio.gather(*(ready(grpc, model) for model in models))
-            yield TritonServer(grpc, http, metrics, child)
+        with _cancelled_by_sigterm():
+            async with process(command, env, Path(folder) / "triton.log", own_group=True) as child:
+                with logs_on_timeout(Path(folder)):
+                    await asyncio.gather(*(ready(grpc, model) for model in models))
+                yield TritonServer(grpc, http, metrics, child)
+
+
+@contextmanager
+def _cancelled_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM cancel this task: a server in a group of its own does not get the signals that end a run."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
