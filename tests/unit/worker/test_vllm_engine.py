@@ -262,6 +262,7 @@ async def test_an_important_request_overtakes_those_that_wait(started: Started) 
         ("--block-size many", "block-size"),
         ('--dtype "float32', "quot"),
         ("--lora-modules nameless", "NAME=PATH"),
+        ("--data-parallel-size 2 --data-parallel-rank 1", "all of its data-parallel ranks"),
     ],
 )
 async def test_arguments_that_vllm_does_not_know_are_refused(tmp_path: Path, arguments: str, message: str) -> None:
@@ -287,11 +288,11 @@ async def test_sleep_clears_the_cache_and_wake_gives_the_same_tokens(started: St
     sizes: list[int] = []
     engine.on_step(lambda: sizes.append(len(engine.kv)))
     await engine.sleep()
-    assert await engine.llm.is_sleeping()
+    assert await engine.vllm.llm.is_sleeping()
     assert (len(engine.kv), sizes[-1]) == (0, 0)
     await engine.wake()
     await engine.wake()
-    assert not await engine.llm.is_sleeping()
+    assert not await engine.vllm.llm.is_sleeping()
     tokens, _, summary = await generate(started, make_request(prompt))
     assert (tokens, summary.cached_tokens) == (first, 0)
     await until(lambda: engine.kv.held() and len(engine.kv) == len(prompt) // 32)
@@ -320,7 +321,7 @@ class FakeLlm:
 
 def with_fake(folder: Path, llm: FakeLlm) -> Any:
     engine: Any = make_engine(str(folder), EngineKind.VLLM)
-    engine.llm = llm
+    engine.vllm.llm = llm
     return engine
 
 
@@ -341,8 +342,10 @@ async def test_a_failure_to_sleep_or_wake_is_an_engine_error(tmp_path: Path) -> 
     for call in (failing.sleep, failing.wake):
         with pytest.raises(EngineError, match="out of host memory"):
             await call()
+    half_awake = with_fake(tmp_path, FakeLlm(wakes=False))
+    await half_awake.sleep()
     with pytest.raises(EngineError, match="completely"):
-        await with_fake(tmp_path, FakeLlm(wakes=False)).wake()
+        await half_awake.wake()
 
 
 async def test_the_engine_process_dies_and_others_can_take_its_requests_over(started: Started) -> None:
@@ -364,25 +367,32 @@ async def test_the_engine_process_dies_and_others_can_take_its_requests_over(sta
         await generate(started, make_request(text("x")))
 
 
-async def test_each_rank_has_a_cache_of_its_own_and_all_are_published(tmp_path: Path) -> None:
-    engine = make_engine(str(make_tiny_llama(tmp_path / "tiny")), engine_args=f"{CPU} --data-parallel-size 2")
-    card = await engine.start()
-    assert isinstance(card, ModelCard)
+async def test_each_rank_is_an_engine_with_a_cache_and_a_load_of_its_own(tmp_path: Path) -> None:
+    engine: Any = make_engine(str(make_tiny_llama(tmp_path / "tiny")), engine_args=f"{CPU} --data-parallel-size 2")
+    with pytest.raises(InvalidRequest, match="2 data-parallel ranks"):
+        await engine.start()
+    engines = engine.ranks()
+    cards = await asyncio.gather(*(rank.start() for rank in engines))
     try:
-        ranks = Started(engine, card, Tokenizer.from_str(byte_tokenizer().decode()))
+        tokenizer = Tokenizer.from_str(byte_tokenizer().decode())
+        ranks = [Started(rank, card, tokenizer) for rank, card in zip(engines, cards, strict=True)]
         blocks = (64 << 20) // (32 * 2 * 128 * 2 * 4)
-        assert (ranks.llm.data_parallel_size, ranks.llm.total_blocks) == (2, 2 * blocks)
+        assert [(rank.llm.data_parallel_size, rank.llm.total_blocks) for rank in ranks] == [(1, blocks)] * 2
         prompt = text("one prompt for both of the ranks, which is long enough to fill two blocks")
         expected = set(sequence_hashes(pack_tokens(prompt), 32))
-        kv = ranks.engine.kv
-        assert (await generate(ranks, make_request(prompt, 4, data_parallel_rank=0)))[2].cached_tokens == 0
-        await until(lambda: set(kv.held()) == expected)
-        assert (await generate(ranks, make_request(prompt, 4, data_parallel_rank=1)))[2].cached_tokens == 0
-        kv.clear(rank=0)
-        await until(lambda: set(kv.held()) == expected)  # the blocks of rank 1 remain
-        assert (await generate(ranks, make_request(prompt, 4, data_parallel_rank=1)))[2].cached_tokens == 64
+        for number, rank in enumerate(ranks):
+            assert (await generate(rank, make_request(prompt, 4)))[2].cached_tokens == 0
+            await until(lambda kv=rank.engine.kv: set(kv.held()) == expected)
+            assert [len(other.engine.kv.held()) for other in ranks[number + 1 :]] == [0] * (1 - number)
+            assert (await generate(rank, make_request(prompt, 4)))[2].cached_tokens == 64
+        async with aclosing(ranks[1].engine.generate(make_request(prompt, 400), Context("long"))) as items:
+            await anext(items)
+            await until(lambda: ranks[1].engine.load().running == 1)
+            assert ranks[0].engine.load().running == 0
     finally:
-        await ranks.engine.close()
+        for rank in engines:
+            await rank.close()
+    assert not multiprocessing.active_children()
 
 
 async def test_a_start_that_is_given_up_ends_soon_and_leaves_nothing(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_structured_output_that_is_none_is_refused(guided: dict[str, Any]) -> No
 
 def test_media_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="media"):
-        check_request(make_request(media=({"type": "image"},)), context_length=100, ranks=1)
+        check_request(make_request(media=({"type": "image"},)), context_length=100)
 
 
 def test_deltas_leave_out_the_stop_token_and_empty_steps() -> None:

@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 
 from dynamo.common.background import awaited, running
@@ -49,7 +49,7 @@ from dynamo.common.tracing import Tracing, open_tracing
 from dynamo.worker.adapters import AdapterFollower
 from dynamo.worker.cards import CardFinisher
 from dynamo.worker.config import WorkerConfig
-from dynamo.worker.engine.base import HasFiles, MayFail, TracksKv, UsesSharedMemory
+from dynamo.worker.engine.base import HasFiles, HasRanks, MayFail, TracksKv, UsesSharedMemory
 from dynamo.worker.engines import AnyEngine, make_engine, make_remote, make_repository, split_repositories
 from dynamo.worker.metrics import WorkerMetrics
 from dynamo.worker.publisher import KvPublishers, publishing
@@ -91,16 +91,17 @@ async def run(config: WorkerConfig) -> None:
     if not config.models and not config.repository.repositories and not config.remote.urls:
         raise ConfigError("--model is required: name what to serve, or set DYN_MODEL; or name a --model-repository or a --url")
     started = count(1)
-    instances = config.remote.instances or config.num_workers
+    fleet: list[list[AnyEngine]] = []
 
     def freeze_at_last(worker: Worker) -> None:
-        if next(started) == instances:
+        if next(started) == len(fleet):
             freeze_garbage()
 
     try:
         check_nats(config.nats)  # before models are loaded, which may take minutes
         check_etcd(config.etcd)
-        fleet = [_make_engines(config, position) for position in range(instances)]
+        for position in range(config.remote.instances or config.num_workers):
+            fleet += split_ranks(_make_engines(config, position))
         async with running(Trimmer().run(), "freed memory"):
             await serve_fleet(fleet, config, on_started=freeze_at_last)
     except (InvalidRequest, Unsupported, Unavailable) as error:
@@ -141,6 +142,12 @@ def _make_engines(config: WorkerConfig, position: int) -> list[AnyEngine]:
     if config.repository.repositories or folders:
         engines.append(make_repository(config.repository, folders, config.drain_timeout_s))
     return engines
+
+
+def split_ranks(engines: Sequence[AnyEngine]) -> list[list[AnyEngine]]:
+    """Return the engines of each instance: one for each data-parallel rank, of which the first has the engines without ranks."""
+    ranked = [engine.ranks() if isinstance(engine, HasRanks) else [engine] for engine in engines]
+    return [[engine for engine in instance if engine is not None] for instance in zip_longest(*ranked)]
 
 
 async def serve_fleet(

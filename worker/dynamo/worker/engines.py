@@ -342,9 +342,9 @@ def _make_vllm(
     model: str, name: str, engine_args: str, role: Role, max_num_seqs: int | None, context_length: int | None
 ) -> AnyEngine:
     with _imported(f"{model} needs the vllm engine", "vllm into the same environment"):
-        from dynamo.worker.engine.vllm import VllmEngine
+        from dynamo.worker.engine.vllm import SharedVllm, VllmEngine
     return VllmEngine(
-        model, name=name, engine_args=engine_args, role=role, max_num_seqs=max_num_seqs, context_length=context_length
+        SharedVllm(model, name=name, engine_args=engine_args, role=role, max_num_seqs=max_num_seqs, context_length=context_length)
     )
 
 

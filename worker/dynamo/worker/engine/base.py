@@ -136,6 +136,15 @@ class TracksKv(Protocol):
 
 
 @runtime_checkable
+class HasRanks(Protocol):
+    """An engine with data-parallel ranks, each of which has a cache of its own and is served as an instance of its own."""
+
+    def ranks(self) -> Sequence[Engine]:
+        """Return an engine for each rank, itself for the first; none of them is started. Called once."""
+        ...
+
+
+@runtime_checkable
 class MayFail(Protocol):
     """An engine that can end by itself, such as one with a process of its own."""
 

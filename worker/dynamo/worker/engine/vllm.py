@@ -1,10 +1,11 @@
 """vLLM, driven from this process.
 
-    generate() ── AsyncLLM ══ ZMQ ══ vLLM's engine process ── its workers, one per GPU
+    generate() ── AsyncLLM ══ ZMQ ══ vLLM's engine process, one per rank ── its workers, one per GPU
                                        └── KV events, ZMQ ── KvFollower ── KvState
 
 vLLM schedules, batches and caches. This module translates requests and outputs, publishes what is cached and how busy vLLM is,
 and reports when it has died. Prompts come as tokens and outputs leave as tokens: vLLM sees no text.
+Each data-parallel rank is an engine of its own, and so an instance that routers choose by what it caches and how busy it is.
 Images come beside the tokens, and vLLM puts as many as an image takes in the place of the one that stands for it.
 
 Importing this module imports vLLM, which takes seconds.
@@ -17,9 +18,8 @@ import logging
 import multiprocessing
 import os
 import shlex
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count
@@ -42,10 +42,11 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, NotFound, Overloaded, Unavailable, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Summary
-from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
+from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import AdapterReport, LlmInfo, ModelCard, ModelKind, Role
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
+from dynamo.worker.engine.vllm_ranks import LoadedAdapter, RankStats, Shared, SharedAdapters, SharedSleep, adapter_name
 from dynamo.worker.engine.vllm_request import MAX_LOGPROBS, OutputReader, check_request, sampling_settings, structured_settings
 from dynamo.worker.kv.ports import free_ports
 from dynamo.worker.kv.vllm_subscriber import KvSource, following
@@ -54,70 +55,6 @@ from dynamo.worker.tokenizers.hugging_face import tokenizer_files
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-_NUMBER = "#"
-"""Between an adapter's name and a number, in names at vLLM. Names have no such character."""
-
-
-class _EngineStats:
-    """vLLM's statistics of each rank, which its engine process reports after each step. vLLM calls it."""
-
-    def __init__(self, on_step: Callable[[], None]) -> None:
-        self.running: dict[int, int] = {}
-        self.waiting: dict[int, int] = {}
-        self.kv_usage: dict[int, float] = {}
-        self.rank_blocks = 0
-        """KV blocks of one rank."""
-        self.step_ms = 0.0
-        self._on_step = on_step
-        self._stepped_at: dict[int, float] = {}
-        """By rank; none while it has nothing to do."""
-        self.totals = NO_STEPS
-
-    # What vLLM calls: it makes a logger for each rank by calling the factory, which is this object itself.
-
-    def __call__(self, config: Any, engine_index: int = 0) -> _EngineStats:
-        return self
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
-        if scheduler_stats is None:
-            return
-        self.running[engine_idx] = scheduler_stats.num_running_reqs
-        self.waiting[engine_idx] = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
-        self.kv_usage[engine_idx] = scheduler_stats.kv_cache_usage
-        now = time.monotonic()
-        stepped_at = self._stepped_at.pop(engine_idx, None)
-        if stepped_at is not None:
-            self.step_ms = (now - stepped_at) * 1e3
-            if iteration_stats is not None:
-                self._count(now - stepped_at, scheduler_stats, iteration_stats)
-        if scheduler_stats.num_running_reqs:
-            self._stepped_at[engine_idx] = now
-        self._on_step()
-
-    def _count(self, seconds: float, scheduler_stats: Any, iteration_stats: Any) -> None:
-        cached = scheduler_stats.prefix_cache_stats
-        self.totals += StepTotals(
-            steps=1,
-            seconds=seconds,
-            # vLLM counts cached tokens when a prompt is scheduled, and the prompt when all of it is computed.
-            prefill_tokens=iteration_stats.num_prompt_tokens - (cached.hits if cached is not None else 0),
-            sequences=iteration_stats.num_generation_tokens,
-            blocks=round(scheduler_stats.kv_cache_usage * self.rank_blocks),
-            finished=len(iteration_stats.finished_requests),
-            generated=sum(request.num_generation_tokens for request in iteration_stats.finished_requests),
-        )
-
-    def log_engine_initialized(self) -> None:
-        """Does nothing: load reports say it."""
-
-    def log(self) -> None:
-        """Does nothing: load reports say it."""
-
-    def record_sleep_state(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the requests are aborted, which reports it."""
-
-    def record_admission_rejection(self, reason: str) -> None:
-        """Does nothing: the requests are refused, which reports it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +63,8 @@ class VllmArguments:
 
     engine: Any
     """AsyncEngineArgs."""
-    adapters: dict[str, LoRARequest]
+    adapters: dict[str, str]
+    """Paths by name."""
 
 
 def parse_arguments(text: str) -> VllmArguments:
@@ -145,19 +83,23 @@ def parse_arguments(text: str) -> VllmArguments:
         parsed = parser.parse_args(shlex.split(text))
     except ValueError as error:  # a quote without its end
         refuse(str(error))
-    adapters: dict[str, LoRARequest] = {}
-    for number, module in enumerate(parsed.lora_modules, 1):
+    adapters: dict[str, str] = {}
+    for module in parsed.lora_modules:
         name, equals, path = module.partition("=")
         if not (name and equals and path):
             refuse(f"--lora-modules takes NAME=PATH, not {module!r}")
-        adapters[name] = LoRARequest(name, number, path)
+        adapters[name] = path
     arguments = AsyncEngineArgs.from_cli_args(parsed)
     arguments.enable_lora = arguments.enable_lora or bool(adapters)
+    if arguments.data_parallel_rank is not None or arguments.data_parallel_external_lb or arguments.data_parallel_hybrid_lb:
+        refuse(
+            "vLLM runs all of its data-parallel ranks here: give --data-parallel-size, and none of the options for a part of them"
+        )
     return VllmArguments(arguments, adapters)
 
 
-class VllmEngine:
-    """Serves one model with vLLM."""
+class SharedVllm:
+    """One AsyncLLM with all of its data-parallel ranks."""
 
     def __init__(
         self,
@@ -173,42 +115,31 @@ class VllmEngine:
 
         Raises InvalidRequest for arguments that vLLM does not take.
         """
-        arguments = parse_arguments(engine_args)
-        self._arguments = arguments.engine
+        parsed = parse_arguments(engine_args)
+        self._arguments = parsed.engine
         self._arguments.model = model
         self._arguments.max_num_seqs = max_num_seqs or self._arguments.max_num_seqs
         self._arguments.max_model_len = context_length or self._arguments.max_model_len
-        self._adapters = arguments.adapters
-        self._adapter_names = set(arguments.adapters)
-        """Every name that an adapter has had."""
-        self._adapter_numbers = count(len(arguments.adapters) + 1)
-        self._name = name or (Path(model).resolve().name if Path(model).is_dir() else model)
-        self._role = role
-        self._files: list[bytes] = []
+        self.name = name or (Path(model).resolve().name if Path(model).is_dir() else model)
+        self.role = role
+        self.ranks: int = self._arguments.data_parallel_size
+        self.served: set[int] = set()
+        """Ranks that have an engine."""
         self.llm: Any = None
-        """vLLM's AsyncLLM, after `start()`."""
-        self._defaults: dict[str, Any] = {}
-        self._eos: frozenset[int] = frozenset()
-        self._context_length = 0
-        self._takes_images = False
-        self._ranks = 1
-        self._total_blocks = 0
-        self._traced = False
-        self._numbers = count()
-        self._requests = OpenRequests()
-        self._stats = _EngineStats(self._stepped)
-        self._callbacks: list[Callable[[], None]] = []
-        self._stack = AsyncExitStack()
-        self.kv = KvState()
+        """vLLM's AsyncLLM, while it is open."""
+        self.stats = [RankStats() for _ in range(self.ranks)]
+        self.kv = [KvState() for _ in range(self.ranks)]
+        """What each rank caches."""
+        self.adapters = SharedAdapters(parsed.adapters, self.ranks, self._load_adapter, self._unload_adapter)
+        self.sleeping = SharedSleep(self.ranks, self._fall_asleep, self._wake_up)
+        self.opening = Shared(self._open)
 
     def __repr__(self) -> str:
-        return f"<VllmEngine {self._name}, open={self._requests.choices}>"
+        return f"<SharedVllm {self.name}, ranks={self.ranks}>"
 
-    async def start(self) -> ModelCard:
-        """Start vLLM. Raises InvalidRequest for a model or settings that it cannot serve, EngineError when it fails to start."""
-        async with AsyncExitStack() as stack:
-            # Its engine process binds its sockets there.
-            folder = stack.enter_context(TemporaryDirectory(prefix="dynamo-vllm-"))
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[None]:
+        with TemporaryDirectory(prefix="dynamo-vllm-") as folder:  # its engine process binds its sockets there
             try:
                 self.llm = await asyncio.to_thread(self._start, folder)
             except asyncio.CancelledError:
@@ -216,57 +147,139 @@ class VllmEngine:
                 for process in multiprocessing.active_children():
                     process.kill()
                 raise
-            stack.push_async_callback(asyncio.to_thread, self.llm.shutdown)
-            for source in self._kv_sources():
-                await stack.enter_async_context(following(source, self.kv, self._stepped, _adapter_name))
-            self._stack = stack.pop_all()
-        return self._card()
+            try:
+                yield
+            finally:
+                await asyncio.to_thread(self.llm.shutdown)
 
     def _start(self, folder: str) -> Any:
         # The default, fork, is not safe in a process that has threads.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         arguments = self._arguments
         if arguments.kv_events_config is None:
-            arguments.kv_events_config = _events_config(folder, arguments.data_parallel_size)
+            arguments.kv_events_config = _events_config(folder, self.ranks)
         try:
             config = arguments.create_engine_config()
         except (ValueError, OSError) as error:  # pydantic's, and that of a model that is not there
             raise InvalidRequest(f"vLLM cannot serve {arguments.model}: {error}") from error
         try:
-            return AsyncLLM.from_vllm_config(config, stat_loggers=[self._stats], disable_log_stats=arguments.disable_log_stats)
+            return AsyncLLM.from_vllm_config(
+                config, stat_loggers=[self._stat_logger], disable_log_stats=arguments.disable_log_stats
+            )
         except Exception as error:
             raise EngineError(f"vLLM failed to start with {arguments.model}: {error}") from error
 
-    def _kv_sources(self) -> list[KvSource]:
+    def _stat_logger(self, config: Any, engine_index: int = 0) -> RankStats:
+        return self.stats[engine_index]
+
+    def kv_source(self, rank: int) -> KvSource | None:
+        """Return where a rank publishes; None without prefix caching."""
         config = self.llm.vllm_config
         events = config.kv_events_config
         if not _publishes(config):
-            return []
+            return None
         offset = ZmqEventPublisher.offset_endpoint_port
-        return [
-            KvSource(rank, _reachable(offset(events.endpoint, rank)), _reachable(offset(events.replay_endpoint, rank)) or None)
-            for rank in range(config.parallel_config.data_parallel_size)
-        ]
+        return KvSource(0, _reachable(offset(events.endpoint, rank)), _reachable(offset(events.replay_endpoint, rank)) or None)
+
+    async def _load_adapter(self, adapter: LoadedAdapter) -> None:
+        try:
+            await self.llm.add_lora(_lora_request(adapter))
+        except Exception as error:
+            if str(LoRAAdapterNotFoundError(adapter.name, adapter.path)) in str(error):
+                raise NotFound(str(LoRAAdapterNotFoundError(adapter_name(adapter.name), adapter.path))) from error
+            raise EngineError(str(error)) from error
+
+    async def _unload_adapter(self, adapter: LoadedAdapter) -> None:
+        try:
+            await self.llm.remove_lora(adapter.number)  # False: vLLM had dropped it for want of room
+        except Exception as error:
+            raise EngineError(f"vLLM did not unload LoRA adapter '{adapter.name}': {error!r}") from error
+
+    async def _fall_asleep(self) -> None:
+        try:
+            await self.llm.sleep(level=1)
+        except Exception as error:
+            raise EngineError(f"vLLM did not fall asleep: {error!r}") from error
+        self._forget_caches()
+
+    async def _wake_up(self) -> None:
+        try:
+            awake = await self.llm.wake_up()
+        except Exception as error:
+            raise EngineError(f"vLLM did not wake up: {error!r}") from error
+        if awake is False:  # some versions return None
+            raise EngineError("vLLM did not wake up completely")
+        self._forget_caches()  # events of its last steps may have come after it fell asleep
+
+    def _forget_caches(self) -> None:
+        """Drop the mirrored caches. vLLM reports that it dropped its own only with the events of its next step."""
+        for kv, stats in zip(self.kv, self.stats, strict=True):
+            kv.clear()
+            stats.stepped()
+
+
+class VllmEngine:
+    """Serves one model with vLLM, on one of its data-parallel ranks."""
+
+    def __init__(self, vllm: SharedVllm, rank: int = 0) -> None:
+        self.vllm = vllm
+        self.kv = vllm.kv[rank]
+        vllm.served.add(rank)
+        self._rank = rank
+        self._stats = vllm.stats[rank]
+        self._files: list[bytes] = []
+        self._defaults: dict[str, Any] = {}
+        self._eos: frozenset[int] = frozenset()
+        self._context_length = 0
+        self._takes_images = False
+        self._traced = False
+        self._numbers = count()
+        self._requests = OpenRequests()
+        self._stack = AsyncExitStack()
+
+    def __repr__(self) -> str:
+        return f"<VllmEngine {self.vllm.name}, rank={self._rank}, open={self._requests.choices}>"
+
+    def ranks(self) -> Sequence[VllmEngine]:
+        return [self, *(VllmEngine(self.vllm, rank) for rank in range(1, self.vllm.ranks))]
+
+    async def start(self) -> ModelCard:
+        """Start vLLM, unless another rank has. Raises InvalidRequest for a model or settings that it cannot serve.
+
+        Raises EngineError when it fails to start.
+        """
+        if len(self.vllm.served) < self.vllm.ranks:
+            raise InvalidRequest(
+                f"vLLM has {self.vllm.ranks} data-parallel ranks: serve each of them, as `split_ranks` returns them"
+            )
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.vllm.opening.opened())
+            source = self.vllm.kv_source(self._rank)
+            if source is not None:
+                await stack.enter_async_context(following(source, self.kv, self._stats.stepped, adapter_name))
+            card = self._card()
+            self._stack = stack.pop_all()
+        return card
 
     def _card(self) -> ModelCard:
-        config, tokenizer = self.llm.vllm_config, self.llm.get_tokenizer()
+        llm = self.vllm.llm
+        config, tokenizer = llm.vllm_config, llm.get_tokenizer()
         model, cache, scheduler = config.model_config, config.cache_config, config.scheduler_config
         self._defaults = model.get_diff_sampling_param()
         self._context_length = model.max_model_len
-        self._ranks = config.parallel_config.data_parallel_size
-        self._total_blocks = cache.num_gpu_blocks or 0  # of all ranks
-        self._stats.rank_blocks = self._total_blocks // self._ranks
-        self._takes_images = _takes_images(self.llm.renderer.mm_processor)
+        self._stats.total_blocks = (cache.num_gpu_blocks or 0) // self.vllm.ranks  # vLLM says those of all ranks
+        self._takes_images = _takes_images(llm.renderer.mm_processor)
         self._traced = config.observability_config.otlp_traces_endpoint is not None
         files = tokenizer_files(tokenizer)
         self._files = [file for file in files if file]
         tokenizer_file, template = files
         eos = _eos_ids(model, tokenizer)
         self._eos = frozenset(eos)
+        adapters = self.vllm.adapters.paths(self._rank)
         return ModelCard(
-            name=self._name,
+            name=self.vllm.name,
             kind=ModelKind.LLM,
-            role=self._role,
+            role=self.vllm.role,
             backend="vllm",
             llm=LlmInfo(
                 context_length=self._context_length,
@@ -276,12 +289,11 @@ class VllmEngine:
                 eos_token=getattr(tokenizer, "eos_token", None) or "",
                 eos_token_ids=eos,
                 block_size=cache.block_size if _publishes(config) else 0,
-                total_blocks=self._total_blocks,
-                max_num_seqs=scheduler.max_num_seqs * self._ranks,
+                total_blocks=self._stats.total_blocks,
+                max_num_seqs=scheduler.max_num_seqs,
                 max_batched_tokens=scheduler.max_num_batched_tokens,
-                data_parallel_size=self._ranks,
-                adapters=tuple(self._adapters),
-                adapter_reports=tuple(AdapterReport(name=name, path=lora.path) for name, lora in self._adapters.items()),
+                adapters=tuple(adapters),
+                adapter_reports=tuple(AdapterReport(name=name, path=path) for name, path in adapters.items()),
                 modalities=("image",) if self._takes_images else (),
                 image_token=_image_token(model, tokenizer) if self._takes_images else None,
             ),
@@ -291,7 +303,7 @@ class VllmEngine:
         return self._files
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
-        check_request(request, context_length=self._context_length, ranks=self._ranks, takes_images=self._takes_images)
+        check_request(request, context_length=self._context_length, takes_images=self._takes_images)
         if request.stop.max_tokens == 0:
             for part in empty_response(request):
                 yield part
@@ -310,12 +322,12 @@ class VllmEngine:
         except (EngineDeadError, EngineGenerateError, VLLMClientError, GracefulHTTPError, ValueError) as error:
             raise _to_error(error) from error
         finally:
-            self._stepped()
+            self._stats.stepped()
 
     def _start_request(self, request: GenerateRequest, images: dict[str, object], context: Context) -> Any:
         """Return vLLM's own generator, which aborts the request when it is closed."""
         adapter = None
-        if request.adapter and (adapter := self._adapters.get(request.adapter)) is None:
+        if request.adapter and (adapter := self.vllm.adapters.used(self._rank, request.adapter)) is None:
             raise InvalidRequest(f"there is no adapter '{request.adapter}'", param="adapter")
         settings = sampling_settings(request, self._defaults)
         if request.sampling.guided:
@@ -325,45 +337,45 @@ class VllmEngine:
             prompt["type"] = "token"  # nothing is left to process: of such a prompt vLLM would ignore images
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
-        return self.llm.generate(
+        return self.vllm.llm.generate(
             prompt,
             SamplingParams(output_kind=RequestOutputKind.DELTA, **settings),
             # A request may come a second time, before vLLM has forgotten the first.
             f"{context.request_id}-{next(self._numbers)}",
-            lora_request=adapter,
+            lora_request=None if adapter is None else _lora_request(adapter),
             trace_headers=_trace(context) if self._traced else None,
             priority=-request.priority,  # vLLM serves the lowest number first
-            data_parallel_rank=request.data_parallel_rank,
+            data_parallel_rank=self._rank if self.vllm.ranks > 1 else None,
         )
 
     def load(self) -> EngineLoad:
         """Return the load. vLLM reports after steps only, so requests that ended since the last one are subtracted."""
-        if not self._requests.choices:
-            return EngineLoad(total_blocks=self._total_blocks, step_ms=self._stats.step_ms, totals=self._stats.totals)
-        running = min(sum(self._stats.running.values()), self._requests.choices)
-        per_rank = self._total_blocks / self._ranks
+        stats, choices = self._stats, self._requests.choices
+        if not choices:
+            return EngineLoad(total_blocks=stats.total_blocks, step_ms=stats.step_ms, totals=stats.totals)
+        running = min(stats.running, choices)
         return EngineLoad(
-            waiting=self._requests.choices - running,
+            waiting=choices - running,
             running=running,
-            active_blocks=round(sum(self._stats.kv_usage.values()) * per_rank),
-            total_blocks=self._total_blocks,
+            active_blocks=round(stats.kv_usage * stats.total_blocks),
+            total_blocks=stats.total_blocks,
             queued_prefill_tokens=self._requests.prefilling_tokens,
-            step_ms=self._stats.step_ms,
-            totals=self._stats.totals,
+            step_ms=stats.step_ms,
+            totals=stats.totals,
         )
 
     def on_step(self, callback: Callable[[], None]) -> None:
-        self._callbacks.append(callback)
+        self._stats.callbacks.append(callback)
 
     async def failure(self) -> EngineError:
         """Return when vLLM's engine process has died, which it does not recover from."""
-        while not self.llm.errored:  # noqa: ASYNC110 - vLLM offers no event for it
+        while not self.vllm.llm.errored:  # noqa: ASYNC110 - vLLM offers no event for it
             await asyncio.sleep(_LOOK_S)
         return EngineError("vLLM's engine process has died")
 
     @property
     def max_adapters(self) -> int | None:
-        lora = self.llm.vllm_config.lora_config
+        lora = self.vllm.llm.vllm_config.lora_config
         return None if lora is None else lora.max_cpu_loras or lora.max_loras
 
     @property
@@ -371,67 +383,28 @@ class VllmEngine:
         return True
 
     def check_adapters(self) -> None:
-        if self.llm.vllm_config.lora_config is None:
+        if self.vllm.llm.vllm_config.lora_config is None:
             raise Unsupported("vLLM was started without --engine-args '--enable-lora'")
 
     async def load_adapter(self, name: str, path: str) -> None:
-        number = next(self._adapter_numbers)
-        former = self._adapters.get(name)
-        # vLLM keys cached blocks by this name, and other weights must not share them.
-        adapter = LoRARequest(f"{name}{_NUMBER}{number}" if name in self._adapter_names else name, number, path)
-        try:
-            await self.llm.add_lora(adapter)
-        except Exception as error:
-            if str(LoRAAdapterNotFoundError(adapter.lora_name, path)) in str(error):
-                raise NotFound(str(LoRAAdapterNotFoundError(name, path))) from error
-            raise EngineError(str(error)) from error
-        self._adapters[name] = adapter
-        self._adapter_names.add(name)
-        if former is not None:
-            await self._remove(former)
+        await self.vllm.adapters.load(self._rank, name, path)
 
     async def unload_adapter(self, name: str) -> None:
-        await self._remove(self._adapters.pop(name))
-
-    async def _remove(self, adapter: Any) -> None:
-        try:
-            await self.llm.remove_lora(adapter.lora_int_id)  # False: vLLM had dropped it for want of room
-        except Exception as error:
-            raise EngineError(f"vLLM did not unload LoRA adapter '{adapter.lora_name}': {error!r}") from error
+        await self.vllm.adapters.unload(self._rank, name)
 
     def check_sleep(self) -> None:
         # Without the option vLLM claims to sleep but frees nothing.
-        if not self.llm.vllm_config.model_config.enable_sleep_mode:
+        if not self.vllm.llm.vllm_config.model_config.enable_sleep_mode:
             raise Unsupported("vLLM was started without --engine-args '--enable-sleep-mode'")
 
     async def sleep(self) -> None:
-        try:
-            await self.llm.sleep(level=1)
-        except Exception as error:
-            raise EngineError(f"vLLM did not fall asleep: {error!r}") from error
-        self._forget_cache()
+        await self.vllm.sleeping.sleep(self._rank)
 
     async def wake(self) -> None:
-        try:
-            awake = await self.llm.wake_up()
-        except Exception as error:
-            raise EngineError(f"vLLM did not wake up: {error!r}") from error
-        if awake is False:  # some versions return None
-            raise EngineError("vLLM did not wake up completely")
-        self._forget_cache()  # events of its last steps may have come after it fell asleep
-
-    def _forget_cache(self) -> None:
-        """Drop the mirrored cache. vLLM reports that it dropped its own only with the events of its next step."""
-        for rank in range(self._ranks):
-            self.kv.clear(rank)
-        self._stepped()
+        await self.vllm.sleeping.wake(self._rank)
 
     async def close(self) -> None:
         await self._stack.aclose()
-
-    def _stepped(self) -> None:
-        for callback in self._callbacks:
-            callback()
 
 
 def _to_error(error: Exception) -> DynamoError:
@@ -473,9 +446,8 @@ def _read_images(media: Sequence[dict[str, Any]]) -> dict[str, object]:
     }
 
 
-def _adapter_name(lora_name: str) -> str:
-    """Return the name of an adapter from its name at vLLM."""
-    return lora_name.partition(_NUMBER)[0]
+def _lora_request(adapter: LoadedAdapter) -> LoRARequest:
+    return LoRARequest(adapter.name, adapter.number, adapter.path)
 
 
 def _trace(context: Context) -> dict[str, str]:

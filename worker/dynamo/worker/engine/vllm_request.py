@@ -64,7 +64,7 @@ class RequestOutput(Protocol):
     kv_transfer_params: dict[str, Any] | None
 
 
-def check_request(request: GenerateRequest, *, context_length: int, ranks: int, takes_images: bool = False) -> None:
+def check_request(request: GenerateRequest, *, context_length: int, takes_images: bool = False) -> None:
     """Raises InvalidRequest for a request that vLLM would misunderstand or not bound."""
     check_prompt(request, context_length)
     _between("n", request.n, 1, MAX_CHOICES)
@@ -72,7 +72,7 @@ def check_request(request: GenerateRequest, *, context_length: int, ranks: int, 
     _between("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
     _between("max_tokens", request.stop.max_tokens, 0, None)
     _between("min_tokens", request.stop.min_tokens, 0, context_length)
-    _between("data_parallel_rank", request.data_parallel_rank, 0, ranks - 1)
+    _between("data_parallel_rank", request.data_parallel_rank, 0, 0)
     check_features(request, "vllm", frozenset(Feature) if takes_images else _OF_TEXT_MODELS)
 
 
