@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from dynamo.common.errors import (
     Unavailable,
     Unsupported,
 )
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, image_part, pack_tokens
 from dynamo.common.http_client import HttpClient
-from dynamo.common.model_card import AdapterReport
+from dynamo.common.model_card import AdapterReport, LlmInfo
 from dynamo.worker.config import RemoteOptions, WorkerConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.remote.completions import StreamReader, TensorRtDialect, VllmDialect
@@ -191,6 +191,52 @@ async def test_sglang_may_repeat_all_tokens_or_send_the_new_ones(tmp_path: Path,
         expected = [item async for item in server.engine.generate(request, Context("r1"))]
         assert tokens_of(items) == tokens_of(expected)
         assert [len(position) for item in items if isinstance(item, Delta) for position in item.logprobs or ()] == [3] * 8
+
+
+@asynccontextmanager
+async def beside_sglang(folder: Path, *, sees: bool = False) -> AsyncIterator[tuple[SglangServer, RemoteEngine, LlmInfo]]:
+    async with serving(SglangServer, SimEngine(sim_config("speedup=0", "sim", 8, 512)), folder) as server:
+        server.sees = sees
+        engine = make_remote(server.url, RemoteOptions())
+        card = await engine.start()
+        assert card.llm is not None
+        yield server, engine, card.llm
+
+
+async def test_sglang_gets_images_beside_the_tokens_and_says_how_many_they_take(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"image_token_id": 104}')
+    async with beside_sglang(tmp_path, sees=True) as (server, engine, llm):
+        assert (llm.modalities, llm.image_token) == (("image",), 104)
+        items = await generate(engine, make_request(media=(image_part(b"\x89PNG"),)))
+        assert server.requests[-1]["image_data"] == ["data:image/*;base64,iVBORw=="]
+        assert isinstance(items[-1], Summary) and items[-1].prompt_tokens == 101
+
+
+async def test_a_model_of_sglang_that_takes_text_alone_declares_no_images(tmp_path: Path) -> None:
+    async with beside_sglang(tmp_path) as (_, _, llm):
+        assert (llm.modalities, llm.image_token) == ((), None)
+
+
+async def test_adapters_are_loaded_and_unloaded_at_sglang(tmp_path: Path) -> None:
+    async with beside_sglang(tmp_path) as (server, engine, _):
+        engine.check_adapters()
+        await engine.load_adapter("sql", "/adapters/sql")
+        await generate(engine, make_request(adapter="sql"))
+        assert server.requests[-1]["lora_path"] == "sql"
+        await engine.load_adapter("sql", "/adapters/other")
+        assert server.adapters == {"sql": "/adapters/other"}
+        with pytest.raises(InvalidRequest, match=r"no adapter_config\.json"):
+            await engine.load_adapter("sql", "/adapters/missing")
+        assert server.adapters == {"sql": "/adapters/other"}, "which it has again"
+        server.adapters.clear()  # as by a restart
+        with pytest.raises(NotServed):  # the request continues elsewhere
+            await generate(engine, make_request(adapter="sql"))
+        await generate(engine, make_request(adapter="sql"))
+        await engine.unload_adapter("sql")
+        assert server.adapters == {}
+        await engine.unload_adapter("sql")  # somebody else may have done it
+        with pytest.raises(InvalidRequest, match="not loaded"):
+            await generate(engine, make_request(adapter="sql"))
 
 
 def tokens_of(items: list[Delta | Summary]) -> dict[int, list[int]]:

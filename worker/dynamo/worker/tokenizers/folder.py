@@ -22,6 +22,8 @@ class TextFiles:
     bos_token: str = ""
     eos_token: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    image_token: int | None = None
+    """The token that chat templates write for an image; None for a model of text alone."""
 
 
 class _AddedToken(msgspec.Struct):
@@ -43,6 +45,11 @@ class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
+class _ModelConfig(msgspec.Struct):
+    image_token_id: int | None = None
+    image_token_index: int | None = None
+
+
 def read_folder(folder: Path) -> TextFiles:
     """Raises InvalidRequest for a folder without a `tokenizer.json`, or with a file that cannot be read."""
     try:
@@ -51,6 +58,7 @@ def read_folder(folder: Path) -> TextFiles:
         generation = _read(folder / "generation_config.json", _GenerationConfig) or _read(
             folder / "config.json", _GenerationConfig
         )
+        model = _read(folder / "config.json", _ModelConfig) or _ModelConfig()
         template_file = folder / "chat_template.jinja"
         template = template_file.read_bytes() if template_file.is_file() else _template(config).encode()
     except (OSError, msgspec.MsgspecError) as error:
@@ -62,6 +70,7 @@ def read_folder(folder: Path) -> TextFiles:
         bos_token=_text(config.bos_token),
         eos_token=eos_token,
         eos_token_ids=_eos_ids(tokenizer, eos_token, generation),
+        image_token=model.image_token_id if model.image_token_id is not None else model.image_token_index,
     )
 
 

@@ -24,6 +24,7 @@ from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import TAKES_TEXT, AdapterReport, LlmInfo, ModelCard, ModelKind
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
+from dynamo.worker.engine.remote.adapters import ServerAdapters, SglangAdapters, VllmAdapters
 from dynamo.worker.engine.remote.completions import TensorRtDialect, VllmDialect
 from dynamo.worker.engine.remote.dialect import Dialect, RemoteKind
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
@@ -87,7 +88,10 @@ class ServedModel(msgspec.Struct):
 
 
 class SglangModel(msgspec.Struct):
+    """What SGLang says at /get_model_info."""
+
     tokenizer_path: str | None = None
+    has_image_understanding: bool = False
 
 
 class ModelList(msgspec.Struct):
@@ -189,8 +193,10 @@ class RemoteEngine:
         )
 
     async def _token_info(self, kind: RemoteKind, served: ServedModel, context_length: int) -> LlmInfo:
-        text = self._text = self._text or await self._read_files(kind, served)
+        said = await self._fetch_sglang_model() if kind is RemoteKind.SGLANG else SglangModel()
+        text = self._text = self._text or self._read_files(said.tokenizer_path or served.root, served)
         eos = frozenset(text.eos_token_ids)
+        takes_images = said.has_image_understanding
         match kind:
             case RemoteKind.SGLANG:
                 self._dialect = SglangDialect(context_length, eos)
@@ -205,6 +211,8 @@ class RemoteEngine:
             bos_token=text.bos_token,
             eos_token=text.eos_token,
             eos_token_ids=text.eos_token_ids,
+            modalities=("image",) if takes_images else (),
+            image_token=text.image_token if takes_images else None,
         )
 
     def files(self) -> Sequence[bytes]:
@@ -230,9 +238,11 @@ class RemoteEngine:
                 if not reader.has_finished:
                     raise Unavailable(f"the server at {self._client} ended its response early")
                 yield reader.summary()
-            except NotServed:
+            except (NotServed, InvalidRequest) as error:
+                if request.adapter not in self._adapters or not self._adapter_calls().is_lost(error):
+                    raise
                 await self._restore(request.adapter)
-                raise
+                raise NotServed(str(error)) from error
             except EngineError as error:
                 if await self._is_healthy():
                     raise
@@ -249,47 +259,39 @@ class RemoteEngine:
         return False
 
     def check_adapters(self) -> None:
-        if not isinstance(self._dialect, VllmDialect):
-            raise Unsupported(f"the server at {self._client} loads no LoRA adapters: only those of vLLM do")
+        self._adapter_calls()
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Have the server load it. One that the server has already, from another worker or an earlier one, is taken over."""
         present = _adapters(await self._fetch_models(), self._model)
-        if present.get(name) == path and name not in self._adapters:
-            self._adapters[name] = path
-            return
-        await self._change_adapter("load", {"lora_name": name, "lora_path": path, "load_inplace": True})
+        if present.get(name) != path or name in self._adapters:
+            await self._adapter_calls().load(name, path, present.get(name))
         self._adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
         self._adapters.pop(name, None)
         try:
-            await self._change_adapter("unload", {"lora_name": name})
+            await self._adapter_calls().unload(name)
         except NotFound:
             log.info("the server at %s had unloaded the LoRA adapter '%s' already", self._client, name)
 
     async def _restore(self, adapter: str) -> None:
         """Load an adapter once more that the server does not know any more, as after a restart: for the next requests."""
-        if (path := self._adapters.get(adapter)) is None:
-            return
         try:
-            await self._change_adapter("load", {"lora_name": adapter, "lora_path": path, "load_inplace": True})
+            await self._adapter_calls().load(adapter, self._adapters[adapter], None)
             log.info("the server at %s had lost the LoRA adapter '%s', and has it again", self._client, adapter)
         except DynamoError as error:
             log.error("the server at %s has lost the LoRA adapter '%s': %s", self._client, adapter, error)
 
-    async def _change_adapter(self, verb: str, fields: dict[str, object]) -> None:
-        """Raises the server's error, and Unsupported if it was not started to change adapters."""
-        path = f"/v1/{verb}_lora_adapter"
-        status, body = await self._client.fetch("POST", path, msgspec.json.encode(fields))
-        if status == 200:
-            return
-        error = read_failure(status, body)
-        if status == 404 and str(fields["lora_name"]) not in str(error):  # the path itself is unknown
-            raise Unsupported(
-                f"the server at {self._client} has no {path}: start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-            )
-        raise NotFound(str(error)) if status == 404 else error
+    def _adapter_calls(self) -> ServerAdapters:
+        """Return how the server changes adapters. Raises Unsupported if it does not."""
+        match self._dialect:
+            case VllmDialect():
+                return VllmAdapters(self._client)
+            case SglangDialect():
+                return SglangAdapters(self._client)
+            case _:
+                raise Unsupported(f"the server at {self._client} loads no LoRA adapters: only those of vLLM and SGLang do")
 
     def load(self) -> EngineLoad:
         return self._load.load()
@@ -375,9 +377,8 @@ class RemoteEngine:
             raise InvalidRequest(f"the server at {self._client} lists no model: GET /v1/models has status {status}")
         return models
 
-    async def _read_files(self, kind: RemoteKind, served: ServedModel) -> TextFiles:
+    def _read_files(self, root: str | None, served: ServedModel) -> TextFiles:
         """Return tokenizer and template of the model's folder. Raises InvalidRequest if it is not on this machine."""
-        root = await self._fetch_tokenizer_path() if kind is RemoteKind.SGLANG else served.root
         folder = _folder(root)
         if folder is None:
             raise InvalidRequest(
@@ -386,13 +387,12 @@ class RemoteEngine:
             )
         return read_folder(folder)
 
-    async def _fetch_tokenizer_path(self) -> str | None:
-        """Return where SGLang has read its tokenizer."""
+    async def _fetch_sglang_model(self) -> SglangModel:
         status, body = await self._client.fetch("GET", "/get_model_info")
         try:
-            return msgspec.json.decode(body, type=SglangModel).tokenizer_path if status == 200 else None
+            return msgspec.json.decode(body, type=SglangModel) if status == 200 else SglangModel()
         except msgspec.MsgspecError:
-            return None
+            return SglangModel()
 
     async def _check(self) -> None:
         """Raises InvalidRequest if the server does not take or return what the requests to it have."""

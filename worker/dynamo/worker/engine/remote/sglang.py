@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from typing import Any
 
 import msgspec
@@ -32,6 +33,8 @@ TokenLogprob = tuple[float | None, int, str | None]
 
 class MetaInfo(msgspec.Struct):
     finish_reason: Finish | None = None
+    prompt_tokens: int = 0
+    """With as many for each image as it takes."""
     completion_tokens: int = 0
     """Of all events so far."""
     cached_tokens: int = 0
@@ -57,11 +60,19 @@ class SglangDialect:
         self._eos = eos
 
     def call(self, request: GenerateRequest) -> tuple[str, bytes]:
-        check_tokens(request, self._context_length, FEATURES)
-        return PATH, msgspec.json.encode(request_fields(request, self._context_length))
+        check_tokens(request, self._context_length, FEATURES | {Feature.MEDIA})
+        fields = request_fields(request, self._context_length)
+        if request.media:
+            fields["image_data"] = [data_url(image["data"]) for image in request.media]
+        return PATH, msgspec.json.encode(fields)
 
     def reader(self, request: GenerateRequest) -> SglangReader:
         return SglangReader(request, self._eos)
+
+
+def data_url(image: bytes) -> str:
+    """Return an image as servers take it, which see its format in its bytes."""
+    return f"data:image/*;base64,{b64encode(image).decode()}"
 
 
 def request_fields(request: GenerateRequest, context_length: int) -> dict[str, object]:
@@ -133,6 +144,7 @@ class SglangReader(TokenReader):
     def _delta(self, index: int, tokens: list[int], info: MetaInfo) -> Delta | None:
         self._choices.check(index)
         self._cached_tokens = max(self._cached_tokens, info.cached_tokens)
+        self._prompt_tokens = max(self._prompt_tokens, info.prompt_tokens)
         if len(tokens) == info.completion_tokens:
             tokens = tokens[self._received[index] :]
         self._received[index] += len(tokens)

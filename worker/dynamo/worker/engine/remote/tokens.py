@@ -48,6 +48,7 @@ class TokenReader:
         self._request = request
         self._stops = frozenset(request.stop.token_ids) | (frozenset() if request.stop.ignore_eos else eos)
         self._choices = Choices(request)
+        self._prompt_tokens = request.prompt_tokens
         self._output_tokens = 0
         self._cached_tokens = 0
 
@@ -57,7 +58,7 @@ class TokenReader:
 
     def summary(self) -> Summary:
         return Summary(
-            prompt_tokens=self._request.prompt_tokens,
+            prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             cached_tokens=self._cached_tokens,
             prefill_ms=self._choices.prefill_ms,
