@@ -83,7 +83,7 @@ def logs_on_timeout(folder: Path) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def bus(stack_name: str, *, nats_batch: bool = False) -> AsyncIterator[tuple[Path, EtcdServer, NatsServer]]:
+async def bus(stack_name: str, *, nats_batch: bool = True) -> AsyncIterator[tuple[Path, EtcdServer, NatsServer]]:
     """A folder, etcd and nats-server."""
     with tempfile.TemporaryDirectory(prefix=f"bench-{stack_name}-") as folder:
         path = Path(folder)
@@ -107,7 +107,7 @@ async def ours(
     wait_for: Sequence[str] = ("echo",),
     name: str = "",
     worker_command: Sequence[str] = (),
-    nats_batch: bool = False,
+    nats_batch: bool = True,
 ) -> AsyncIterator[System]:
     """This project's frontend and workers; the latter run `worker_command` where one is given.
 

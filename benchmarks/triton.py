@@ -132,7 +132,9 @@ if __name__ == "__main__":
         prog="python -m benchmarks.triton", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_triton_flag(parser)
-    parser.add_argument("--nats-batch", action="store_true", help="as dynamo-local --nats-batch")
+    parser.add_argument(
+        "--nats-batch", action=argparse.BooleanOptionalAction, default=True, help="as for dynamo-local; the default is the same"
+    )
     add_round_flags(parser, rounds=5)
     parsed = parser.parse_args()
     parsed.packages = packages_of(parser, parsed.triton)

@@ -90,10 +90,11 @@ class LocalConfig:
         help="A NATS that runs already; unset: one is started.",
     )
     nats_batch: bool = option(
-        False,
+        True,
         env=("DYN_LOCAL_NATS_BATCH",),
         file_key="local.nats_batch",
-        help="Schedule the nats-server that is started as a batch process, which interrupts no other: less CPU time under load.",
+        help="Schedule the nats-server that is started as a batch process, which interrupts no other: less CPU time under load. "
+        "Without, one client alone waits less where other programs keep all cores busy.",
     )
     folder: Path = option(
         Path(".dynamo/local"), env=("DYN_LOCAL_FOLDER",), file_key="local.folder", help="Where data and logs are kept."

@@ -276,7 +276,7 @@ class NatsServer(Server):
         batch: bool = False,
         config: str = "",
     ) -> None:
-        """`port` 0: a free one. `login`: the only one that is accepted. `batch`: schedule it as SCHED_BATCH.
+        """`port` 0: a free one. `login`: the only one that is accepted. `batch`: schedule it as SCHED_BATCH where it can be.
 
         `config`: further lines of the server's configuration file, such as `authorization`.
         """
@@ -284,7 +284,7 @@ class NatsServer(Server):
         self._binary = nats_binary()
         self._folder = folder
         self._tls = tls
-        self._scheduling = ("chrt", "--batch", "0") if batch else ()
+        self._scheduling = ("chrt", "--batch", "0") if batch and shutil.which("chrt") else ()
         self._server_name = f"dynamo-{secrets.token_hex(6)}"
         lines = [config]
         if login is not None:

@@ -31,6 +31,8 @@ from dynamo.frontend.api.rpc.http2.windows import Pace, SendWindow
 
 _COPIED_BYTES: Final = 16 * 1024
 """Up to this size one buffer is faster than several."""
+_FLUSHED_BYTES: Final = 256 * 1024
+"""Frames of one turn that are more leave before it ends."""
 _COUNTED_BYTES: Final = 64 * 1024
 """Messages above this size that wait for their turns count against the capacity."""
 _AT_ONCE_BYTES: Final = 2 * 2**20
@@ -152,7 +154,7 @@ class Sender:
     def _added(self, size: int) -> None:
         """Have the `size` bytes sent that were added to the unsent frames."""
         self._unsent_bytes += size
-        if self._unsent_bytes > _COPIED_BYTES:
+        if self._unsent_bytes > _FLUSHED_BYTES:
             self.flush()  # may pause
         elif not self._is_scheduled:
             self._is_scheduled = True
