@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,13 @@ class Storing:
         assert response.status_code == 200, response.text
         read: dict[str, Any] = response.json()
         return read
+
+    async def reached(self, id: str, *statuses: str) -> dict[str, Any]:
+        """Return a response once it has one of the statuses."""
+        async with asyncio.timeout(5):
+            while (response := await self.read(id))["status"] not in statuses:
+                await asyncio.sleep(0)
+        return response
 
 
 @asynccontextmanager

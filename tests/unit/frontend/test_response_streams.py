@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.errors import EngineError, Unavailable
 from dynamo.common.messaging.records import Record
 from dynamo.frontend.api.openai.responses.event_log import EventLog
+from dynamo.frontend.api.openai.responses.events import ResponseObject, event
 from dynamo.frontend.api.openai.responses.stored import LOST_S, StoredResponses, new_response_id
 from dynamo.frontend.metrics import FrontendMetrics
 from tests.support.fake_records import FakeRecords
@@ -61,8 +62,7 @@ async def test_a_response_in_the_background_is_announced_before_there_is_anythin
         stream = await client.responses.create(model="talker", input="Hi", background=True, stream=True)
         created: Any = await anext(stream)
         assert (created.type, created.sequence_number, created.response.status) == ("response.created", 0, "queued")
-        assert (await s.read(created.response.id))["status"] == "queued"
-        await until(lambda: bool(held))
+        await s.reached(created.response.id, "in_progress")
         Speaker()(held[0])
         assert [event.type async for event in stream] == KINDS[1:]
 
@@ -113,7 +113,7 @@ async def test_every_stream_ends_with_a_final_event(end: str) -> None:
     held: list[FakeStream] = []
     async with storing(held.append, beat_s=0.01 if end == "cancelled" else 60) as s, client_of(s) as client:
         id = (await s.create(background=True))["id"]
-        await until(lambda: bool(held))
+        await s.reached(id, "in_progress")
         reading = asyncio.create_task(_types(client, id))
         match end:
             case "fails":
@@ -157,15 +157,17 @@ async def test_a_chunk_whose_confirmation_was_lost_is_written_again_as_it_was() 
     records = Losing()
     records.chunks = []
     store: Any = records
-    log = EventLog(StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry())), new_response_id())
+    response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={})
+    log = EventLog(StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry())), response)
+    log.add(b"1\n\n2\n\n")
     async with log.writing():
-        log.add(b"1\n\n2\n\n")
         await until(lambda: len(records.chunks) == 1)
         log.add(b"3\n\n")
         await until(lambda: len(records.chunks) == 2)
         records.is_lossy = False
-    assert records.chunks[-3:] == [b"1\n\n2\n\n", b"1\n\n2\n\n", b"3\n\n"]
-    assert [int(key.rpartition(".")[2]) for key in records.records] == [0, 2]
+    first = event("response.created", 0, response=response) + b"1\n\n2\n\n"
+    assert records.chunks[-3:] == [first, first, b"3\n\n"]
+    assert [int(key.rpartition(".")[2]) for key in records.records] == [0, 3]
 
 
 async def test_deleting_a_response_deletes_its_events() -> None:

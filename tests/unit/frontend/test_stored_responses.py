@@ -9,9 +9,9 @@ import pytest
 from openai import AsyncOpenAI, NotFoundError
 from prometheus_client import CollectorRegistry
 
-from dynamo.common.errors import InvalidRequest, Overloaded, RateLimited
+from dynamo.common.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
 from dynamo.frontend.api.openai.responses import background as background_module
-from dynamo.frontend.api.openai.responses.background import BackgroundResponses
+from dynamo.frontend.api.openai.responses.background import BackgroundResponses, Stages
 from dynamo.frontend.api.openai.responses.events import ResponseObject
 from dynamo.frontend.api.openai.responses.stored import LOST_S, ResponseNotFound, StoredResponses, new_response_id
 from dynamo.frontend.config import CapacityOptions
@@ -154,19 +154,41 @@ async def test_a_response_in_the_background_is_read_when_it_is_done() -> None:
     async with storing(held.append) as s:
         begun = await s.create(background=True)
         assert (begun["status"], begun["background"], begun["output"]) == ("queued", True, [])
-        await until(lambda: bool(held))
-        assert (await s.read(begun["id"]))["status"] == "queued"
+        await s.reached(begun["id"], "in_progress")
         unfinished = await s.edge.error(PATH, HELLO | {"previous_response_id": begun["id"]})
         assert "only one that ended" in unfinished["message"]
         Speaker()(held[0])
-
-        async def done() -> dict[str, Any]:
-            while (response := await s.read(begun["id"]))["status"] == "queued":
-                await asyncio.sleep(0)
-            return response
-
-        response = await done()
+        response = await s.reached(begun["id"], "completed")
     assert (response["status"], response["output"][0]["content"][0]["text"]) == ("completed", "Hello you")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_in_the_background_that_a_limit_refuses_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def refuse(account: object, model: str, request: object, sequences: int = 1) -> NoReturn:
+        raise RateLimited("too many a second", retry_after_s=3)
+
+    async with storing(Speaker()) as s:
+        monkeypatch.setattr(type(ANONYMOUS), "admit", refuse)
+        refused = await s.edge.post(PATH, HELLO | {"background": True, "stream": stream})
+        assert s.records.records == {}
+        metrics = s.edge.registry.collect()
+        counted = [x.value for metric in metrics for x in metric.samples if x.name == "dynamo_frontend_requests_total"]
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "3")
+    assert refused.json()["error"]["message"] == "too many a second"
+    assert sum(counted) == 1
+
+
+async def test_a_response_in_the_background_that_cannot_be_stored_is_not_generated() -> None:
+    class Full(FakeRecords):
+        async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+            raise Unavailable("the bucket is full")
+
+    held: list[FakeStream] = []
+    async with storing(held.append, records=Full()) as s:
+        refused = await s.edge.post(PATH, HELLO | {"background": True})
+    assert (refused.status_code, held) == (503, [])
 
 
 async def test_cancelling_reaches_the_frontend_that_generates() -> None:
@@ -200,16 +222,11 @@ async def test_a_failure_is_stored_and_so_is_the_death_of_the_frontend() -> None
 
     async with storing(respond) as s:
         left = await s.create(background=True)
-        await until(lambda: bool(held))
+        await s.reached(left["id"], "in_progress")
         failed = await s.create(background=True)
 
-        async def status(id: str) -> str:
-            return str((await s.read(id))["status"])
-
-        async with asyncio.timeout(5):
-            while await status(failed["id"]) == "queued":
-                await asyncio.sleep(0)
-        assert (await s.read(failed["id"]))["error"] == {"code": "rate_limit_exceeded", "message": "enough to do"}
+        ended = await s.reached(failed["id"], "failed")
+        assert ended["error"] == {"code": "rate_limit_exceeded", "message": "enough to do"}
         s.now[0] += LOST_S + 1
         gone = await s.read(left["id"])
         assert (gone["status"], gone["error"]["message"]) == ("failed", "the frontend that generated the response has ended")
@@ -226,7 +243,8 @@ async def test_a_write_whose_confirmation_was_lost_does_not_end_the_response() -
     )
     release = asyncio.Event()
 
-    async def generate() -> ResponseObject:
+    async def generate(stages: Stages) -> ResponseObject:
+        await stages.admitted()
         await release.wait()
         return ResponseObject(id=response.id, created_at=1, model="m", reasoning={}, text={}, status="completed")
 
@@ -258,7 +276,8 @@ async def test_responses_that_begin_at_once_are_bounded_too(monkeypatch: pytest.
         ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="queued") for _ in range(3)
     ]
 
-    async def generate() -> ResponseObject:
+    async def generate(stages: Stages) -> ResponseObject:
+        await stages.admitted()
         return responses[0]
 
     starts = [asyncio.create_task(background.start("a", response, [], generate)) for response in responses]

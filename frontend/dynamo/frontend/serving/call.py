@@ -24,9 +24,11 @@ from dynamo.frontend.security.accounts import Account
 class Progress:
     """How far a request got; shared by its protocol edge and the data plane."""
 
-    __slots__ = ("responded", "started")
+    __slots__ = ("on_sent", "responded", "started")
 
     def __init__(self) -> None:
+        self.on_sent: Callable[[], None] | None = None
+        """Called whenever the request was sent to an instance."""
         self.started = False
         """The data plane has begun the request and counts how it ends; until then a failure is for the edge to count."""
         self.responded = False

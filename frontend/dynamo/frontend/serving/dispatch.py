@@ -446,6 +446,8 @@ class DispatchedStream:
             self._work, self._call, candidates, deadline=self._deadline, failed_attempts=self._attempts.number
         )
         self.decision = booking.decision
+        if (on_sent := self._call.progress.on_sent) is not None:
+            on_sent()
         return booking
 
     def _no_instance(self) -> Unavailable:

@@ -1,10 +1,18 @@
-"""Responses that are generated in the background: beside the request that starts them, until they are stored."""
+"""Responses that are generated in the background: beside the request that starts them, until they are stored.
+
+| until | status |
+|---|---|
+| the caller's account has admitted the request and its prompt is ready; a failure is that of the request | none: not stored |
+| it is sent to an instance | `queued` |
+| it has ended | `in_progress` |
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -24,7 +32,33 @@ _ATTEMPTS = 6
 FAILURES = {Code.INVALID_REQUEST: "invalid_prompt", Code.OVERLOADED: "rate_limit_exceeded"}
 """OpenAI's codes of failed responses; others are `server_error`."""
 
-Generate = Callable[[], Awaitable[ResponseObject]]
+
+class Stages:
+    """How far a response in the background is."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.is_admitted: asyncio.Future[None] = loop.create_future()
+        self.is_sent: asyncio.Future[None] = loop.create_future()
+        self._is_stored = asyncio.Event()
+
+    async def admitted(self) -> None:
+        """The caller's account has admitted the request, and its prompt is ready. Return when the response is stored."""
+        if not self.is_admitted.done():
+            self.is_admitted.set_result(None)
+        await self._is_stored.wait()
+
+    def stored(self) -> None:
+        """The response is stored as `queued`."""
+        self._is_stored.set()
+
+    def sent(self) -> None:
+        """The request was sent to an instance."""
+        if not self.is_sent.done():
+            self.is_sent.set_result(None)
+
+
+Generate = Callable[[Stages], Awaitable[ResponseObject]]
 
 
 class BackgroundResponses:
@@ -38,16 +72,30 @@ class BackgroundResponses:
         """Those whose first record is being written."""
 
     async def start(self, owner: str, response: ResponseObject, items: Sequence[Item], generate: Generate) -> ResponseObject:
-        """Store `response` as one that runs, and let `generate` replace it. Raises Overloaded, Unavailable."""
+        """Store `response` as one that is queued once `generate` is admitted, and let `generate` replace it.
+
+        Raises Overloaded, Unavailable, and what keeps `generate` from being admitted.
+        """
         if len(self._tasks) + self._starting >= MAX_RUNNING:
             raise Overloaded(f"{MAX_RUNNING} responses are being generated in the background already")
         self._starting += 1
+        stages = Stages()
+        work = awaited(_outcome(response, stages, generate))
         try:
+            admitted: set[asyncio.Future[Any]] = {work, stages.is_admitted}
+            await asyncio.wait(admitted, return_when=asyncio.FIRST_COMPLETED)
+            if not stages.is_admitted.done():
+                return work.result()  # raises why it is not
             revision = await self.stored.save(owner, response, items, last=0)
+        except BaseException:
+            work.cancel()
+            await asyncio.wait({work})
+            raise
         finally:
             self._starting -= 1
         assert revision is not None, "the id is new"
-        self._tasks.start(self._run(owner, response, revision, generate), f"response {response.id}")
+        stages.stored()
+        self._tasks.start(self._run(owner, response, revision, stages, work), f"response {response.id}")
         return response
 
     async def drain(self, timeout_s: float) -> None:
@@ -59,17 +107,24 @@ class BackgroundResponses:
             log.warning("%d responses in the background were not complete in time", len(self._tasks))
         await self._tasks.close()
 
-    async def _run(self, owner: str, response: ResponseObject, revision: int, generate: Generate) -> None:
-        work = awaited(self._outcome(response, generate))
+    async def _run(
+        self, owner: str, response: ResponseObject, revision: int, stages: Stages, work: asyncio.Task[ResponseObject]
+    ) -> None:
         written: int | None = revision
+        awaited_next: set[asyncio.Future[Any]] = {work, stages.is_sent}
         try:
-            while written is not None and not (await asyncio.wait([work], timeout=self._beat_s))[0]:
+            while written is not None:
+                await asyncio.wait(awaited_next, timeout=self._beat_s, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    written = await self._write(owner, work.result(), written)
+                    break
+                if stages.is_sent.done():
+                    awaited_next.discard(stages.is_sent)
+                    response = msgspec.structs.replace(response, status="in_progress")
                 written = await self._write(owner, response, written)
-            if written is not None:
-                written = await self._write(owner, work.result(), written)
         finally:
             work.cancel()
-            await asyncio.wait([work])  # it tells the worker
+            await asyncio.wait({work})  # it tells the worker
         if written is None:
             log.info("response %s was cancelled or deleted, or could not be stored", response.id)
             await self.stored.discard_events_of_deleted(response.id)
@@ -99,12 +154,16 @@ class BackgroundResponses:
         log.error("response %s is lost: it could not be stored", response.id)
         return None
 
-    async def _outcome(self, response: ResponseObject, generate: Generate) -> ResponseObject:
-        try:
-            return await generate()
-        except Exception as error:
-            log_failure(error, response.id, "a response in the background")
-            return failed(response, error)
+
+async def _outcome(response: ResponseObject, stages: Stages, generate: Generate) -> ResponseObject:
+    """Return the response at its end. Raises what keeps it from being admitted."""
+    try:
+        return await generate(stages)
+    except Exception as error:
+        if not stages.is_admitted.done():
+            raise
+        log_failure(error, response.id, "a response in the background")
+        return failed(response, error)
 
 
 def failed(response: ResponseObject, error: BaseException) -> ResponseObject:

@@ -20,7 +20,7 @@ from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.logprobs import chat_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_objects import InputTokens, TokenLogprob
-from dynamo.frontend.api.openai.responses.background import FAILURES
+from dynamo.frontend.api.openai.responses.background import FAILURES, Stages
 from dynamo.frontend.api.openai.responses.event_log import EventLog, follow
 from dynamo.frontend.api.openai.responses.events import ResponseObject, ResponseWriter
 from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
@@ -159,23 +159,22 @@ class Responses:
         return await edge.offload.run(request.with_items, items), items if is_stored else None, new
 
     async def _start(self, work: _Work, caller: Caller) -> ResponseObject:
-        """Begin a response in the background, and return it as it is then."""
+        """Begin a response in the background, and return it as it is then. Raises what keeps the request from being admitted."""
         edge, chat = self._edge, work.chat
         assert edge.background is not None and work.items is not None
-        detached = msgspec.structs.replace(caller, progress=Progress(), deadline=None, explanation=None)
+        progress = caller.progress or Progress()
+        detached = msgspec.structs.replace(caller, progress=progress, deadline=None, explanation=None)
 
-        async def attempt(model: str, caller: Caller) -> ResponseObject:
-            async with self._generating(work, model, caller) as (generation, feeder):
-                if not work.request.stream:
-                    return await _read_all(generation, feeder, edge.clock)
-                async with events.writing():
-                    return await _read_all(generation, feeder, edge.clock, events.add)
+        async def generate(stages: Stages) -> ResponseObject:
+            async def attempt(model: str, caller: Caller) -> ResponseObject:
+                async with self._generating(work, model, caller) as (generation, feeder):
+                    await stages.admitted()
+                    if not work.request.stream:
+                        return await _read_all(generation, feeder, edge.clock)
+                    async with events.writing():
+                        return await _read_all(generation, feeder, edge.clock, events.add)
 
-        events = EventLog(edge.background.stored, work.id)
-
-        async def generate() -> ResponseObject:
-            if work.request.stream:
-                await events.create(queued)
+            progress.on_sent = stages.sent
             session, user, name = session_of(chat), chat.user, chat.model_name
             response = await serve_by_name(edge.plane, detached, name, attempt, lambda: events.begun, session=session, user=user)
             await self._add_to_conversation(work, response)
@@ -184,6 +183,7 @@ class Responses:
         plane, account = edge.plane, work.account
         plane.described(account, chat.model_name)  # what is not there fails now
         queued = msgspec.structs.replace(work.response(chat.model_name), status="queued")
+        events = EventLog(edge.background.stored, queued)
         return await edge.background.start(work.owner, queued, work.items, generate)
 
     @asynccontextmanager

@@ -30,25 +30,24 @@ _END = b"\n\n"
 class EventLog:
     """Stores the events of one response. While JetStream is away they wait; after that they are left out."""
 
-    def __init__(self, stored: StoredResponses, id: str) -> None:
+    def __init__(self, stored: StoredResponses, response: ResponseObject) -> None:
+        """`response`: as it is at the beginning, for the first event."""
         self.begun = False
-        """There are events, so the response cannot be generated anew."""
+        """There is more than the first event, so the response cannot be generated anew."""
         self._stored = stored
-        self._id = id
-        self._waiting: list[bytes] = []
+        self._id = response.id
+        self._waiting = [event("response.created", 0, response=response)]
         self._chunk = b""
         """What is being written: the same bytes again after a failure, which may have been that of the confirmation only."""
         self._written = 0
         """Events in chunks that were written."""
 
-    async def create(self, response: ResponseObject) -> None:
-        """Write the first event at once, so that who follows the response has its id while it waits for an instance."""
-        self._waiting.append(event("response.created", 0, response=response))
-        await self._write()
-
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Write while the body runs, and what is left after it."""
+        """Write what there is, more while the body runs, and what is left after it.
+
+        So who follows the response has its id while it waits for an instance.
+        """
         async with running(self._write_periodically(), f"events of {self._id}"):
             yield
         await self._write()
@@ -59,8 +58,8 @@ class EventLog:
 
     async def _write_periodically(self) -> None:
         while True:
-            await asyncio.sleep(PERIOD_S)
             await self._write()
+            await asyncio.sleep(PERIOD_S)
 
     async def _write(self) -> None:
         try:
