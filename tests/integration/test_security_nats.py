@@ -243,6 +243,7 @@ NOT_ALLOWED = {
             "dynamo.ns.backend.bookings",
             "dynamo.ns.frontends",
             "dynamo.ns.limits",
+            "dynamo.ns.stored.resp_1",
             "$JS.API.STREAM.DELETE.OBJ_dynamo-models",
             "$JS.API.STREAM.CREATE.another",
             "_INBOX.another",
@@ -316,7 +317,7 @@ async def test_a_role_of_the_deployment_is_refused_what_it_does_not_need(tmp_pat
 async def test_a_deployment_serves_with_the_permissions_of_its_roles(
     tmp_path: Path, etcd_server: EtcdServer, namespace: str
 ) -> None:
-    """Everything that the roles do at NATS: requests, files, KV events and their record, bookings, thresholds, loads."""
+    """Everything that the roles do at NATS: requests, files, KV events, bookings, thresholds, loads, responses."""
     async with start_nats(tmp_path, config=deployed_permissions()) as server:
         fleet = SimFleet(etcd_server, server, namespace, durable=True, logins=LOGINS)
         async with fleet.worker(), fleet.worker():
@@ -330,6 +331,11 @@ async def test_a_deployment_serves_with_the_permissions_of_its_roles(
                     assert (await client.post("/busy_threshold", json=changed)).status_code == 200
                     assert (await client.get("/console/fleet")).status_code == 200
                     assert (await client.get("/v2/models/sim/stats")).status_code == 200
+                    new = {"model": "sim", "input": "hello", "max_output_tokens": 2, "background": True, "stream": True}
+                    followed = (await client.post("/v1/responses", json=new)).text
+                    stored = f"/v1/responses/{re.findall('resp_[0-9a-f]{32}', followed)[0]}"
+                    assert (await client.get(stored, params={"stream": True, "starting_after": 1})).text in followed
+                    assert (await client.delete(stored)).status_code == 200
                 await asyncio.sleep(1.2)  # a load report, a snapshot
             async with fleet.frontend(reset_states=True):
                 await fleet.generate("after the record was cleared")

@@ -8,10 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from dynamo.frontend.api.openai.responses.background import BackgroundResponses
 from dynamo.frontend.api.openai.responses.stored import StoredResponses
 from dynamo.frontend.config import CapacityOptions
+from dynamo.frontend.fleet.response_changes import ResponseChanges
 from dynamo.frontend.metrics import FrontendMetrics
+from tests.support.fake_bus import FakeBus, FakeConnection
 from tests.support.fake_records import FakeRecords
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import HttpEdge, open_http_edge
@@ -26,6 +30,7 @@ class Storing:
 
     edge: HttpEdge
     records: FakeRecords
+    nats: FakeConnection
     now: list[float] = field(default_factory=lambda: [1000.0])
 
     async def create(self, **fields: Any) -> dict[str, Any]:
@@ -48,6 +53,20 @@ class Storing:
         return response
 
 
+def stored_responses(
+    records: FakeRecords,
+    metrics: FrontendMetrics | None = None,
+    *,
+    nats: FakeConnection | None = None,
+    look_s: float = 60.0,
+    **options: Any,
+) -> StoredResponses:
+    """Return responses that are stored in memory, in the namespace `ns`; call it in an event loop."""
+    store: Any = records
+    changes = ResponseChanges(nats or FakeConnection(FakeBus()), "ns", look_s=look_s)
+    return StoredResponses(lambda: store, lambda: changes, "ns", metrics or FrontendMetrics(CollectorRegistry()), **options)
+
+
 @asynccontextmanager
 async def storing(
     respond: Callable[[FakeStream], None],
@@ -56,18 +75,21 @@ async def storing(
     beat_s: float = 60.0,
     capacity: CapacityOptions | None = None,
     records: FakeRecords | None = None,
+    bus: FakeBus | None = None,
+    look_s: float = 60.0,
 ) -> AsyncIterator[Storing]:
+    """`look_s`: how often those that follow a response look into the store without an announcement."""
     records, now = records or FakeRecords(), [1000.0]
+    nats = FakeConnection(bus or FakeBus())
     made: list[BackgroundResponses] = []
 
     def background(metrics: FrontendMetrics) -> BackgroundResponses:
-        store: Any = records
-        stored = StoredResponses(lambda: store, "ns", metrics, by_default=by_default, clock=lambda: now[0])
+        stored = stored_responses(records, metrics, nats=nats, look_s=look_s, by_default=by_default, clock=lambda: now[0])
         made.append(BackgroundResponses(stored, beat_s=beat_s))
         return made[0]
 
     async with open_http_edge(respond=respond, background=background, capacity=capacity) as edge:
         try:
-            yield Storing(edge, records, now)
+            yield Storing(edge, records, nats, now)
         finally:
             await made[0].drain(0.0)

@@ -157,6 +157,11 @@ def limits_subject(namespace: str) -> str:
     return f"dynamo.{encode(namespace, 'namespace')}.limits"
 
 
+def stored_subject(namespace: str, id: str) -> str:
+    """NATS subject on which the frontend that generates a stored response announces what it has stored of it."""
+    return f"dynamo.{encode(namespace, 'namespace')}.stored.{id}"
+
+
 def namespace_prefix(namespace: str | None) -> str:
     """The etcd prefix holding all registrations of a namespace, or of all namespaces."""
     return f"{ROOT}/" if namespace is None else f"{ROOT}/{encode(namespace, 'namespace')}/"

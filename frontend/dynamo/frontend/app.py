@@ -112,7 +112,12 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             http_guard, grpc_guard = make_guards(config, Ledger(counted=metrics.frontend.key_used))
             quota = StoredBytes(http_guard.stored_bytes)
             stored = StoredResponses(
-                links.stored_responses, config.namespace, metrics.frontend, by_default=config.responses.store, quota=quota
+                links.stored_responses,
+                links.changes_of_responses,
+                config.namespace,
+                metrics.frontend,
+                by_default=config.responses.store,
+                quota=quota,
             )
             background = BackgroundResponses(stored)
             folder = Path(metrics_folder) if metrics_folder else None

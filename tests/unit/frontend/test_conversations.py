@@ -17,11 +17,11 @@ from dynamo.frontend.api.openai.responses import storage as storage_module
 from dynamo.frontend.api.openai.responses.conversations import ConversationNotFound, Conversations
 from dynamo.frontend.api.openai.responses.events import ResponseObject
 from dynamo.frontend.api.openai.responses.storage import ItemIds, Storage, parse_items
-from dynamo.frontend.api.openai.responses.stored import StoredResponses, new_response_id
+from dynamo.frontend.api.openai.responses.stored import new_response_id
 from dynamo.frontend.metrics import FrontendMetrics
 from tests.support.fake_records import FakeRecords
 from tests.support.http_edge import Speaker
-from tests.support.storing import Storing, storing
+from tests.support.storing import Storing, stored_responses, storing
 
 PATH = "/v1/responses"
 
@@ -144,8 +144,7 @@ async def test_an_item_that_is_there_already_is_added_under_an_id_of_its_own() -
 
 
 async def test_a_request_refers_to_a_bounded_number_of_responses() -> None:
-    store: Any = FakeRecords()
-    stored = StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry()))
+    stored = stored_responses(FakeRecords())
     references = []
     for _ in range(65):
         id = new_response_id()

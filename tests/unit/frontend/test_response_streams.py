@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from contextlib import aclosing
 from typing import Any
 
+import msgspec
 import pytest
-from openai import AsyncOpenAI, NotFoundError
-from prometheus_client import CollectorRegistry
+from openai import APIError, AsyncOpenAI
 
 from dynamo.common.errors import EngineError, Unavailable
 from dynamo.common.messaging.records import Record
-from dynamo.frontend.api.openai.responses.event_log import EventLog
+from dynamo.frontend.api.openai.responses.event_log import EventLog, follow
 from dynamo.frontend.api.openai.responses.events import ResponseObject, event
-from dynamo.frontend.api.openai.responses.stored import LOST_S, StoredResponses, new_response_id
-from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.api.openai.responses.stored import LOST_S, new_response_id
+from tests.support.fake_bus import FakeBus
 from tests.support.fake_records import FakeRecords
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import Speaker
-from tests.support.storing import Storing, storing
+from tests.support.storing import Storing, stored_responses, storing
 from tests.support.waiting import until
 
 PATH = "/v1/responses"
@@ -98,7 +100,7 @@ async def test_who_follows_a_response_does_not_notice_that_jetstream_is_away_for
             return await super().get(key)
 
     held: list[FakeStream] = []
-    async with storing(held.append, records=(records := Failing())) as s, client_of(s) as client:
+    async with storing(held.append, records=(records := Failing()), look_s=0.01) as s, client_of(s) as client:
         reading = asyncio.create_task(_types_of_new(client))
         await until(lambda: bool(held))
         records.is_away = True
@@ -111,7 +113,8 @@ async def test_who_follows_a_response_does_not_notice_that_jetstream_is_away_for
 @pytest.mark.parametrize("end", ["fails", "cancelled", "frontend dies"])
 async def test_every_stream_ends_with_a_final_event(end: str) -> None:
     held: list[FakeStream] = []
-    async with storing(held.append, beat_s=0.01 if end == "cancelled" else 60) as s, client_of(s) as client:
+    beat_s, look_s = 0.01 if end == "cancelled" else 60.0, 0.01 if end == "frontend dies" else 60.0
+    async with storing(held.append, beat_s=beat_s, look_s=look_s) as s, client_of(s) as client:
         id = (await s.create(background=True))["id"]
         await s.reached(id, "in_progress")
         reading = asyncio.create_task(_types(client, id))
@@ -123,6 +126,78 @@ async def test_every_stream_ends_with_a_final_event(end: str) -> None:
             case _:
                 s.now[0] += LOST_S + 1
         assert await reading == ["response.cancelled" if end == "cancelled" else "response.failed"]
+
+
+class Reading(FakeRecords):
+    """Counts what is read."""
+
+    reads = 0
+
+    async def get(self, key: str) -> Record | None:
+        self.reads += 1
+        return await super().get(key)
+
+
+async def test_who_follows_a_response_reads_each_chunk_once_and_nothing_while_none_comes() -> None:
+    stored = stored_responses(records := Reading())
+    response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, background=True)
+    await stored.save("", response, [])
+    log = EventLog(stored, response)
+    async with aclosing(follow(stored, "", response.id, 0)) as chunks, log.writing():
+        assert await anext(chunks) == event("response.created", 0, response=response)
+        for number in range(3):
+            waiting = asyncio.create_task(anext(chunks))
+            await _settled()
+            records.reads = 0
+            await _settled()
+            assert records.reads == 0
+            log.add(b"%d\n\n" % number)
+            assert (await waiting, records.reads) == (b"%d\n\n" % number, 1)
+        waiting = asyncio.create_task(anext(chunks))
+        await stored.save("", msgspec.structs.replace(response, status="completed"), None)
+        assert b"response.completed" in await waiting
+
+
+@pytest.mark.parametrize("loss", ["all announcements", "every second announcement", "the connection"])
+async def test_no_event_is_lost_or_doubled_when_announcements_are(loss: str) -> None:
+    bus, numbers = FakeBus(), itertools.count()
+    if loss != "the connection":
+        bus.is_lost = lambda subject, payload: loss.startswith("all") or next(numbers) % 2 == 0
+    held: list[FakeStream] = []
+    look_s = 60.0 if loss == "the connection" else 0.01
+    async with storing(held.append, bus=bus, look_s=look_s) as s, client_of(s) as client:
+        stream = await client.responses.create(model="talker", input="Hi", background=True, stream=True)
+        events: list[Any] = [await anext(stream)]
+        s.nats.is_up = loss != "the connection"
+        await s.reached(events[0].response.id, "in_progress")
+        Speaker()(held[0])
+        await s.reached(events[0].response.id, "completed")
+        s.nats.reconnect()
+        events += [event async for event in stream]
+    assert [event.type for event in events] == KINDS
+    assert [event.sequence_number for event in events] == list(range(len(KINDS)))
+
+
+async def test_an_announcement_that_no_frontend_made_does_no_harm() -> None:
+    held: list[FakeStream] = []
+    async with storing(held.append, records=(records := Reading())) as s, client_of(s) as client:
+        reading = asyncio.create_task(_types_of_new(client))
+        await until(lambda: bool(held))
+        (id,) = {key.split(".")[1] for key in records.records}
+        for payload in (b"999999999999", b"-5", b"many", b"\xff", b""):
+            s.nats.publish_nowait(f"dynamo.ns.stored.{id}", payload)
+        Speaker()(held[0])
+        assert await reading == KINDS
+
+
+async def test_who_stops_following_leaves_no_subscription() -> None:
+    bus = FakeBus()
+    async with storing(lambda stream: None, bus=bus) as s, client_of(s) as client:
+        stream = await client.responses.create(model="talker", input="Hi", background=True, stream=True)
+        await anext(stream)
+        assert len(bus.subscriptions) == 1
+        await stream.close()
+        await until(lambda: not bus.subscriptions)
 
 
 async def test_events_that_cannot_be_stored_are_left_out_and_the_response_is_not() -> None:
@@ -156,9 +231,8 @@ async def test_a_chunk_whose_confirmation_was_lost_is_written_again_as_it_was() 
 
     records = Losing()
     records.chunks = []
-    store: Any = records
     response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={})
-    log = EventLog(StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry())), response)
+    log = EventLog(stored_responses(records), response)
     log.add(b"1\n\n2\n\n")
     async with log.writing():
         await until(lambda: len(records.chunks) == 1)
@@ -200,7 +274,7 @@ async def test_events_that_are_written_after_their_response_was_deleted_do_not_s
         before = records.chunks
         Speaker()(held[0])
         await until(lambda: records.chunks > before and not records.records)
-        with pytest.raises(NotFoundError):
+        with pytest.raises(APIError, match="is not found"):
             await reading
 
 
@@ -210,6 +284,12 @@ async def test_the_number_of_an_event_is_checked() -> None:
         for wrong in ("-1", "x", "1" * 10):
             refused = await s.edge.http.get(f"{PATH}/{id}", params={"stream": "true", "starting_after": wrong})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "starting_after")
+
+
+async def _settled() -> None:
+    """Let all that can go on without a timer do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def _types(client: AsyncOpenAI, id: str) -> list[str]:

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 from msgspec import Struct
-from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import PayloadTooLarge, Unavailable
 from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.quota import COUNTED_S, StoredBytes
-from dynamo.frontend.api.openai.responses.stored import StoredResponses, new_response_id
-from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.api.openai.responses.stored import new_response_id
 from tests.support.fake_records import FakeRecords
+from tests.support.storing import stored_responses
 
 
 class _Response(Struct):
     """A response without output."""
 
     id: str
+    background: bool = False
     output: tuple[()] = ()
 
 
@@ -29,11 +29,9 @@ class Frontend:
 
     def __init__(self, files: FakeRecords, responses: FakeRecords, now: list[float], limit: int = 2000) -> None:
         file_records: Any = files
-        response_records: Any = responses
         self.quota = StoredBytes({"team": limit}.get, lambda: now[0])
         self.files = Files(lambda: file_records, "ns", quota=self.quota)
-        metrics = FrontendMetrics(CollectorRegistry())
-        self.responses = StoredResponses(lambda: response_records, "ns", metrics, quota=self.quota)
+        self.responses = stored_responses(responses, quota=self.quota)
         self.conversations = self.responses.conversations
 
     async def respond(self, owner: str, size: int) -> str:

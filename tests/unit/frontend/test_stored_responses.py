@@ -7,20 +7,18 @@ from typing import Any, NoReturn
 
 import pytest
 from openai import AsyncOpenAI, NotFoundError
-from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
 from dynamo.frontend.api.openai.responses import background as background_module
 from dynamo.frontend.api.openai.responses.background import BackgroundResponses, Stages
 from dynamo.frontend.api.openai.responses.events import ResponseObject
-from dynamo.frontend.api.openai.responses.stored import LOST_S, ResponseNotFound, StoredResponses, new_response_id
+from dynamo.frontend.api.openai.responses.stored import LOST_S, ResponseNotFound, new_response_id
 from dynamo.frontend.config import CapacityOptions
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS
 from tests.support.fake_records import FakeRecords
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import Speaker
-from tests.support.storing import storing
+from tests.support.storing import stored_responses, storing
 from tests.support.waiting import until
 
 PATH = "/v1/responses"
@@ -93,8 +91,7 @@ async def test_an_unknown_response_is_not_found_in_any_form() -> None:
 
 
 async def test_only_the_key_that_made_a_response_has_it() -> None:
-    store: Any = FakeRecords()
-    stored = StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry()))
+    stored = stored_responses(FakeRecords())
     response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="completed")
     await stored.save("a", response, [])
     assert (await stored.read("a", response.id))["id"] == response.id
@@ -235,8 +232,7 @@ async def test_a_failure_is_stored_and_so_is_the_death_of_the_frontend() -> None
 async def test_a_write_whose_confirmation_was_lost_does_not_end_the_response() -> None:
     """Its revision is then another one than the writer knows."""
     records = FakeRecords()
-    store: Any = records
-    stored = StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry()))
+    stored = stored_responses(records)
     background = BackgroundResponses(stored, beat_s=0.01)
     response = ResponseObject(
         id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, background=True, status="in_progress"
@@ -270,8 +266,7 @@ class SlowRecords(FakeRecords):
 async def test_responses_that_begin_at_once_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_module, "MAX_RUNNING", 2)
     records = SlowRecords()
-    store: Any = records
-    background = BackgroundResponses(StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry())))
+    background = BackgroundResponses(stored_responses(records))
     responses = [
         ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="queued") for _ in range(3)
     ]
@@ -289,8 +284,7 @@ async def test_responses_that_begin_at_once_are_bounded_too(monkeypatch: pytest.
 
 
 async def test_a_response_that_runs_cannot_be_continued() -> None:
-    store: Any = FakeRecords()
-    stored = StoredResponses(lambda: store, "ns", FrontendMetrics(CollectorRegistry()))
+    stored = stored_responses(FakeRecords())
     response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="in_progress")
     await stored.save("", response, [])
     with pytest.raises(InvalidRequest, match="in_progress"):

@@ -193,7 +193,11 @@ class Connection:
         self._subscriptions[key] = subject
         if self.is_connected:
             self._transport.write(_subscribe(subject, key))
-            await asyncio.wait({self.ping()})  # if the connection is lost, it is subscribed to with the next one
+            try:
+                await asyncio.wait({self.ping()})  # if the connection is lost, it is subscribed to with the next one
+            except asyncio.CancelledError:
+                self._unsubscribe(key)
+                raise
         return Subscription(self, key)
 
     def _unsubscribe(self, key: bytes) -> None:

@@ -13,6 +13,7 @@ from dynamo.frontend.api.http.server_operations import LinkState
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.event_bus import EventBus, EventSubscription
 from dynamo.frontend.fleet.leases import Leases
+from dynamo.frontend.fleet.response_changes import ResponseChanges
 from dynamo.frontend.fleet.siblings import Siblings
 from dynamo.frontend.fleet.usage import UsageStore
 from dynamo.frontend.names.table import Change, NameTable
@@ -39,6 +40,7 @@ class Links:
     """Trace and log settings of the namespace."""
     responses: RecordStore | None = None
     """The stored responses."""
+    response_changes: ResponseChanges | None = None
     batches: RecordStore | None = None
     """Files and batches."""
     batch_leases: Leases | None = None
@@ -80,6 +82,12 @@ class Links:
         if self.responses is None:
             raise Unavailable("there is no connection to NATS yet")
         return self.responses
+
+    def changes_of_responses(self) -> ResponseChanges:
+        """Return what announces changes of stored responses. Raises Unavailable until there is a connection."""
+        if self.response_changes is None:
+            raise Unavailable("there is no connection to NATS yet")
+        return self.response_changes
 
     def stored_batches(self) -> RecordStore:
         """Return the store of files and batches. Raises Unavailable until there is a connection."""

@@ -28,6 +28,7 @@ from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_ev
 from dynamo.frontend.fleet.leases import open_leases
 from dynamo.frontend.fleet.limits import open_limit_exchange
 from dynamo.frontend.fleet.repository import open_repositories
+from dynamo.frontend.fleet.response_changes import ResponseChanges
 from dynamo.frontend.fleet.usage import open_usage
 from dynamo.frontend.names.table import open_names
 from dynamo.frontend.preprocess.text_files import open_text_files
@@ -75,6 +76,7 @@ async def open_plane(
                     open_usage(records, accounts.ledger, config.namespace, accounts.fleet.origin)
                 )
         kept = config.responses
+        links.response_changes = ResponseChanges(nats, config.namespace)
         links.responses = await stack.enter_async_context(
             open_records(nats, "dynamo-responses", ttl_s=kept.ttl_s, max_bytes=kept.max_bytes)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,8 +110,12 @@ class Responses:
     async def follow(self, exchange: Exchange, id: str, first: int = 0) -> None:
         """Write the events of a stored response from the number `first` on, as they come."""
         stored = self._edge.required_store()
-        async with exchange.attended(), exchange.events() as stream:
-            async for events in follow(stored, exchange.account.name, id, first):
+        async with (
+            exchange.attended(),
+            exchange.events() as stream,
+            aclosing(follow(stored, exchange.account.name, id, first)) as chunks,
+        ):
+            async for events in chunks:
                 await stream.write(events)
             await stream.end(b"")
 

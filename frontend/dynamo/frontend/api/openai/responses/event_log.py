@@ -1,6 +1,7 @@
 """The events of a response in the background: stored in chunks while it is generated, and followed from any frontend.
 
-A chunk is a record under the number of its first event, so a reader finds the next chunk by counting events. The last event is
+A chunk is a record under the number of its first event, so a reader finds the next chunk by counting events. That there is one
+is announced (`fleet.response_changes`): a reader reads once for each chunk, and hardly ever while none comes. The last event is
 not stored: the response is, and a reader makes the event of it; so each stream has one, also where the writer died.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PERIOD_S = 0.1
-"""Between two chunks, and between two looks for the next one."""
+"""Between two chunks, and between two attempts to read while JetStream is away."""
 _END = b"\n\n"
 
 
@@ -66,33 +67,38 @@ class EventLog:
             while self._chunk or self._waiting:
                 if not self._chunk:
                     self._chunk, self._waiting = b"".join(self._waiting), []
-                await self._stored.add_events(self._id, self._written, self._chunk)
-                self._written += self._chunk.count(_END)
+                count = self._chunk.count(_END)
+                await self._stored.add_events(self._id, self._written, self._chunk, count)
+                self._written += count
                 self._chunk = b""
         except Unavailable as error:
             log.warning("events of response %s cannot be stored now: %s", self._id, error)
 
 
-async def follow(stored: StoredResponses, owner: str, id: str, first: int) -> AsyncIterator[bytes]:
+async def follow(stored: StoredResponses, owner: str, id: str, first: int) -> AsyncGenerator[bytes, None]:
     """Yield the events of a response from the number `first` on, and the one that ends it. Raises ResponseNotFound."""
     await stored.current(owner, id)
-    at = max((number for number in await stored.chunks_of_events(id) if number <= first), default=0) if first else 0
-    while True:
-        chunk = await _patiently(partial(stored.events, id, at))
-        if chunk is not None:
-            events = chunk.split(_END)[:-1]
-            shown = events[max(0, first - at) :]
-            at += len(events)
-            if shown:
-                yield _END.join(shown) + _END
-            continue
-        response = await _patiently(partial(stored.current, owner, id))
-        if response["status"] in RUNNING:
-            await asyncio.sleep(PERIOD_S)
-        elif await _patiently(partial(stored.events, id, at)) is None:  # none came between the two looks
-            if first <= at:
-                yield event(f"response.{response['status']}", at, response=response)
-            return
+    async with stored.watching(id) as watch:
+        at = max((number for number in await stored.chunks_of_events(id) if number <= first), default=0) if first else 0
+        while True:
+            chunk = await _patiently(partial(stored.events, id, at))
+            if chunk is not None:
+                events = chunk.split(_END)[:-1]
+                shown = events[max(0, first - at) :]
+                at += len(events)
+                watch.has_read(at)
+                if shown:
+                    yield _END.join(shown) + _END
+                if watch.is_complete:
+                    await watch.changed()
+                continue
+            response = await _patiently(partial(stored.current, owner, id))
+            if response["status"] in RUNNING:
+                await watch.changed()
+            elif await _patiently(partial(stored.events, id, at)) is None:  # none came between the two looks
+                if first <= at:
+                    yield event(f"response.{response['status']}", at, response=response)
+                return
 
 
 async def _patiently(read: Callable[[], Awaitable[T]]) -> T:

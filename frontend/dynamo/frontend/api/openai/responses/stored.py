@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from dynamo.frontend.api.openai.responses.storage import (
     parse_items,
     response_of,
 )
+from dynamo.frontend.fleet.response_changes import ResponseChanges, Watch
 from dynamo.frontend.metrics import FrontendMetrics
 
 BEAT_S = 5.0
@@ -69,6 +71,7 @@ class StoredResponses:
     def __init__(
         self,
         records: Callable[[], RecordStore],
+        changes: Callable[[], ResponseChanges],
         namespace: str,
         metrics: FrontendMetrics,
         *,
@@ -76,7 +79,11 @@ class StoredResponses:
         clock: Callable[[], float] = time.time,
         quota: StoredBytes | None = None,
     ) -> None:
-        """`records` raises Unavailable until there is a connection. `by_default`: for requests that do not say `store`."""
+        """`records` and `changes` raise Unavailable until there is a connection.
+
+        `by_default`: for requests that do not say `store`.
+        """
+        self._changes = changes
         self._storage = Storage(records, namespace, metrics, clock, quota)
         self._by_default = by_default
         self.conversations = Conversations(self._storage)
@@ -118,6 +125,8 @@ class StoredResponses:
             revision = await storage.records.put(storage.key(response.id), data, last=last)
             if revision is not None:
                 await storage.written(owner, response.id, len(data))
+                if response.background and response.status not in RUNNING:
+                    self._changes().announce(response.id)
             return revision
 
     async def running_revision(self, owner: str, id: str) -> int | None:
@@ -138,9 +147,14 @@ class StoredResponses:
         stored, _ = await self._load(owner, id)
         return self._shown(stored)
 
-    async def add_events(self, id: str, first: int, events: bytes) -> None:
-        """Write a chunk of the events of a response; `first` is the number of the first of them."""
+    async def add_events(self, id: str, first: int, events: bytes, count: int) -> None:
+        """Write a chunk of the events of a response; `first` is the number of the first of these `count`."""
         await self._storage.records.put(self._events_key(id, first), bounded(events))
+        self._changes().announce(id, first + count)
+
+    def watching(self, id: str) -> AbstractAsyncContextManager[Watch]:
+        """Return a watch of a response that is there. Entering it raises Unavailable."""
+        return self._changes().watching(id)
 
     async def events(self, id: str, first: int) -> bytes | None:
         """Return the chunk that begins with the event `first`."""
@@ -232,6 +246,7 @@ class StoredResponses:
             for of_it in (id, f"{id}-items"):
                 await self._storage.deleted(owner, of_it)
             await self._delete_events(id)
+            self._changes().announce(id)
 
     async def cancel(self, owner: str, id: str) -> dict[str, Any]:
         """End a response in the background, and return it as it is then. Raises ResponseNotFound, InvalidRequest."""
@@ -246,6 +261,7 @@ class StoredResponses:
                 response["status"] = "cancelled"
                 data = msgspec.json.encode(_Stored(owner, response, self._storage.clock()))
                 if await self._storage.records.put(self._storage.key(id), data, last=revision) is not None:
+                    self._changes().announce(id)
                     return response
             raise InvalidRequest(f"response '{id}' changes too fast to be cancelled; try again")
 
