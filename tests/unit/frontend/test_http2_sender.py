@@ -204,14 +204,19 @@ def test_a_response_leaves_at_once_when_its_connection_waits_for_no_other() -> N
     assert wire.writes == 1
 
 
-def test_a_long_response_takes_what_waits_along_at_once() -> None:
+def test_long_responses_of_a_turn_share_a_write_until_they_are_too_many_bytes() -> None:
     wire, turns = Counting(), Turns()
     sender = Sender(wire, Capacity(), lambda out: None, turns.call_soon)
-    wire.windows = dict.fromkeys((1, 3), 65_535)
-    sender.respond(Outgoing(1, 65_535), b"hello", ())
-    sender.respond(Outgoing(3, 65_535), bytes(40_000), ())
+    wire.window += 2**20
+    sender.window.grow(2**20)
+    for stream in range(1, 17, 2):
+        wire.windows[stream] = 65_535
+        sender.respond(Outgoing(stream, 65_535), bytes(40_000), ())
     assert wire.writes == 1
-    assert wire.data.keys() == {1, 3}
+    assert wire.data.keys() == set(range(1, 15, 2))
+    turns.end()
+    assert wire.writes == 2
+    assert wire.ended == set(range(1, 17, 2))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 30_000))))
