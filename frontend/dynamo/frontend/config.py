@@ -858,6 +858,10 @@ class KvRouterOptions:
     """Tokens of a KV block; 0: the block size of the instances' cards."""
 
     @property
+    def has_goals(self) -> bool:
+        return self.ttft_goal_s is not None or self.itl_goal_s is not None
+
+    @property
     def effective_cost(self) -> KvCost:
         """What is minimised: who sets a weight wants weights."""
         if self.cost is not None:

@@ -359,6 +359,23 @@ async def test_a_heavy_key_that_fills_the_queue_makes_room_for_a_light_one() -> 
 
 
 @in_virtual_time
+async def test_a_full_queue_refuses_the_longest_of_the_least_important_requests_for_a_more_important_one() -> None:
+    fleet = Fleet(4)
+    tasks = {"running": fleet.send("running")}
+    await asyncio.sleep(0.01)
+    for name, prompt, priority in (("long", 1000, 1), ("low", 10, 0), ("low and long", 100, 0), ("low too", 10, 0)):
+        tasks[name] = fleet.send(name, prompt=prompt, priority=priority)
+    await asyncio.sleep(0.01)
+    tasks["high"] = fleet.send("high", priority=2)
+    with pytest.raises(Overloaded, match="full: 4 waiting"):
+        await tasks.pop("low and long")
+    with pytest.raises(Overloaded, match="full: 4 waiting"):
+        await fleet.send("as low as the lowest")
+    await serve_all(fleet, list(tasks.values()))
+    assert fleet.done == ["running", "high", "long", "low", "low too"]
+
+
+@in_virtual_time
 async def test_a_request_is_not_displaced_by_one_of_lower_priority() -> None:
     fleet, heavy, light = Fleet(2), key("heavy"), key("light")
     tasks = [fleet.send(f"h{number}", account=heavy) for number in range(3)]

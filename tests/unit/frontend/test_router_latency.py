@@ -16,7 +16,10 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.config import KvCost, KvRouterOptions
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
+from dynamo.frontend.router.goals import Demand
 from dynamo.frontend.router.kv import KvRouter
+from dynamo.frontend.router.shared_bookings import InstanceBookings, SharedBookings
+from dynamo.frontend.router.traffic import Traffic
 
 SIZE = 512
 CARD = ModelCard(
@@ -39,7 +42,7 @@ class Situation:
     def store(self, instance: InstanceId, prompt: bytes) -> None:
         self.router.apply("m", instance, KvUpdate(0, stored=pack_hashes(sequence_hashes(prompt, SIZE))))
 
-    def report(self, instance: InstanceId, **load: int) -> None:
+    def report(self, instance: InstanceId, **load: object) -> None:
         self.router.loads.report(instance, LoadReport(**{"total_blocks": 1000, **load}), self.now, "m")  # type: ignore[arg-type]
 
     def send(self, prompt: bytes, count: int = 4, **fields: object) -> RoutingDecision:
@@ -211,6 +214,85 @@ def test_goals_refuse_nothing_that_was_begun_or_that_names_its_instance(exempt: 
     for instance in (A, B):
         s.report(instance, running=1, queued_prefill_tokens=16_000)
     s.send(prompt(1), 2, **exempt)
+
+
+def test_a_frontend_knows_the_traffic_of_the_others_by_the_reports_of_instances() -> None:
+    """Of 8,000 tokens per second, it places a quarter itself."""
+    traffic = Traffic()
+    for second in range(100):
+        traffic.report(A, computed=6_000 * second, queued=10_000, now=float(second))
+        traffic.report(B, computed=0, queued=2_000 * second, now=float(second))
+        traffic.add(2_000)
+    requests, tokens = traffic.of_fleet(frontends=1)
+    assert tokens == pytest.approx(8_000, rel=0.1)
+    assert requests == pytest.approx(4.0, rel=0.1)
+    traffic.report(A, computed=100, queued=0, now=99.0)
+    assert traffic.of_fleet(frontends=1)[1] == tokens, "it has started anew: nothing is known of what it did before"
+    assert traffic.queued == 2_000 * 99
+    traffic.remove_instance(B)
+    assert traffic.queued == 0
+
+
+def test_where_instances_do_not_report_what_they_compute_frontends_are_taken_to_have_equal_shares() -> None:
+    traffic = Traffic()
+    traffic.add(2_000)
+    assert traffic.of_fleet(frontends=3) == (pytest.approx(0.3), pytest.approx(600))
+
+
+def test_prompts_placed_since_the_last_report_count_before_the_next_one() -> None:
+    s = Situation(KvRouterOptions(itl_goal_s=0.02))
+    for _ in range(2):
+        s.report(A, totals=StepTotals(1, 0.1, prefill_tokens=1))
+        s.send(prompt(1), 1, priority=1)
+    s.router.loads.apply(  # of a sibling
+        SharedBookings("sibling", [InstanceBookings(A, 9, 80_000, 160, 9, 80_000, 160)]), s.now, lambda instance: True
+    )
+    with pytest.raises(Overloaded):
+        s.send(prompt(1, 1), 1)
+
+
+def test_a_goal_is_stricter_for_a_request_while_more_important_ones_need_much_of_the_time() -> None:
+    for priority, is_refused in ((0, True), (1, False), (2, False)):
+        s = Situation(KvRouterOptions(ttft_goal_s=2.0))
+        for number in range(10):
+            s.now += 1.0
+            s.send(prompt(10, number), 1, priority=1)
+            s.router.first_token(str(number + 1))
+        s.report(A, running=1, queued_prefill_tokens=12_000)
+        if is_refused:
+            with pytest.raises(Overloaded):
+                s.send(prompt(1, 10), 1, priority=priority)
+        else:
+            s.send(prompt(1, 10), 1, priority=priority)
+
+
+def test_while_important_requests_are_refused_others_are_too_and_retries_in_line_count_once() -> None:
+    def refused_after(tries: int, request_id: str) -> bool:
+        s = Situation(KvRouterOptions(itl_goal_s=0.02))
+        s.report(A, running=45)
+        for _ in range(tries):
+            with pytest.raises(Overloaded):
+                s.send(prompt(8), 1, priority=1, request_id=request_id)
+        s.report(A, running=20)
+        try:
+            s.send(prompt(1), 1)
+        except Overloaded:
+            return True
+        return False
+
+    assert not refused_after(1, "first in line")
+    assert not refused_after(10, "first in line")
+    assert refused_after(10, "")
+
+
+def test_a_client_that_makes_up_priorities_does_not_make_the_router_remember_all_of_them() -> None:
+    demand = Demand()
+    for priority in range(1000):
+        demand.place(priority, 100, now=1.0)
+    demand.place(2000, 700, now=1.0)
+    demand.place(0, 100, now=1.0)
+    assert demand.competition(1999, now=1.0).above == pytest.approx(70)
+    assert demand.competition(-1, now=1.0).above < 400
 
 
 def test_requests_stay_away_from_instances_that_would_miss_the_goal_for_tokens() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import pytest
 
 from benchmarks.router_oracle import excess, random_case
@@ -95,7 +96,7 @@ def test_busy_thresholds_reject_and_what_is_rejected_is_not_good() -> None:
         figures = run(limited, mode)
         assert 0 < figures.rejected < figures.requests
         assert len(figures.ttft_s) == figures.requests - figures.rejected
-        assert figures.good <= figures.requests - figures.rejected
+        assert figures.good.total() <= figures.requests - figures.rejected
         assert summary(figures).rejected_share == figures.rejected / figures.requests
 
 
@@ -190,15 +191,33 @@ def test_what_cannot_be_done_is_one_sentence(flags: list[str], sentence: str, ca
     assert sentence in stderr and "Traceback" not in stderr
 
 
+GOALS = KvRouterOptions(ttft_goal_s=2.0, itl_goal_s=0.03)
+
+
+def past_saturation(arrivals: float, frontends: int = 1, important: float = 0.0, *, sync: bool = True) -> dict[int, float]:
+    """Return the goodput of two workers by priority; `important` is the share of requests that have priority 1."""
+    workload = Workload(groups=40, prefix_blocks=12, own_blocks=2, output_tokens=150, skew=0.0, arrivals_per_s=arrivals)
+    rng = random.Random(1)
+    rows = [msgspec.structs.replace(row, priority=int(rng.random() < important)) for row in workload.rows(400, 1)]
+    router = RouterOptions(kv=GOALS, replica_sync=sync)
+    figures = run(ReplayConfig(workers=2, blocks=600, frontends=frontends, router=router), rows=rows)
+    return {priority: count / figures.virtual_s for priority, count in figures.good.items()}
+
+
 def test_goodput_does_not_fall_when_more_arrives_than_can_be_served_in_time() -> None:
-    goodput = []
-    for arrivals in (8.0, 16.0):
-        workload = Workload(groups=40, prefix_blocks=12, own_blocks=2, output_tokens=150, skew=0.0, arrivals_per_s=arrivals)
-        goals = RouterOptions(kv=KvRouterOptions(ttft_goal_s=2.0, itl_goal_s=0.03))
-        config = ReplayConfig(workers=2, blocks=600, router=goals)
-        figures = Replay(workload.rows(400, 1), ReplayMode.KV, config).run()
-        goodput.append(figures.good / figures.virtual_s)
-    assert goodput[1] > 0.9 * goodput[0]
+    assert past_saturation(16.0)[0] > 0.9 * past_saturation(8.0)[0]
+
+
+def test_several_frontends_do_not_admit_more_than_one_would() -> None:
+    alone = past_saturation(8.0)[0]
+    assert past_saturation(8.0, frontends=4)[0] > 0.9 * alone
+    assert past_saturation(8.0, frontends=4, sync=False)[0] > 0.8 * alone
+
+
+def test_important_requests_are_served_in_place_of_others() -> None:
+    goodput = past_saturation(12.0, important=0.2)
+    assert goodput[1] / 0.2 > 2.0 * goodput[0] / 0.8, "of the others, a much smaller share"
+    assert sum(goodput.values()) > 0.9 * past_saturation(12.0)[0]
 
 
 def test_learned_step_times_predict_the_first_token() -> None:

@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DynamoError, Overloaded
+from dynamo.common.errors import DynamoError
 from dynamo.common.kv.events import KvSnapshot, KvUpdate, LoadReport
 from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import KvCost, KvRouterOptions, check_weight
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.explanation import shown
+from dynamo.frontend.router.goals import Demand, check_goals
 from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
 from dynamo.frontend.router.index import PrefixIndex
 from dynamo.frontend.router.latency import LatencyModel, Predictions
@@ -61,6 +62,7 @@ class _Model:
         self.load_rows = RowCache(loads)
         self.predicted_rows = [RowCache(each.index) for each in predicted]
         self.credits = PrefixCredits()
+        self.demand = Demand()
         self._latencies: dict[str, LatencyModel] = {}
         """By engine."""
         self._latency = LatencyModel()
@@ -77,12 +79,12 @@ class _Model:
     def learn(self, row: InstanceLoad, report: LoadReport, now: float) -> None:
         latency = self._latencies.get(row.engine)
         if latency is not None:
-            latency.steps.report(row.instance, report.totals, now)
+            latency.report(row.instance, report, now)
 
     def remove_instance(self, instance: InstanceId) -> None:
         self.index.remove_instance(instance)
         for latency in self._latencies.values():
-            latency.steps.remove_instance(instance)
+            latency.remove_instance(instance)
 
 
 class KvRouter:
@@ -180,9 +182,10 @@ class KvRouter:
                 frontends=self.loads.frontends,
             )
             costs = predicted.costs
-            if config.ttft_goal_s is not None or config.itl_goal_s is not None:
+            if config.has_goals:
+                latency.count_unreported(loads, self.loads.frontends)
                 latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
-                _check_goals(request, config, prompt, loads, overlaps, predicted, latency)
+                check_goals(request, config, prompt, loads, overlaps, predicted, latency, model.demand, now)
             if overlaps and not request.is_prefilled:
                 spread = _Spread.find(prompt, loads, overlaps, predicted, latency)
                 if spread is not None:
@@ -196,6 +199,8 @@ class KvRouter:
         prefill_tokens = self._book(request, config, prompt, instance.id, overlap, now)
         if predicted is not None:
             latency.placed(prefill_tokens)
+            if config.has_goals:
+                model.demand.place(request.priority, prefill_tokens, now)
             if spread is not None and not reason:
                 spread.settle(model.credits, position, costs[position], latency.idle)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
@@ -374,32 +379,6 @@ def _overridden(config: KvRouterOptions, overrides: Mapping[str, float]) -> KvRo
     return replace(config, **changed)
 
 
-def _check_goals(
-    request: RouteRequest,
-    config: KvRouterOptions,
-    prompt: Prompt,
-    loads: Sequence[Load],
-    overlaps: Mapping[int, int],
-    predicted: Predictions,
-    latency: LatencyModel,
-) -> None:
-    """Raises Overloaded if no instance is predicted to reach the goals."""
-    if request.pinned is not None or request.is_prefilled or request.was_admitted:
-        return
-    longest_s = math.inf if config.ttft_goal_s is None else config.ttft_goal_s
-    slowest_s = math.inf if config.itl_goal_s is None else config.itl_goal_s
-    if not any(
-        ttft_s <= longest_s and latency.itl_if_all_were_alike_s(prompt, load, overlaps.get(position, 0)) <= slowest_s
-        for position, (ttft_s, load) in enumerate(zip(predicted.ttft_s, loads, strict=True))
-    ):
-        best_s = min(predicted.ttft_s)
-        raise Overloaded(
-            f"no instance of model '{request.model}' is predicted to reach the goals: the first token would come after "
-            f"about {best_s:.2f} s",
-            retry_after_s=max(1.0, best_s - longest_s),
-        )
-
-
 def _explain(
     candidates: Sequence[Instance],
     overlaps: Mapping[int, int],
@@ -429,5 +408,5 @@ def _latencies(
     prompt: Prompt, loads: Sequence[Load], predicted: Predictions, latency: LatencyModel, position: int
 ) -> Mapping[str, float]:
     """Return the predicted latencies on a candidate."""
-    itl_s = latency.itl_s(prompt, loads[position])
+    itl_s = latency.itl_s(prompt, loads[position], latency.prefilling)
     return {"ttft_ms": round(predicted.ttft_s[position] * 1e3, 1), "itl_ms": round(itl_s * 1e3, 2)}

@@ -32,14 +32,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from dynamo.common.kv.events import LoadReport
+from dynamo.common.names import InstanceId
 from dynamo.frontend.router.load import Load
 from dynamo.frontend.router.prompts import Prompt
 from dynamo.frontend.router.step_model import StepModel
 from dynamo.frontend.router.traffic import Traffic
 
 _MISS_WEIGHT = 10.0
-_UNFAIRNESS = 2.0
-"""By how much at most a request counts for longer or shorter than the mean when it is decided whether it is refused."""
 _MOST_PREFILL = 0.95
 """Upper bound of the share of its time that an instance computes prompts."""
 _KV_FULL_FROM = 0.5
@@ -67,8 +67,18 @@ class LatencyModel:
         self._output_of = self.steps.times
         self._arrivals = 0.0
         """Requests per second and instance."""
-        self._prefilling = 0.0
+        self.prefilling = 0.0
         """The share of its time that an instance computes prompts."""
+
+    def report(self, instance: InstanceId, report: LoadReport, now: float) -> None:
+        """Learn from a load report of an instance."""
+        self.steps.report(instance, report.totals, now)
+        if report.totals.steps:
+            self._traffic.report(instance, report.totals.prefill_tokens, report.queued_prefill_tokens, now)
+
+    def remove_instance(self, instance: InstanceId) -> None:
+        self.steps.remove_instance(instance)
+        self._traffic.remove_instance(instance)
 
     def predict(
         self,
@@ -88,10 +98,10 @@ class LatencyModel:
         token, base, sequence, block = times.token, times.base, times.sequence, times.block
         output = self._expected_output(max_output)
         more_s = output * (sequence + block * prompt.blocks)
-        traffic, share = self._traffic, frontends / len(loads)
-        traffic.pass_time(now)
-        self._arrivals = arrivals = traffic.requests_per_s * share
-        self._prefilling = traffic.tokens_per_s * share * token
+        self._traffic.pass_time(now)
+        requests_per_s, tokens_per_s = self._traffic.of_fleet(frontends)
+        self._arrivals = arrivals = requests_per_s / len(loads)
+        self.prefilling = tokens_per_s / len(loads) * token
         batch_s = _BATCH_TOKENS * token
         prompt_s = 0.0 if is_prefilled else prompt.tokens * token
         block_s = 0.0 if is_prefilled else prompt.block_size * token
@@ -133,7 +143,7 @@ class LatencyModel:
     @property
     def idle(self) -> float:
         """The share of its time that an instance computes no prompts."""
-        return 1.0 - min(self._prefilling, _MOST_PREFILL)
+        return 1.0 - min(self.prefilling, _MOST_PREFILL)
 
     def _expected_output(self, max_output: int) -> float:
         """Return the mean length of outputs that are limited to `max_output` tokens, if lengths are distributed exponentially."""
@@ -143,6 +153,12 @@ class LatencyModel:
             self._output = mean * (1.0 - math.exp(-max_output / mean)) if max_output else mean
             self._max_output, self._output_of = max_output, times
         return self._output
+
+    def count_unreported(self, loads: Sequence[Load], frontends: int) -> None:
+        """Include in `prefilling` what was placed after the last reports: within one step, too many requests may be admitted."""
+        unreported = sum(load.prefill_tokens for load in loads) - self._traffic.queued
+        _, tokens_per_s = self._traffic.of_fleet(frontends, max(0, unreported))
+        self.prefilling = tokens_per_s / len(loads) * self.steps.times.token
 
     def add_misses(
         self, predicted: Predictions, prompt: Prompt, loads: Sequence[Load], ttft_goal_s: float | None, itl_goal_s: float | None
@@ -156,7 +172,7 @@ class LatencyModel:
         if itl_goal_s is not None:
             output = self.steps.times.output_tokens
             for position, load in enumerate(loads):
-                excess_s = self.itl_s(prompt, load) - itl_goal_s
+                excess_s = self.itl_s(prompt, load, self.prefilling) - itl_goal_s
                 if excess_s > 0.0:
                     costs[position] += _MISS_WEIGHT * excess_s * output * (load.requests + 1)
 
@@ -164,26 +180,25 @@ class LatencyModel:
         """Count a request for which an instance has to compute so many tokens of its prompt."""
         self._traffic.add(tokens)
 
-    def itl_s(self, prompt: Prompt, load: Load) -> float:
-        """Return the mean time between the tokens of a request on an instance, with as many prefills as of late."""
+    def itl_s(self, prompt: Prompt, load: Load, prefilling: float) -> float:
+        """Return the mean time between tokens on an instance that computes prompts for this share of its time."""
         step_s = self.steps.times.step_s(load.requests + 1, load.decode_blocks + prompt.blocks)
-        return step_s * _slowdown(self._prefilling)
+        return step_s * _slowdown(prefilling)
 
-    def itl_if_all_were_alike_s(self, prompt: Prompt, load: Load, overlap: int) -> float:
-        """Return the time between tokens if as many tokens had to be computed for each prompt as for this one, within limits."""
-        traffic = self._traffic
-        mean = traffic.tokens_per_s / traffic.requests_per_s if traffic.requests_per_s else 0.0
-        tokens = prompt.tokens - overlap * prompt.block_size
-        ratio = min(max(tokens / mean, 1.0 / _UNFAIRNESS), _UNFAIRNESS) if mean else 1.0
-        step_s = self.steps.times.step_s(load.requests + 1, load.decode_blocks + prompt.blocks)
-        return step_s * _slowdown(self._prefilling * ratio)
+    def share_of_time(self, tokens_per_s: float, instances: int) -> float:
+        """Return for which share of its time an instance computes what all frontends place of something.
+
+        `tokens_per_s`: what this one places of it.
+        """
+        own = self._traffic.tokens_per_s
+        return tokens_per_s / own * self.prefilling if own else tokens_per_s / instances * self.steps.times.token
 
     def _wait_for_blocks(self, load: Load, blocks: float, step: float) -> float:
         """Return how long it takes until an instance has `blocks` free: requests free theirs evenly over their outputs."""
         missing = load.decode_blocks + blocks - load.decode_blocks / load.usage
         if missing <= 0.0:
             return 0.0
-        return missing / load.decode_blocks * self.steps.times.output_tokens * step * _slowdown(self._prefilling)
+        return missing / load.decode_blocks * self.steps.times.output_tokens * step * _slowdown(self.prefilling)
 
 
 def _slowdown(prefilling: float) -> float:

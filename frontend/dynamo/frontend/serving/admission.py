@@ -13,9 +13,10 @@ tokens (see `fair_queue`). Which one of a key is first:
 Negative priorities count as 0 there. `wspt` makes the mean wait short at the expense of long requests, which may wait as long as
 shorter ones of the same key keep coming.
 
-A request is refused at once if, by the recent pace, its turn would come after its deadline, or if the queue is full; unless one
-key has more requests in it than another one that sends a request: then the last one of the former is refused instead. Where
-prompts are computed apart, requests wait for prefill instances in one line and for decode instances in another.
+A request is refused at once if, by the recent pace, its turn would come after its deadline, or if the queue is full. Then
+another one may be refused instead: with `fcfs`, of those with the lowest priority the longest, if the new one is more important;
+or the last one of the key that has the most in it, if another key sends the new one. Where prompts are computed apart, requests
+wait for prefill instances in one line and for decode instances in another.
 """
 
 from __future__ import annotations
@@ -110,8 +111,13 @@ class _Line:
         return self._waiting.before(place) + (self._trying is not None)
 
     def make_room(self, place: Place, error: Overloaded) -> bool:
-        """Let the last request of the key with the most leave instead of `place`; False if `place`'s own key has as many."""
-        last = self._waiting.last_of_longest(place)
+        """Let a less important request leave instead of `place`, or the last one of the key with the most.
+
+        Return False if there is neither: all are as important, and `place`'s own key has as many.
+        """
+        last = max(self._waiting, key=lambda each: (each.rank, each.tokens), default=None)
+        if last is None or last.rank <= place.rank:
+            last = self._waiting.last_of_longest(place)
         if last is None:
             return False
         self._waiting.remove(last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -22,8 +23,8 @@ class Figures:
     """Of requests that were not rejected, as `hit_blocks`."""
     hit_blocks: int = 0
     preempted: int = 0
-    good: int = 0
-    """Requests completed within the goals for TTFT and mean ITL."""
+    good: Counter[int] = field(default_factory=Counter)
+    """Requests completed within the goals for TTFT and mean ITL, by priority."""
     arrivals_s: float = 0.0
     """When the last request arrived."""
     virtual_s: float = 0.0
@@ -89,7 +90,7 @@ def summary(figures: Figures) -> Summary:
         e2e_p90_ms=_percentiles_ms(figures.e2e_s, 90)[0],
         tokens_per_s=figures.output_tokens / figures.virtual_s if figures.virtual_s else 0.0,
         rejected_share=figures.rejected / figures.requests if figures.requests else 0.0,
-        goodput_rps=figures.good / figures.virtual_s if figures.virtual_s else 0.0,
+        goodput_rps=figures.good.total() / figures.virtual_s if figures.virtual_s else 0.0,
         offered_rps=figures.requests / figures.virtual_s if figures.virtual_s else 0.0,
         requests_per_s=figures.requests / figures.arrivals_s if figures.arrivals_s else 0.0,
         preempted=figures.preempted,

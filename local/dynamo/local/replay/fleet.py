@@ -56,6 +56,7 @@ class _Live:
 
     booking_id: str
     router: Router
+    priority: int
     arrived_at: float
     predicted_s: float | None
     """The TTFT that its router predicted."""
@@ -135,7 +136,12 @@ class Replay:
         router = self._routers[number % len(self._routers)]
         hashes = PromptHashes.of(prompt, self._config.block_size)
         request = RouteRequest(
-            model=_MODEL, booking_id=str(number), prompt=prompt, expected_output_tokens=row.output_length, hashes=hashes
+            model=_MODEL,
+            booking_id=str(number),
+            prompt=prompt,
+            expected_output_tokens=row.output_length,
+            priority=row.priority,
+            hashes=hashes,
         )
         begin = time.thread_time()
         try:
@@ -152,7 +158,7 @@ class Replay:
             router.finished(request.booking_id)
             figures.rejected += 1
             return None
-        self._live[sequence] = _Live(request.booking_id, router, self._now, choice.ttft_s)
+        self._live[sequence] = _Live(request.booking_id, router, row.priority, self._now, choice.ttft_s)
         figures.prompt_blocks += len(hashes.values)
         worker.accepted.append(request_key(request.booking_id))
         return worker
@@ -198,7 +204,8 @@ class Replay:
             figures.output_tokens += sequence.generated
             itl_s = (request.last_at - request.first_at) / max(1, sequence.generated - 1)
             in_time = request.first_at - request.arrived_at <= self._config.ttft_goal_s
-            figures.good += in_time and itl_s <= self._config.itl_goal_s
+            if in_time and itl_s <= self._config.itl_goal_s:
+                figures.good[request.priority] += 1
 
     def _report(self, worker: _Worker) -> None:
         scheduler = worker.scheduler

@@ -30,6 +30,8 @@ class Row(msgspec.Struct, frozen=True):
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     output_length: Annotated[int, msgspec.Meta(ge=0)]
     hash_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]], msgspec.Meta(min_length=1)]
+    priority: int = 0
+    """Higher is more important. Mooncake's traces have none."""
 
 
 def read_trace(path: Path, limit: int = 0) -> list[Row]:

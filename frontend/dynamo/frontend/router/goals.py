@@ -1,0 +1,127 @@
+"""Which requests are refused because latency goals would be missed otherwise: those of low priority first, and long ones first.
+
+A request is admitted if some instance is predicted to reach its goals. Those that are more important and come meanwhile must
+find room, too; those that are less important will be refused in its place. So
+
+- of the TTFT goal, it may use the part that more important prompts leave of the instances' time, and
+- the time between tokens is predicted as if instances also computed the more important prompts that have been refused of late,
+  but none of the less important ones, and as if as many tokens had to be computed for each prompt as for this one, within limits:
+  long ones are refused first. Being short does not help a request while more important ones are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from dynamo.common.errors import Overloaded
+from dynamo.frontend.config import KvRouterOptions
+from dynamo.frontend.router.base import RouteRequest
+from dynamo.frontend.router.latency import LatencyModel, Predictions
+from dynamo.frontend.router.load import Load
+from dynamo.frontend.router.prompts import Prompt
+from dynamo.frontend.router.traffic import Traffic
+
+_UNFAIRNESS = 2.0
+"""By how much at most a request counts for longer or shorter than the mean."""
+_MOST_PRIORITIES = 32
+"""Clients choose priorities: above that many, the one with the least traffic is forgotten."""
+
+
+class Competition(msgspec.Struct, frozen=True, gc=False):
+    """Prompt tokens per second that this frontend placed or refused, as one request sees them."""
+
+    above: float
+    """Placed, more important."""
+    refused_above: float
+    below: float
+    """Placed, less important."""
+    mean_tokens: float
+    """Of the placed requests that are at least as important; 0 if there are none."""
+
+
+class Demand:
+    """What requests of each priority would have instances compute, this frontend's refused ones included."""
+
+    def __init__(self) -> None:
+        self._placed: dict[int, Traffic] = {}
+        self._refused: dict[int, Traffic] = {}
+        self._last_refused = ""
+
+    def place(self, priority: int, tokens: int, now: float) -> None:
+        _add(self._placed, priority, tokens, now)
+
+    def refuse(self, priority: int, tokens: int, now: float, request_id: str) -> None:
+        """Count a refused request; one that tries again and again, because it is the first in line, only once."""
+        if not request_id or request_id != self._last_refused:
+            _add(self._refused, priority, tokens, now)
+        self._last_refused = request_id
+
+    def competition(self, priority: int, now: float) -> Competition:
+        above = refused_above = below = own = requests = 0.0
+        for each, traffic in self._placed.items():
+            traffic.pass_time(now)
+            if each < priority:
+                below += traffic.tokens_per_s
+                continue
+            requests += traffic.requests_per_s
+            if each > priority:
+                above += traffic.tokens_per_s
+            else:
+                own = traffic.tokens_per_s
+        for each, traffic in self._refused.items():
+            if each > priority:
+                traffic.pass_time(now)
+                refused_above += traffic.tokens_per_s
+        return Competition(above, refused_above, below, (above + own) / requests if requests else 0.0)
+
+
+def _add(by_priority: dict[int, Traffic], priority: int, tokens: int, now: float) -> None:
+    traffic = by_priority.get(priority)
+    if traffic is None:
+        if len(by_priority) >= _MOST_PRIORITIES:
+            del by_priority[min(by_priority, key=lambda each: by_priority[each].tokens_per_s)]
+        traffic = by_priority[priority] = Traffic()
+    traffic.pass_time(now)
+    traffic.add(tokens)
+
+
+def check_goals(
+    request: RouteRequest,
+    config: KvRouterOptions,
+    prompt: Prompt,
+    loads: Sequence[Load],
+    overlaps: Mapping[int, int],
+    predicted: Predictions,
+    latency: LatencyModel,
+    demand: Demand,
+    now: float,
+) -> None:
+    """Raises Overloaded if no instance is predicted to reach the goals."""
+    if request.pinned is not None or request.is_prefilled or request.was_admitted:
+        return
+    competition = demand.competition(request.priority, now)
+    above, refused_above, below = (
+        latency.share_of_time(rate, len(loads)) for rate in (competition.above, competition.refused_above, competition.below)
+    )
+    goal_s = math.inf if config.ttft_goal_s is None else config.ttft_goal_s
+    longest_s = goal_s * max(0.0, 1.0 - above - refused_above) if above or refused_above else goal_s
+    slowest_s = math.inf if config.itl_goal_s is None else config.itl_goal_s
+    shortest = 1.0 if refused_above else 1.0 / _UNFAIRNESS
+    mean = competition.mean_tokens
+    for position, (ttft_s, load) in enumerate(zip(predicted.ttft_s, loads, strict=True)):
+        if ttft_s <= longest_s:
+            tokens = prompt.tokens - overlaps.get(position, 0) * prompt.block_size
+            ratio = min(max(tokens / mean, shortest), _UNFAIRNESS) if mean else 1.0
+            if latency.itl_s(prompt, load, (latency.prefilling - below) * ratio + refused_above) <= slowest_s:
+                return
+    missing_tokens = prompt.tokens - max(overlaps.values(), default=0) * prompt.block_size
+    demand.refuse(request.priority, missing_tokens, now, request.request_id)
+    best_s = min(predicted.ttft_s)
+    raise Overloaded(
+        f"no instance of model '{request.model}' is predicted to reach the goals: the first token would come after "
+        f"about {best_s:.2f} s",
+        retry_after_s=max(1.0, best_s - longest_s),
+    )
