@@ -142,7 +142,7 @@ async def test_who_follows_a_response_reads_each_chunk_once_and_nothing_while_no
     stored = stored_responses(records := Reading())
     response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, background=True)
     await stored.save("", response, [])
-    log = EventLog(stored, response)
+    log = EventLog(stored, "", response)
     async with aclosing(follow(stored, "", response.id, 0)) as chunks, log.writing():
         assert await anext(chunks) == event("response.created", 0, response=response)
         for number in range(3):
@@ -232,7 +232,7 @@ async def test_a_chunk_whose_confirmation_was_lost_is_written_again_as_it_was() 
     records = Losing()
     records.chunks = []
     response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={})
-    log = EventLog(stored_responses(records), response)
+    log = EventLog(stored_responses(records), "", response)
     log.add(b"1\n\n2\n\n")
     async with log.writing():
         await until(lambda: len(records.chunks) == 1)

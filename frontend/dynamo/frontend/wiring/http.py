@@ -72,7 +72,7 @@ async def open_http(
     )
     protocols = protocol_operations(readiness, config.text, kserve=kserve, background=background)
     files = Files(links.stored_batches, config.namespace, quota=quota)
-    batches = Batches(links.stored_batches, config.namespace)
+    batches = Batches(links.stored_batches, config.namespace, quota=quota)
     by_path = {operation.path: operation for operation in protocols if operation.method == "POST"}
     runner = BatchRunner(files, batches, links.leases_of_batches, by_path, settings, guard.account_named, metrics.frontend)
     monitoring = [

@@ -1,4 +1,4 @@
-"""How much each key may store: files, responses and conversations together."""
+"""How much each key may store: files, batches, responses and conversations together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from dynamo.common.errors import PayloadTooLarge
@@ -53,20 +53,23 @@ class StoredBytes:
         stored = await self._stored(owner) + self._writing[owner]
         if stored + size_bytes > limit:
             raise PayloadTooLarge(
-                f"the API key '{owner}' has stored {stored} of its {limit} bytes of files, responses and conversations, and this "
-                f"takes {size_bytes}; delete some"
+                f"the API key '{owner}' has stored {stored} of its {limit} bytes of files, batches, responses and conversations, "
+                f"and this takes {size_bytes}; delete some"
             )
 
-    @contextmanager
-    def writing(self, owner: str, size_bytes: int) -> Iterator[None]:
-        """Count what the body writes from its beginning, so that of several at the same time each sees the others.
+    @asynccontextmanager
+    async def room(self, owner: str, size_bytes: int) -> AsyncIterator[None]:
+        """Keep room for what the body writes, so that of several at the same time each counts the others.
 
-        Entered right after `check`, without an await between them. What fails does not count.
+        The body calls `add` once that is written. Raises as `check` does.
         """
-        self._writing[owner] += size_bytes
+        if size_bytes <= 0 or self.limit(owner) is None:
+            yield
+            return
+        await self.check(owner, size_bytes)
+        self._writing[owner] += size_bytes  # without an await in between
         try:
             yield
-            self.add(owner, size_bytes)
         finally:
             self._writing[owner] -= size_bytes
             if not self._writing[owner]:

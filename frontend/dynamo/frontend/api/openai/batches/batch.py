@@ -20,6 +20,7 @@ from dynamo.common.errors import InvalidRequest, NotFound, RateLimited
 from dynamo.common.messaging.records import RecordStore
 from dynamo.common.names import encode
 from dynamo.frontend.api.openai.owners import owner_token
+from dynamo.frontend.api.openai.quota import StoredBytes
 
 MAX_LINES = 50_000
 MAX_WAITING = 100
@@ -194,8 +195,16 @@ def _parse_line(text: bytes, endpoint: str) -> Line:
 class Batches:
     """The batches of a namespace. All methods raise Unavailable without JetStream."""
 
-    def __init__(self, records: Callable[[], RecordStore], namespace: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        records: Callable[[], RecordStore],
+        namespace: str,
+        clock: Callable[[], float] = time.time,
+        quota: StoredBytes | None = None,
+    ) -> None:
         """`records` raises Unavailable until there is a connection."""
+        self._quota = quota or StoredBytes()
+        self._quota.count_by(self._bytes_of)
         self._records = records
         self._prefix = encode(namespace, "namespace")
         self._clock = clock
@@ -205,7 +214,7 @@ class Batches:
         return int(self._clock())
 
     async def create(self, owner: str, endpoint: str, input_file: str, metadata: dict[str, str] | None) -> Batch:
-        """Make a batch, which waits to be carried out. Raises RateLimited."""
+        """Make a batch, which waits to be carried out. Raises RateLimited, PayloadTooLarge."""
         if len(await self._records().keys(self._waiting_key(owner, "*"))) >= MAX_WAITING:
             raise RateLimited(f"there are {MAX_WAITING} batches that have not ended; wait for some, or cancel them")
         batch = Batch(
@@ -218,8 +227,11 @@ class Batches:
         )
         # In this order, a batch that exists is carried out, and what waits in vain, because the second write failed, is dropped.
         waiting = msgspec.json.encode(Waiting(owner=owner, id=batch.id, since=self.now))
-        await self._records().put(self._waiting_key(owner, batch.id), waiting, last=0)
-        await self._records().put(self._key(owner, batch.id), msgspec.json.encode(Owned(owner, batch)), last=0)
+        data = msgspec.json.encode(Owned(owner, batch))
+        async with self._quota.room(owner, len(data)):
+            await self._records().put(self._waiting_key(owner, batch.id), waiting, last=0)
+            await self._records().put(self._key(owner, batch.id), data, last=0)
+            self._quota.add(owner, len(data))
         return batch
 
     async def read(self, owner: str, id: str) -> Batch:
@@ -270,6 +282,9 @@ class Batches:
     async def put_segment(self, id: str, number: int, segment: Segment) -> bool:
         """Keep the results of a segment, unless there are some; return whether they were kept."""
         return await self._records().put(self._segment_key(id, str(number)), msgspec.json.encode(segment), last=0) is not None
+
+    async def _bytes_of(self, owner: str) -> int:
+        return sum(map(len, (await self._records().values(self._key(owner, "*"))).values()))
 
     def _key(self, owner: str, id: str) -> str:
         return f"{self._prefix}.batch.{owner_token(owner)}.{id}"

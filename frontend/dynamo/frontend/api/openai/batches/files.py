@@ -66,15 +66,15 @@ class Files:
             raise PayloadTooLarge(f"the file has {len(content)} bytes; at most {MAX_FILE_BYTES} are allowed")
         if len(await self._records().keys(self._key(owner, "*"))) >= MAX_FILES:
             raise InvalidRequest(f"there are {MAX_FILES} files already; delete some")
-        await self._quota.check(owner, len(content))
-        return await self.put(owner, f"file-{secrets.token_hex(16)}", filename, purpose, content)
+        async with self._quota.room(owner, len(content)):
+            return await self.put(owner, f"file-{secrets.token_hex(16)}", filename, purpose, content)
 
     async def put(self, owner: str, id: str, filename: str, purpose: str, content: bytes) -> FileObject:
         """Make a file of any size, whatever the key has stored, or replace the one that has the `id`."""
         file = FileObject(id=id, bytes=len(content), created_at=int(self._clock()), filename=filename, purpose=purpose)
-        with self._quota.writing(owner, len(content)):
-            await self._records().put(self._content_key(owner, file.id), content)
-            await self._records().put(self._key(owner, file.id), msgspec.json.encode(file))
+        await self._records().put(self._content_key(owner, file.id), content)
+        await self._records().put(self._key(owner, file.id), msgspec.json.encode(file))
+        self._quota.add(owner, file.bytes)
         return file
 
     async def read(self, owner: str, id: str) -> FileObject:

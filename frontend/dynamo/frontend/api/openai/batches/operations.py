@@ -32,7 +32,9 @@ class BatchRequest(Struct, kw_only=True, frozen=True):
     input_file_id: Annotated[str, Meta(max_length=80)]
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None = None
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
+    ) = None
 
 
 class BatchOperations:

@@ -127,7 +127,7 @@ class BackgroundResponses:
             await asyncio.wait({work})  # it tells the worker
         if written is None:
             log.info("response %s was cancelled or deleted, or could not be stored", response.id)
-            await self.stored.discard_events_of_deleted(response.id)
+            await self.stored.discard_events_of_deleted(owner, response.id)
 
     async def _write(self, owner: str, response: ResponseObject, revision: int) -> int | None:
         """Write a response unless it has been ended meanwhile; return its revision, or None if it has.

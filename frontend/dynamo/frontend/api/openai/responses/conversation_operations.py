@@ -17,7 +17,7 @@ from dynamo.frontend.api.openai.responses.requests import InputItem, conversatio
 from dynamo.frontend.api.openai.responses.storage import Item, ItemIds
 from dynamo.frontend.api.openai.responses.stored import StoredResponses, new_response_id
 
-_Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+_Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 _Items = Annotated[list[InputItem], Meta(max_length=20)]
 
 
@@ -83,7 +83,6 @@ class ConversationOperations:
         with exchange.account.occupy():
             refers = any(item.type == "item_reference" for item in request.items)
             items = await self._to_store(exchange, request.items, await self._items(exchange) if refers else [])
-            await self._conversations.check_room(exchange.account.name, items)
             await self._conversations.add(exchange.account.name, id, items)
         await exchange.respond(encode(listed(items)))
 

@@ -68,9 +68,9 @@ class Conversations:
             shown = ConversationObject(id=id, created_at=int(storage.clock()), metadata=dict(metadata))
             stored = _Stored(owner, shown, Raw(msgspec.json.encode(items)))
             data = bounded(msgspec.json.encode(stored))
-            await storage.quota.check(owner, len(data))
-            await storage.records.put(storage.key(id), data, last=0)
-            await storage.written(owner, id, len(data))
+            async with storage.quota.room(owner, len(data)):
+                await storage.records.put(storage.key(id), data, last=0)
+                await storage.written(owner, id, len(data))
             return shown
 
     async def read(self, owner: str, id: str) -> ConversationObject:
@@ -84,23 +84,21 @@ class Conversations:
         `hold` is called with the number of bytes that they take, before they are parsed.
         """
         with self._storage.counted("read_conversation"):
-            stored, _ = await self._load(owner, id)
+            stored, *_ = await self._load(owner, id)
             hold(len(memoryview(stored.items)))
             return await parse_items(stored.items)
 
-    async def add(self, owner: str, id: str, items: Sequence[Item]) -> None:
-        """Add items at the end. Raises ConversationNotFound, PayloadTooLarge; Overloaded if others write all the time."""
+    async def add(self, owner: str, id: str, items: Sequence[Item], *, is_bounded: bool = True) -> None:
+        """Add items at the end, if `is_bounded` within what the key may store.
+
+        Raises ConversationNotFound, PayloadTooLarge; Overloaded if others write all the time.
+        """
         added = msgspec.json.encode(items)
 
         def change(stored: _Stored) -> _Stored:
             return msgspec.structs.replace(stored, items=_joined(stored.items, added))
 
-        await self._change("add_items", owner, id, change)
-
-    async def check_room(self, owner: str, items: Sequence[Item]) -> None:
-        """Raise PayloadTooLarge if the key may not store so much more."""
-        if self._storage.quota.limit(owner) is not None:
-            await self._storage.quota.check(owner, len(msgspec.json.encode(items)))
+        await self._change("add_items", owner, id, change, is_bounded=is_bounded)
 
     async def delete_item(self, owner: str, id: str, item_id: str) -> ConversationObject:
         """Delete an item. Raises ConversationNotFound; NotFound if there is no such item."""
@@ -130,20 +128,24 @@ class Conversations:
             await storage.records.delete(storage.key(id))
             await storage.deleted(owner, id)
 
-    async def _change(self, operation: str, owner: str, id: str, change: Callable[[_Stored], _Stored]) -> ConversationObject:
+    async def _change(
+        self, operation: str, owner: str, id: str, change: Callable[[_Stored], _Stored], *, is_bounded: bool = True
+    ) -> ConversationObject:
         storage = self._storage
         with storage.counted(operation):
             for _ in range(_ATTEMPTS):
-                stored, revision = await self._load(owner, id)
+                stored, revision, before = await self._load(owner, id)
                 await asyncio.sleep(0)  # both take a while if the conversation is large
                 changed = change(stored)
                 data = bounded(msgspec.json.encode(changed))
-                if await storage.records.put(storage.key(id), data, last=revision) is not None:
-                    await storage.written(owner, id, len(data), before=len(memoryview(stored.items)))
-                    return changed.shown
+                async with storage.quota.room(owner, len(data) - before if is_bounded else 0):
+                    if await storage.records.put(storage.key(id), data, last=revision) is not None:
+                        await storage.written(owner, id, len(data), before=before)
+                        return changed.shown
             raise Overloaded(f"conversation '{id}' changes too fast; try again")
 
-    async def _load(self, owner: str, id: str) -> tuple[_Stored, int]:
+    async def _load(self, owner: str, id: str) -> tuple[_Stored, int, int]:
+        """Return a conversation, its revision and its length in bytes."""
         storage = self._storage
         record = await storage.records.get(storage.key(id)) if _ID.fullmatch(id) else None
         if record is None:
@@ -151,7 +153,7 @@ class Conversations:
         stored = _decoder.decode(record.value)
         if stored.owner != owner:
             raise ConversationNotFound(id)
-        return stored, record.revision
+        return stored, record.revision, len(record.value)
 
 
 def _joined(items: Raw, added: bytes) -> Raw:

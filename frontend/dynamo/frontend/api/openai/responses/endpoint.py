@@ -187,7 +187,7 @@ class Responses:
         plane, account = edge.plane, work.account
         plane.described(account, chat.model_name)  # what is not there fails now
         queued = msgspec.structs.replace(work.response(chat.model_name), status="queued")
-        events = EventLog(edge.background.stored, queued)
+        events = EventLog(edge.background.stored, work.owner, queued)
         return await edge.background.start(work.owner, queued, work.items, generate)
 
     @asynccontextmanager
@@ -248,7 +248,7 @@ class Responses:
     async def _add_to_conversation(self, work: _Work, response: ResponseObject) -> None:
         id, stored = work.request.conversation_id, self._edge.stored
         if id is not None and stored is not None:
-            await stored.conversations.add(work.owner, id, [*work.added, *response.output])
+            await stored.conversations.add(work.owner, id, [*work.added, *response.output], is_bounded=False)
 
 
 async def _read_all(

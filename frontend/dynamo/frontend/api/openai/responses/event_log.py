@@ -25,23 +25,28 @@ T = TypeVar("T")
 
 PERIOD_S = 0.1
 """Between two chunks, and between two attempts to read while JetStream is away."""
+_COUNTED_BYTES = 64 * 1024
+"""Of events that are stored before the limit of the key counts them; the last ones count at the end."""
 _END = b"\n\n"
 
 
 class EventLog:
     """Stores the events of one response. While JetStream is away they wait; after that they are left out."""
 
-    def __init__(self, stored: StoredResponses, response: ResponseObject) -> None:
+    def __init__(self, stored: StoredResponses, owner: str, response: ResponseObject) -> None:
         """`response`: as it is at the beginning, for the first event."""
         self.begun = False
         """There is more than the first event, so the response cannot be generated anew."""
         self._stored = stored
+        self._owner = owner
         self._id = response.id
         self._waiting = [event("response.created", 0, response=response)]
         self._chunk = b""
         """What is being written: the same bytes again after a failure, which may have been that of the confirmation only."""
         self._written = 0
         """Events in chunks that were written."""
+        self._bytes = self._counted_bytes = 0
+        """Of these, and of those that the key's limit counts already."""
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
@@ -51,7 +56,7 @@ class EventLog:
         """
         async with running(self._write_periodically(), f"events of {self._id}"):
             yield
-        await self._write()
+        await self._write(is_last=True)
 
     def add(self, events: bytes) -> None:
         self.begun = True
@@ -62,7 +67,7 @@ class EventLog:
             await self._write()
             await asyncio.sleep(PERIOD_S)
 
-    async def _write(self) -> None:
+    async def _write(self, *, is_last: bool = False) -> None:
         try:
             while self._chunk or self._waiting:
                 if not self._chunk:
@@ -70,7 +75,11 @@ class EventLog:
                 count = self._chunk.count(_END)
                 await self._stored.add_events(self._id, self._written, self._chunk, count)
                 self._written += count
+                self._bytes += len(self._chunk)
                 self._chunk = b""
+            if self._bytes - self._counted_bytes >= (1 if is_last else _COUNTED_BYTES):
+                await self._stored.count_events(self._owner, self._id, self._bytes, self._counted_bytes)
+                self._counted_bytes = self._bytes
         except Unavailable as error:
             log.warning("events of response %s cannot be stored now: %s", self._id, error)
 

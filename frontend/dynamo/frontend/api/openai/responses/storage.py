@@ -61,15 +61,19 @@ class Storage:
         return f"{self._prefix}.{id}"
 
     async def written(self, owner: str, id: str, size_bytes: int, *, before: int = 0) -> None:
-        """Keep what an object of a key takes up, and took up `before`, if the key has a limit for that."""
+        """Keep what an object of a key takes up now, and took up `before`, if the key has a limit for that."""
         if self.quota.limit(owner) is not None:
             await self.records.put(self._size_key(owner, id), b"%d" % size_bytes)
             self.quota.add(owner, size_bytes - before)
 
     async def deleted(self, owner: str, id: str) -> None:
         """Forget what an object takes up."""
-        if self.quota.limit(owner) is not None:
+        if self.quota.limit(owner) is None:
+            return
+        size = await self.records.get(self._size_key(owner, id))
+        if size is not None:
             await self.records.delete(self._size_key(owner, id))
+            self.quota.add(owner, -int(size.value))
 
     async def _bytes_of(self, owner: str) -> int:
         return sum(map(int, (await self.records.values(self._size_key(owner, "*"))).values()))

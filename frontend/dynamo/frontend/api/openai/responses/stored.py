@@ -114,19 +114,30 @@ class StoredResponses:
     async def save(
         self, owner: str, response: ResponseObject, items: Sequence[Item] | None, *, last: int | None = None
     ) -> int | None:
-        """Write a response and, unless None, what it responded to; return its revision. With `last`: see `RecordStore.put`."""
-        with self._storage.counted("save"):
-            storage = self._storage
-            if items is not None:
-                before = bounded(msgspec.json.encode(items))
-                await storage.records.put(self._items_key(response.id), before, last=0)
-                await storage.written(owner, f"{response.id}-items", len(before))
+        """Write a response and, unless None, what it responded to; return its revision. With `last`: see `RecordStore.put`.
+
+        Raises PayloadTooLarge, for a new response (one with `items`) also if the key may not store so much more.
+        """
+        storage = self._storage
+        with storage.counted("save"):
             data = bounded(msgspec.json.encode({"owner": owner, "response": response, "written_at": storage.clock()}))
-            revision = await storage.records.put(storage.key(response.id), data, last=last)
-            if revision is not None:
-                await storage.written(owner, response.id, len(data))
-                if response.background and response.status not in RUNNING:
-                    self._changes().announce(response.id)
+            if items is None:
+                revision = await storage.records.put(storage.key(response.id), data, last=last)
+                if revision is not None and response.status not in RUNNING:
+                    await storage.written(owner, response.id, len(data))
+            else:
+                revision = await self._save_new(owner, response.id, data, bounded(msgspec.json.encode(items)), last)
+            if revision is not None and response.background and response.status not in RUNNING:
+                self._changes().announce(response.id)
+            return revision
+
+    async def _save_new(self, owner: str, id: str, data: bytes, items: bytes, last: int | None) -> int | None:
+        storage = self._storage
+        async with storage.quota.room(owner, len(data) + len(items)):
+            await storage.records.put(self._items_key(id), items, last=0)
+            await storage.written(owner, f"{id}-items", len(items))
+            revision = await storage.records.put(storage.key(id), data, last=last)
+            await storage.written(owner, id, len(data))
             return revision
 
     async def running_revision(self, owner: str, id: str) -> int | None:
@@ -152,6 +163,10 @@ class StoredResponses:
         await self._storage.records.put(self._events_key(id, first), bounded(events))
         self._changes().announce(id, first + count)
 
+    async def count_events(self, owner: str, id: str, size_bytes: int, before: int) -> None:
+        """Count what the events of a response take up now, and took up `before`, for the limit of its key."""
+        await self._storage.written(owner, f"{id}-events", size_bytes, before=before)
+
     def watching(self, id: str) -> AbstractAsyncContextManager[Watch]:
         """Return a watch of a response that is there. Entering it raises Unavailable."""
         return self._changes().watching(id)
@@ -166,10 +181,10 @@ class StoredResponses:
         keys = await self._storage.records.keys(self._storage.key(f"{id}.events.*"))
         return [int(key.rpartition(".")[2]) for key in keys]
 
-    async def discard_events_of_deleted(self, id: str) -> None:
+    async def discard_events_of_deleted(self, owner: str, id: str) -> None:
         """Delete the events of a response if it has been deleted: what its frontend wrote until it learned of that."""
         if await self._storage.records.get(self._storage.key(id)) is None:
-            await self._delete_events(id)
+            await self._delete_events(owner, id)
 
     async def items(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
         """Return what a response responded to, from the beginning of the conversation. Raises ResponseNotFound.
@@ -245,7 +260,7 @@ class StoredResponses:
             await self._storage.records.delete(self._items_key(id))
             for of_it in (id, f"{id}-items"):
                 await self._storage.deleted(owner, of_it)
-            await self._delete_events(id)
+            await self._delete_events(owner, id)
             self._changes().announce(id)
 
     async def cancel(self, owner: str, id: str) -> dict[str, Any]:
@@ -265,9 +280,10 @@ class StoredResponses:
                     return response
             raise InvalidRequest(f"response '{id}' changes too fast to be cancelled; try again")
 
-    async def _delete_events(self, id: str) -> None:
+    async def _delete_events(self, owner: str, id: str) -> None:
         for first in await self.chunks_of_events(id):
             await self._storage.records.delete(self._events_key(id, first))
+        await self._storage.deleted(owner, f"{id}-events")
 
     async def _load(self, owner: str, id: str) -> tuple[_Stored, int]:
         record = await self._storage.records.get(self._storage.key(id)) if _ID.fullmatch(id) else None
