@@ -94,7 +94,7 @@ class SglangServer(EngineServer):
                     yield event
                 return
             new = [*item.tokens, *([] if item.stop_token is None else [item.stop_token])]
-            positions = [*(item.logprobs or []), *([] if item.stop_token is None else [[(item.stop_token, -0.5)]])]
+            positions = item.logprobs or []
             sent = 0 if not self.is_incremental else len(tokens.get(item.index, ()))
             tokens.setdefault(item.index, []).extend(new)
             chosen.setdefault(item.index, []).extend([value, token, None] for (token, value), *_ in positions)

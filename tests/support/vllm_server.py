@@ -103,9 +103,9 @@ def _chunk(delta: Delta, body: dict[str, Any]) -> dict[str, Any]:
         choice["token_ids"] = [*delta.tokens, *([] if delta.stop_token is None else [delta.stop_token])]
     if delta.logprobs is not None:
         choice["logprobs"] = {
-            "text_offset": [0] * len(delta.tokens),
+            "text_offset": [0] * len(delta.logprobs),
             "token_logprobs": [position[0][1] for position in delta.logprobs],
-            "tokens": [f"token_id:{token}" for token in delta.tokens],
+            "tokens": [f"token_id:{position[0][0]}" for position in delta.logprobs],
             # The chosen token is one of the likeliest, if it is the likeliest.
             "top_logprobs": [
                 {f"token_id:{token}": value for token, value in position[: max(body["logprobs"], 1)]}

@@ -155,7 +155,10 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Which of the request's `n` choices."""
     finish_reason: FinishReason | None = None
     logprobs: list[list[tuple[int, float]]] | None = None
-    """One entry per token of `tokens`: (token id, log probability), the token first, then the best alternatives."""
+    """One entry per token of `tokens`: (token id, log probability), the token first, then the best alternatives.
+
+    One more for `stop_token`, of engines that report it.
+    """
     stop_token: int | None = None
     """The stop token that ended the choice, if one did; it is not part of `tokens`."""
     text: str = ""

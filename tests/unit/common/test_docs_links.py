@@ -21,7 +21,8 @@ CONFIGS = (FrontendConfig, WorkerConfig, LocalConfig, ReplayConfig, ExampleConfi
 FOLDERS = ("protos", "common", "frontend", "worker", "local", "tests", "docs", "deploy", "examples", "benchmarks")
 
 FLAGS_OF_OTHERS = {
-    "vLLM": "--dtype --enforce-eager --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-transfer-config"
+    "vLLM": "--data-parallel-rank --data-parallel-size --dtype --enforce-eager --gpu-memory-utilization"
+    " --kv-cache-memory-bytes --kv-events-config --kv-transfer-config"
     " --enable-lora --enable-prompt-tokens-details --enable-sleep-mode --limit-mm-per-prompt --max-cpu-loras --max-lora-rank"
     " --max-loras --quantization --scheduling-policy --tensor-parallel-size",
     "SGLang": "--enable-deterministic-inference --enable-metrics --mem-fraction-static --tp-size",

@@ -255,10 +255,10 @@ def test_a_stop_string_among_the_first_min_tokens_is_ignored() -> None:
 
 
 def test_a_stop_token_is_the_reason_unless_it_is_an_eos_token() -> None:
-    last = Delta((), 0, FinishReason.STOP, None, 7)
+    last = Delta((), 0, FinishReason.STOP, [[(7, -0.5)]], 7)
     detokenized = Detokenizer(BYTES, eos_token_ids=frozenset((8,))).feed(last)
     eos = Detokenizer(BYTES, eos_token_ids=frozenset((7,))).feed(last)
-    assert detokenized is not None and detokenized.stop_reason == 7
+    assert detokenized is not None and (detokenized.stop_reason, detokenized.logprobs) == (7, [[(7, -0.5)]])
     assert eos is not None and eos.stop_reason is None and eos.finish_reason is FinishReason.STOP
 
 

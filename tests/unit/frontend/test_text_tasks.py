@@ -117,3 +117,23 @@ async def test_what_no_model_can_do_is_rejected(path: str, body: dict[str, Any])
     limits = TextOptions(limits=TextLimits(max_embedding_inputs=4, max_prompt_chars=100))
     async with open_http_edge(JUDGE, chat_card(), tensor_card(), respond=numbers(common), text=limits) as edge:
         assert (await edge.post(path, body)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "path"),
+    [
+        ("judge", {"query": "abc", "documents": ["xab", "b"]}, "/v1/rerank"),
+        ("judge", {"text_1": "abc", "text_2": ["xab"]}, "/v1/score"),
+        ("embedder", {"input": "abc"}, "/v1/embeddings"),
+        ("moods", {"input": ["abc"]}, "/v1/classify"),
+    ],
+)
+async def test_an_invocation_is_served_by_the_endpoint_that_its_fields_name(model: str, body: dict[str, Any], path: str) -> None:
+    compute = common if model == "judge" else lambda text: [0.25, 0.75]
+    async with open_http_edge(JUDGE, EMBEDDER, MOODS, respond=numbers(compute)) as edge:
+        invoked, direct = [await edge.post(each, {"model": model, **body}) for each in ("/invocations", path)]
+    assert invoked.status_code == 200
+    named = ("id", "created")
+    assert [{k: v for k, v in response.json().items() if k not in named} for response in (invoked, direct)] == [
+        {k: v for k, v in direct.json().items() if k not in named}
+    ] * 2

@@ -158,6 +158,18 @@ async def test_each_prompt_has_its_own_token_ids_and_usage() -> None:
 
 
 @BOTH
+async def test_an_invocation_is_the_completion_that_its_fields_name(path: str, body: dict[str, Any]) -> None:
+    async with open_http_edge(respond=Speaker()) as edge:
+        completed = await edge.post("/invocations", body)
+        refused = await edge.post("/invocations", body | {"max_tokens": "x"})
+        unknown = await edge.post("/invocations", {"prompts": "Hi"})
+    kind = "chat.completion" if path == CHAT else "text_completion"
+    assert (completed.status_code, completed.json()["object"]) == (200, kind)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    assert unknown.status_code == 400 and "'messages'; 'prompt'" in unknown.json()["error"]["message"]
+
+
+@BOTH
 async def test_the_stop_token_or_string_is_named(path: str, body: dict[str, Any]) -> None:
     async with open_http_edge(respond=ended_by(9)) as edge:
         by_token = (await edge.post(path, body | {"stop_token_ids": [9]})).json()

@@ -183,12 +183,15 @@ async def test_a_stop_token_ends_a_generation_and_is_not_part_of_it(started: Sta
     prompt = started.noise(4, 30)
     tokens = (await generate(started.engine, make_request(prompt, 16))).tokens()
     position = next((index for index in range(1, len(tokens)) if tokens[index] not in tokens[:index]), 0)
-    result = await generate(
-        started.engine, make_request(prompt, stop=Stop(max_tokens=16, token_ids=(tokens[position],), ignore_eos=True))
-    )
+    stop = Stop(max_tokens=16, token_ids=(tokens[position],), ignore_eos=True)
+    result = await generate(started.engine, make_request(prompt, stop=stop))
     end = result.deltas[-1]
     assert (result.tokens(), end.finish_reason, end.stop_token) == (tokens[:position], FinishReason.STOP, tokens[position])
     assert result.summary.output_tokens == position
+    if started.kind != "tensorrt":  # which has no log probabilities
+        result = await generate(started.engine, make_request(prompt, stop=stop, logprobs=0))
+        chosen = [step[0][0] for delta in result.deltas for step in delta.logprobs or ()]
+        assert (result.tokens(), chosen) == (tokens[:position], tokens[: position + 1]), "its log probability comes with the end"
 
 
 async def test_min_tokens_outlast_a_stop_token(started: Started) -> None:

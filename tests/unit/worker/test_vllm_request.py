@@ -162,7 +162,7 @@ def test_logprobs_have_one_entry_per_token() -> None:
     steps = [{1: Value(-3.0), 5: Value(-0.1), 6: Value(-0.2)}, {7: Value(-0.5), 8: Value(-1.0)}]
     prompt: list[dict[int, Value] | None] = [None, {1: Value(-1.0), 2: Value(-0.5), 3: Value(-0.7)}]
     [delta] = reader.read(Output([Choice([1, 7], 0, "stop", steps)], prompt_logprobs=prompt))
-    assert delta.logprobs == [[(1, -3.0), (5, -0.1)]]
+    assert delta.logprobs == [[(1, -3.0), (5, -0.1)], [(7, -0.5), (8, -1.0)]], "and one for the stop token"
     assert reader.summary().prompt_logprobs == [None, [(1, -1.0), (2, -0.5)]]
 
 

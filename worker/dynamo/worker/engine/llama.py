@@ -125,15 +125,15 @@ class _ChoiceRun:
         """Prompt tokens that were computed for this choice; 0 before its first token."""
         return max(0, self.request.prompt_tokens - self.cached_tokens) if self.tokens else 0
 
-    def add(self, steps: Sequence[Step], reason: FinishReason | None = None, stop_token: int | None = None) -> None:
+    def add(self, steps: Sequence[Step], reason: FinishReason | None = None, stop: Step | None = None) -> None:
         tokens = tuple(step[0][0] for step in steps)
         self.tokens += tokens
-        logprobs = [*steps] if self.request.logprobs is not None else None
-        self.post(Delta(tokens, self.index, reason, logprobs, stop_token))
+        logprobs = None if self.request.logprobs is None else [*steps] if stop is None else [*steps, stop]
+        self.post(Delta(tokens, self.index, reason, logprobs, stop[0][0] if stop is not None else None))
 
-    def finish(self, reason: FinishReason, steps: Sequence[Step] = (), stop_token: int | None = None) -> None:
+    def finish(self, reason: FinishReason, steps: Sequence[Step] = (), stop: Step | None = None) -> None:
         self.is_finished = True
-        self.add(steps, reason, stop_token)
+        self.add(steps, reason, stop)
 
 
 class _Completion:
@@ -169,8 +169,7 @@ class _Completion:
             case None:
                 return self._post(steps)
             case "stop":
-                held_token = self._reader.end()
-                choice.finish(FinishReason.STOP, stop_token=held_token[0][0] if held_token else None)
+                choice.finish(FinishReason.STOP, stop=self._reader.end() or None)
             case _:  # the context is full
                 held_token = self._reader.end()
                 if not self._post([held_token] if held_token else []):
@@ -182,12 +181,11 @@ class _Completion:
         choice = self._choice
         accepted: list[Step] = []
         for step in steps:
-            token = step[0][0]
-            if token in self._stops:
-                choice.finish(FinishReason.STOP, accepted, stop_token=token)
+            if step[0][0] in self._stops:
+                choice.finish(FinishReason.STOP, accepted, stop=step)
                 return True
             accepted.append(step)
-            self.tokens.append(token)
+            self.tokens.append(step[0][0])
             if len(self.tokens) == self._limit:
                 choice.finish(FinishReason.LENGTH, accepted) if self._is_last else choice.add(accepted)
                 return True

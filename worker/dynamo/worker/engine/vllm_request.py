@@ -199,7 +199,6 @@ class OutputReader:
         reason, stop_token = read_finish_reason(choice.finish_reason, "vLLM"), None
         if reason is FinishReason.STOP and tokens and tokens[-1] in self._stops:
             stop_token = tokens.pop()
-            logprobs = logprobs and logprobs[: len(tokens)]
         if not tokens and reason is None:
             return None
         self._output_tokens += len(tokens)

@@ -123,6 +123,7 @@ class Exchange:
         self.cors: tuple[Header, ...] = ()
         """Headers of the response that let a page of another site read it."""
         self._account: Account | None = None
+        self._unread: bytes | None = None
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -200,11 +201,18 @@ class Exchange:
 
     async def body(self) -> bytes:
         """Return the request's JSON body, which has no tensors in it. Raises as `decompressed_body` does."""
+        if self._unread is not None:
+            body, self._unread = self._unread, None
+            return body
         kind = self.headers.get("content-type")
         if kind is not None and not _is_json(kind):
             raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
         options = self.settings.options
         return await self.decompressed_body(min(options.max_json_bytes, options.max_body_bytes))
+
+    def unread(self, body: bytes) -> None:
+        """Have the next call of `body` return what an earlier one did."""
+        self._unread = body
 
     async def decompressed_body(self, max_bytes: int | None = None) -> bytes:
         """Return the request's body. `max_bytes`, by default `max_body_bytes`, is its limit both compressed and decompressed.

@@ -15,6 +15,7 @@ from dynamo.frontend.api.openai.chat import ChatCompletions
 from dynamo.frontend.api.openai.completions import Completions
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.embeddings import EmbeddingsEndpoint, embeds_texts
+from dynamo.frontend.api.openai.invocations import Invocations
 from dynamo.frontend.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -60,7 +61,7 @@ def openai_operations(edge: Edge) -> list[Operation]:
     infer = partial(describe, surface=Surface.INFERENCE, group="OpenAI")
     tokens = partial(describe, surface=Surface.METADATA, group="Tokens")
     tokenize, detokenize = Tokenize(edge), Detokenize(edge)
-    return [
+    served = [
         infer(
             path="/v1/chat/completions",
             endpoint="chat_completions",
@@ -89,6 +90,10 @@ def openai_operations(edge: Edge) -> list[Operation]:
             response=Embeddings,
         ),
         *_text_tasks(edge, infer),
+    ]
+    return [
+        *served,
+        infer(path="/invocations", endpoint="invocations", handle=Invocations(edge, served)),
         tokens(path="/tokenize", handle=tokenize, summary="Text to tokens", request=TokenizeRequest, response=Tokenized),
         tokens(path="/v1/tokenize", handle=tokenize),
         tokens(

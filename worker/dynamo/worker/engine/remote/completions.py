@@ -165,6 +165,7 @@ class StreamReader(TokenReader):
         if choice.token_ids is None:
             raise EngineError("the server sent no token ids, although they are requested")
         tokens = choice.token_ids
+        logprobs = self._logprobs(choice.logprobs, tokens)
         reason, stop_token = read_finish_reason(choice.finish_reason, "the server"), None
         if reason is FinishReason.STOP and tokens and (tokens[-1] in self._stops or tokens[-1] == choice.stop_reason):
             stop_token, tokens = tokens[-1], tokens[:-1]
@@ -175,7 +176,7 @@ class StreamReader(TokenReader):
         elif not tokens:
             return None
         self._output_tokens += len(tokens)
-        return Delta(tuple(tokens), choice.index, reason, self._logprobs(choice.logprobs, tokens), stop_token)
+        return Delta(tuple(tokens), choice.index, reason, logprobs, stop_token)
 
     def _logprobs(self, logprobs: Logprobs | None, tokens: list[int]) -> list[list[tuple[int, float]]] | None:
         if self._request.logprobs is None or not tokens:

@@ -152,7 +152,6 @@ class SglangReader(TokenReader):
         logprobs = self._logprobs(info, tokens)
         if reason is FinishReason.STOP and tokens and (tokens[-1] in self._stops or _matches(info.finish_reason, tokens[-1])):
             stop_token, tokens = tokens[-1], tokens[:-1]
-            logprobs = logprobs and (logprobs[:-1] or None)
         if reason is not None:
             self._choices.finish(index)
         elif not tokens:

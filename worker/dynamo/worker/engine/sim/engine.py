@@ -435,12 +435,17 @@ def _take(stream: _Stream, alternatives: int | None, reported: Sequence[int]) ->
             deltas += [Delta((token,), index, None, [_logprobs(token, alternatives, reported)]) for token in tokens]
         if index in finished:
             finished.remove(index)
-            choice = stream.choices[index]
-            deltas[-1] = replace(deltas[-1], finish_reason=choice.finish_reason, stop_token=choice.stop_token)
-    for index in finished:
-        choice = stream.choices[index]
-        deltas.append(Delta((), index, choice.finish_reason, None, choice.stop_token))
+            deltas[-1] = _ended(deltas[-1], stream.choices[index], alternatives, reported)
+    deltas += [_ended(Delta((), index), stream.choices[index], alternatives, reported) for index in finished]
     return deltas
+
+
+def _ended(delta: Delta, choice: SimSequence, alternatives: int | None, reported: Sequence[int]) -> Delta:
+    """Return the last delta of a choice."""
+    logprobs, stop = delta.logprobs, choice.stop_token
+    if alternatives is not None and stop is not None:
+        logprobs = [*(logprobs or ()), _logprobs(stop, alternatives, reported)]
+    return replace(delta, finish_reason=choice.finish_reason, logprobs=logprobs, stop_token=stop)
 
 
 def _logprobs(token: int, alternatives: int, reported: Sequence[int]) -> list[tuple[int, float]]:
