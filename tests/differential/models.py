@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 DATATYPES = {
@@ -77,6 +78,42 @@ class TritonPythonModel:
                 else:
                     sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", np.array([value]))]))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+_REPEAT_BATCHED = """
+class TritonPythonModel:
+    def execute(self, requests):
+        for place, request in enumerate(requests):
+            sender = request.get_response_sender()
+            for part in range(2):
+                about = np.array([[len(requests), place, part]], np.int32)
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", about)]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+_ITERATING = """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.decoupled = json.loads(args["model_config"])["model_transaction_policy"]["decoupled"]
+        self.calls = {}
+
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+            calls = self.calls.setdefault(request.correlation_id(), [])
+            about = {name: str(inputs[name].flatten()[0]) for name in ("START", "END", "READY")}
+            calls.append({**about, "flags": request.flags()})
+            text = np.array([[json.dumps(calls).encode()]], dtype=np.object_)
+            response = pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", text)])
+            is_last = len(calls) >= inputs["INPUT0"][0, 0]
+            if is_last:
+                del self.calls[request.correlation_id()]
+            else:
+                request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            if self.decoupled:
+                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0
+                request.get_response_sender().send(response, flags=flags)
+            responses.append(response if is_last else None)
+        return None if self.decoupled else responses
 """
 _CONSTANT = """
         values = np.array([[0.5, -1.5, 3.25, 2.0, 0.0]] * {rows}, dtype=np.{dtype})
@@ -229,6 +266,22 @@ def write_repository(folder: Path) -> list[str]:
         controls = _CONTROLS.format(corrid=corrid) if corrid else ""
         tensors = _one("TYPE_INT32", "1", output="TYPE_STRING")
         _model(folder, name, _EACH + _SEQUENCE, f"{tensors}sequence_batching {{ {controls} {strategy} }}\n", batch=4)
+    for decoupled, (strategy, settings) in product((False, True), (("direct", ""), ("oldest", "max_candidate_sequences: 4"))):
+        controls = _CONTROLS.format(corrid="TYPE_UINT64")
+        config = _one("TYPE_INT32", "1", output="TYPE_STRING")
+        config += f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}\n"
+        config += f"sequence_batching {{ iterative_sequence: true {controls} {strategy} {{ {settings} }} }}\n"
+        _model(folder, f"iterative_{strategy}{'_decoupled' * decoupled}", _ITERATING, config, batch=4)
+    _model(
+        folder,
+        "repeat_batched",
+        _REPEAT_BATCHED,
+        'input [ { name: "INPUT0" data_type: TYPE_INT32 dims: [ 1 ] } ]\n'
+        'output [ { name: "OUTPUT0" data_type: TYPE_INT32 dims: [ 3 ] } ]\n'
+        "model_transaction_policy { decoupled: true }\n"
+        "dynamic_batching { preferred_batch_size: [ 3 ] max_queue_delay_microseconds: 500000 }\n",
+        batch=4,
+    )
     _write(folder, "completing", _COMPLETING, "")
     for version in (1, 2, 3):
         _model(

@@ -34,6 +34,14 @@ _COURSES: Mapping[str, Sequence[Step]] = {
 }
 _MODELS = ("seq_direct", "seq_oldest", "seq_text", "seq_plain")
 
+_ITERATIVE = tuple(f"iterative_{strategy}{kind}" for strategy in ("direct", "oldest") for kind in ("", "_decoupled"))
+_BEGINNINGS: Mapping[str, Step] = {
+    "no id": {},
+    "start without an id": _START,
+    "an id and start": {"sequence_id": True, **_START},
+    "an id without start": {"sequence_id": True},
+}
+
 
 def cases() -> Iterator[Case]:
     ids = count(1000)
@@ -59,9 +67,17 @@ def cases() -> Iterator[Case]:
         yield Case("sequences", f"a control as an input of {model}", partial(_with_control, model, next(ids)))
     for name in ("START", "CORRID", "READY"):
         yield Case("sequences", f"the control {name} as an output", partial(_wanting, name, next(ids)))
+    for model, times, (what, step) in product(_ITERATIVE, (1, 3), _BEGINNINGS.items()):
+        yield Case("sequences", f"{model}: {times} times, {what}", partial(_iterate, model, times, step, next(ids)))
     interleaved = [{"sequence_id": id, **step} for step in (_START, {}, _END) for id in (7001, 7002, 7003)]
     for door, model in product(("gRPC", "stream"), ("seq_direct", "seq_oldest")):
         yield Case("sequences", f"{door} {model}: three at once", partial(_run, door, model, interleaved))
+
+
+def _iterate(model: str, times: int, step: Step, id: int, door: Door) -> Response:
+    own = {**step, **({"sequence_id": id} if "sequence_id" in step else {})}
+    message = _message(model, times, own)
+    return door.stream([message]) if model.endswith("_decoupled") else door.call("ModelInfer", message)
 
 
 def _run(kind: str, model: str, steps: Sequence[Step], door: Door) -> Response:

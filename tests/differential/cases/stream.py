@@ -17,10 +17,26 @@ _STATUS = {"triton_grpc_error": "true"}
 def cases() -> Iterator[Case]:
     for what, requests, metadata in _streams():
         yield Case("stream", what, partial(_send, requests, metadata))
+    for count in (1, 2, 3):
+        yield Case("stream", f"a batch of a decoupled model, {count} requests", partial(_send, _batch(count), {}))
+    yield Case("stream", "statistics of the batches of a decoupled model", _statistics_of_batches)
 
 
 def _send(requests: Sequence[pb.ModelInferRequest], metadata: Mapping[str, str], door: Door) -> Response:
     return door.stream(requests, metadata)
+
+
+def _batch(count: int) -> list[pb.ModelInferRequest]:
+    messages = []
+    for number in range(count):
+        message = request("repeat_batched", ("INPUT0", "INT32", (1, 1)), id=str(number))
+        message.raw_input_contents.append(raw("INT32", [number]))
+        messages.append(message)
+    return messages
+
+
+def _statistics_of_batches(door: Door) -> Response:
+    return door.call("ModelStatistics", pb.ModelStatisticsRequest(name="repeat_batched"))
 
 
 def _streams() -> Iterator[tuple[str, list[pb.ModelInferRequest], Mapping[str, str]]]:

@@ -1,21 +1,23 @@
-"""Decoupled models with queue policies: which of their requests wait, in which order they run, and which are refused."""
+"""Decoupled models with dynamic batching: which requests they get together and in which order, and which are refused."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dynamo.common.errors import EngineError, Overloaded, Unavailable
-from dynamo.worker.engine.request_queue import QueueOptions, QueuePolicies, QueuePolicy, QueueTimeout, TimeoutAction
-from dynamo.worker.repository.execution import ModelResult
+from dynamo.worker.engine.base import Context
+from dynamo.worker.engine.request_queue import QueueTimeout
+from dynamo.worker.repository.execution import ModelRequest, ModelResult
 from dynamo.worker.repository.models import RepositoryModels
-from dynamo.worker.repository.request_gate import RequestGate, ResponseOrder
-from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
+from dynamo.worker.repository.response_order import ResponseOrder
+from tests.support.repositories import X_TO_Y, infer, infer_all, opened, python_model, x
 from tests.support.waiting import until
 
 DECOUPLED = X_TO_Y + "model_transaction_policy { decoupled: true }\n"
@@ -47,109 +49,6 @@ class TritonPythonModel:
         y = pb_utils.Tensor("y", np.array([order], np.float32))
         sender.send(pb_utils.InferenceResponse([y]), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
-
-
-class Requests:
-    """Requests at a gate, and the order in which they were let in."""
-
-    def __init__(self, gate: RequestGate) -> None:
-        self.entered: list[str] = []
-        self.releases: dict[str, Callable[[], None]] = {}
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._gate = gate
-
-    async def arrive(self, name: str, **options: Any) -> None:
-        self.tasks[name] = asyncio.create_task(self._enter(name, QueueOptions(**options)))
-        await self.settle()
-
-    async def leave(self, name: str) -> None:
-        self.releases[name]()
-        await self.settle()
-
-    async def _enter(self, name: str, options: QueueOptions) -> None:
-        self.releases[name] = await self._gate.enter(options)
-        self.entered.append(name)
-
-    async def settle(self) -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-
-async def test_requests_enter_in_the_order_of_their_priorities_as_slots_become_free() -> None:
-    requests = Requests(gate := RequestGate(QueuePolicies(levels=3, default_level=2), 2))
-    for name, priority in {"a": 3, "b": 3, "c": 3, "d": 0, "e": 1, "f": 1}.items():
-        await requests.arrive(name, priority=priority)
-    assert (requests.entered, gate.waiting) == (["a", "b"], 4)
-    for name in ("b", "a", "f", "e"):
-        await requests.leave(name if name in requests.releases else requests.entered[-1])
-    assert requests.entered == ["a", "b", "e", "f", "d", "c"]
-
-
-async def test_a_level_that_is_full_refuses_and_others_do_not() -> None:
-    policies = QueuePolicies(levels=2, default_level=2, by_level={1: QueuePolicy(max_size=1)})
-    requests = Requests(gate := RequestGate(policies, 1))
-    for name in ("running", "waiting", "refused"):
-        await requests.arrive(name, priority=1, request_id=name)
-    await requests.arrive("other", priority=2)
-    with pytest.raises(Overloaded, match=r"^\[request id: refused\] Exceeds maximum queue size$"):
-        await requests.tasks["refused"]
-    assert (requests.entered, gate.waiting) == (["running"], 2)
-
-
-async def test_a_request_whose_timeout_passes_is_rejected() -> None:
-    policy = QueuePolicy(timeout_us=60_000_000, allow_timeout_override=True)
-    requests = Requests(RequestGate(QueuePolicies(default=policy), 1))
-    await requests.arrive("running")
-    await requests.arrive("patient")
-    await requests.arrive("hasty", timeout_us=1000)
-    with pytest.raises(QueueTimeout, match="Request timeout expired"):
-        await requests.tasks["hasty"]
-    await requests.leave("running")
-    assert requests.entered == ["running", "patient"]
-
-
-async def test_a_request_that_is_delayed_enters_after_the_others() -> None:
-    policy = QueuePolicy(timeout_us=60_000_000, allow_timeout_override=True, timeout_action=TimeoutAction.DELAY)
-    requests = Requests(gate := RequestGate(QueuePolicies(default=policy), 1))
-    await requests.arrive("running")
-    await requests.arrive("hasty", timeout_us=1)
-    await requests.arrive("patient")
-    later = asyncio.Event()
-    asyncio.get_running_loop().call_later(0.001, later.set)  # timers of the event loop end in their order
-    await later.wait()
-    assert gate.waiting == 2
-    await requests.leave("running")
-    await requests.leave("patient")
-    assert requests.entered == ["running", "patient", "hasty"]
-
-
-async def test_a_slot_that_comes_as_its_request_leaves_goes_to_the_next() -> None:
-    requests = Requests(gate := RequestGate(QueuePolicies(), 1))
-    for name in ("running", "cancelled", "next"):
-        await requests.arrive(name)
-    requests.releases["running"]()  # "cancelled" has its slot and does not know it yet
-    requests.tasks["cancelled"].cancel()
-    await requests.settle()
-    assert (requests.entered, gate.waiting) == (["running", "next"], 0)
-
-
-async def test_a_request_that_is_cancelled_leaves_the_queue() -> None:
-    requests = Requests(gate := RequestGate(QueuePolicies(), 1))
-    for name in ("running", "cancelled", "next"):
-        await requests.arrive(name)
-    requests.tasks["cancelled"].cancel()
-    requests.releases["running"]()  # in the same turn of the event loop
-    await requests.settle()
-    assert (requests.entered, gate.waiting) == (["running", "next"], 0)
-
-
-async def test_requests_that_wait_when_the_gate_closes_are_cancelled() -> None:
-    requests = Requests(gate := RequestGate(QueuePolicies(), 1))
-    for name in ("running", "waiting"):
-        await requests.arrive(name)
-    gate.close()
-    await requests.settle()
-    assert requests.tasks["waiting"].cancelled() and gate.waiting == 0
 
 
 async def test_ordered_responses_of_a_request_come_after_the_end_of_those_before_it() -> None:
@@ -254,3 +153,95 @@ async def test_responses_keep_the_order_of_requests_with_preserve_ordering(tmp_p
         (folder / "respond-100").touch()
         assert await asyncio.gather(*tasks) == [{"y": [1]}, {"y": [2]}, {"y": [3]}]
     assert ended == tasks
+
+
+BATCHED = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+import os
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.folder = args["model_repository"]
+    def execute(self, requests):
+        values = [float(r.inputs()[0].as_numpy()[0, 0]) for r in requests]
+        if -1 in values and not os.path.exists(os.path.join(self.folder, "died")):
+            open(os.path.join(self.folder, "died"), "w").close()
+            os._exit(3)
+        for place, (request, value) in enumerate(zip(requests, values)):
+            sender = request.get_response_sender()
+            for part in range(int(abs(value))):
+                y = pb_utils.Tensor("y", np.array([[len(requests) * 100 + place * 10 + part]], np.float32))
+                sender.send(pb_utils.InferenceResponse([y]))
+            sender.send(flags=FINAL)
+"""
+TOGETHER = """
+max_batch_size: 4
+dynamic_batching { max_queue_delay_microseconds: 60000000 preferred_batch_size: 3 }
+"""
+
+
+async def parts(models: RepositoryModels, value: float) -> list[float]:
+    """Return for each response the size of the batch, the place in it, and the number of the response, as digits."""
+    responses = await infer_all(models, "batched", {"x": np.array([[value]], np.float32)})
+    return [float(response.outputs["y"][0, 0]) for response in responses if response.outputs]
+
+
+async def test_a_decoupled_model_gets_batches_and_responds_to_each_request_by_itself(tmp_path: Path) -> None:
+    python_model(tmp_path, "batched", BATCHED, DECOUPLED + TOGETHER)
+    async with opened(tmp_path, "batched") as models, asyncio.timeout(60):
+        responses = await asyncio.gather(*(parts(models, value) for value in (2, 1, 3)))
+        assert models.find("batched").waiting("1") == 0
+    assert responses == [[300, 301], [310], [320, 321, 322]]
+
+
+async def test_a_caller_that_leaves_a_decoupled_batch_leaves_the_others_their_responses(tmp_path: Path) -> None:
+    python_model(tmp_path, "batched", BATCHED, DECOUPLED + TOGETHER)
+
+    async def first_part(value: float) -> float:
+        request = ModelRequest({"x": np.array([[value]], np.float32)}, Context("leaving"))
+        async with aclosing(models.run("batched", "", request)) as responses:  # type: ignore[type-var]
+            return float((await anext(responses)).outputs["y"][0, 0])
+
+    async with opened(tmp_path, "batched") as models, asyncio.timeout(60):
+        assert await asyncio.gather(parts(models, 1), first_part(400), parts(models, 2)) == [[300], 310, [320, 321]]
+        assert await asyncio.gather(*(parts(models, 1) for _ in range(3))) == [[300], [310], [320]], "its slot is free again"
+
+
+async def test_requests_of_a_decoupled_batch_are_retried_one_by_one(tmp_path: Path) -> None:
+    folder = python_model(tmp_path, "batched", BATCHED, DECOUPLED + TOGETHER)
+    async with opened(tmp_path, "batched") as models, asyncio.timeout(60):
+        left = asyncio.create_task(parts(models, 9))
+        others = [asyncio.create_task(parts(models, 1))]
+        await until(lambda: models.find("batched").waiting("1") == 2)
+        left.cancel()
+        others += [asyncio.create_task(parts(models, value)) for value in (2, -1)]
+        assert await asyncio.gather(*others) == [[100], [100, 101], [100]], "each again, alone, since the process died"
+    assert (folder / "died").exists() and left.cancelled()
+
+
+async def test_single_responses_keep_the_order_of_requests_and_a_caller_that_leaves_holds_up_nobody() -> None:
+    order, first_ends, ended = ResponseOrder(), asyncio.Event(), list[str]()
+
+    async def response(name: str) -> ModelResult:
+        if name in ("first", "cancelled"):
+            await first_ends.wait()
+        if name == "failed":
+            raise EngineError("no")
+        return ModelResult({})
+
+    async def call(name: str) -> None:
+        with suppress(EngineError):
+            await order.in_turn(response(name))
+        ended.append(name)
+
+    tasks = {name: asyncio.create_task(call(name)) for name in ("first", "cancelled", "failed", "last")}
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert ended == []
+    tasks["cancelled"].cancel()
+    first_ends.set()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert ended == ["first", "failed", "last"]

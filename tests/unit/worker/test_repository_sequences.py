@@ -6,7 +6,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dynamo.worker.repository.models import RepositoryModels
 from dynamo.worker.repository.sequences import SequenceModel, UnknownSequence
 from tests.support.repositories import infer, infer_all, opened, python_model
 from tests.support.virtual_time import run as run_in_virtual_time
+from tests.support.waiting import until
 
 CONTROLS = """
 control_input { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
@@ -245,9 +247,6 @@ class Faulty:
             raise ValueError("a defect")
         return [ModelResult({}) for _ in requests]
 
-    def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        raise NotImplementedError
-
     async def close(self) -> None:
         return None
 
@@ -273,9 +272,6 @@ class Recorder:
         now = asyncio.get_running_loop().time()
         self.batches.append((now, [request.context.request_id if request.parameters else None for request in requests]))
         return [ModelResult({}) for _ in requests]
-
-    def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        raise NotImplementedError
 
     async def close(self) -> None:
         return None
@@ -417,3 +413,108 @@ async def test_a_wrong_configuration_names_its_field(tmp_path: Path, batching: s
     (tmp_path / "reporter" / "initial_state" / "short").write_bytes(b"\0\0")
     async with opened(tmp_path) as models:
         assert reason in str((await models.load_all(["reporter"]))["reporter"])
+
+
+ITERATING = """
+import json, os, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.decoupled = DECOUPLED
+        self.folder = args["model_repository"]
+        self.calls = {}
+    def execute(self, requests):
+        while not os.path.exists(os.path.join(self.folder, "go")):
+            time.sleep(0.002)
+        responses = []
+        for r in requests:
+            inputs = {t.name(): t.as_numpy().ravel()[0] for t in r.inputs()}
+            calls = self.calls.setdefault(r.correlation_id(), [])
+            calls.append([len(requests), int(inputs["START"]), r.flags()])
+            response = pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[json.dumps(calls)]], object))])
+            is_last = len(calls) >= inputs["x"]
+            if not is_last:
+                r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+            if self.decoupled:
+                flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0
+                r.get_response_sender().send(response, flags=flags)
+            responses.append(response if is_last else None)
+        return None if self.decoupled else responses
+"""
+
+
+def make_iterating(repository: Path, *, decoupled: bool, strategy: str = "oldest { max_candidate_sequences: 2 }") -> Path:
+    batching = f"sequence_batching {{ iterative_sequence: true {strategy} {CONTROLS} }} max_batch_size: 4"
+    policy = f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}"
+    code = ITERATING.replace("DECOUPLED", str(decoupled))
+    return python_model(repository, "iterating", code, f"{TENSORS}\n{batching}\n{policy}")
+
+
+async def iterate(models: RepositoryModels, times: int) -> list[Any]:
+    """Send a request that the model wants so many times; return what it says in each of its responses."""
+    responses = await infer_all(models, "iterating", {"x": np.array([[times]], np.float32)})
+    return [json.loads(response.outputs["y"][0, 0]) for response in responses if response.outputs]
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("strategy", ["direct { }", "oldest { max_candidate_sequences: 2 }"])
+async def test_iterative_sequences_run_together_until_each_has_ended(tmp_path: Path, decoupled: bool, strategy: str) -> None:
+    folder = make_iterating(tmp_path, decoupled=decoupled, strategy=strategy)
+    async with opened(tmp_path, "iterating") as models, asyncio.timeout(60):
+        first = asyncio.create_task(iterate(models, 3))
+        await until(lambda: "sequences=1" in repr(sequences_of(models, "iterating")))
+        second = asyncio.create_task(iterate(models, 2))
+        await until(lambda: "sequences=2" in repr(sequences_of(models, "iterating")))
+        (folder / "go").touch()
+        calls, others = (await first), (await second)
+        assert calls[-1] == [[1, 1, 1], [2, 0, 0], [2, 0, 0]]
+        assert others[-1] == [[2, 1, 1], [2, 0, 0]]
+        assert len(calls) == (3 if decoupled else 1)
+        await until(lambda: "sequences=0, waiting=0" in repr(sequences_of(models, "iterating")))
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+async def test_an_iterative_sequence_ends_when_its_caller_leaves(tmp_path: Path, decoupled: bool) -> None:
+    folder = make_iterating(tmp_path, decoupled=decoupled)
+    async with opened(tmp_path, "iterating") as models, asyncio.timeout(60):
+        leaving = [asyncio.create_task(iterate(models, 10**9)) for _ in range(3)]
+        await until(lambda: "sequences=3, waiting=1" in repr(sequences_of(models, "iterating")))
+        (folder / "go").touch()
+        for task in leaving:
+            task.cancel()
+        assert len((await iterate(models, 2))[-1]) == 2, "a slot is free"
+        await until(lambda: "sequences=0, waiting=0" in repr(sequences_of(models, "iterating")))
+
+
+async def test_a_model_does_not_get_a_request_again_while_many_responses_are_unread(tmp_path: Path) -> None:
+    folder = make_iterating(tmp_path, decoupled=True)
+    (folder / "go").touch()
+    request = ModelRequest({"x": np.array([[200]], np.float32)}, Context("slow"))
+    async with (
+        opened(tmp_path, "iterating") as models,
+        aclosing(models.run("iterating", "", request)) as responses,  # type: ignore[type-var]
+        asyncio.timeout(60),
+    ):
+        await anext(responses)
+        for _ in range(3):
+            await iterate(models, 70)
+        calls = [json.loads(response.outputs["y"][0, 0]) async for response in responses][-1]
+    assert len(calls) == 200
+    assert sum(size > 1 for size, *_ in calls) < 100, "it waited while the others went on"
+
+
+async def test_a_start_that_is_cancelled_while_it_waits_frees_its_place(tmp_path: Path) -> None:
+    folder = make_reporter(tmp_path)
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+        busy = asyncio.create_task(send(models, 1, "s", value=1.0))
+        await until((folder / "begun-reporter_0").exists)
+        left = asyncio.create_task(send(models, 2, "s"))
+        await until(lambda: "sequences=2, waiting=1" in repr(sequences_of(models)))
+        left.cancel()
+        await until(lambda: "sequences=1, waiting=0" in repr(sequences_of(models)))
+        (folder / "go").touch()
+        await busy
+        await send(models, 1, "e")
+        assert (await send(models, 3, "se"))["id"] == 3

@@ -124,7 +124,7 @@ class _Formed:
 class Batch:
     """The requests of one execution, as the model gets them."""
 
-    __slots__ = ("_jobs", "infer_ns", "input_ns", "queue_ns", "rows")
+    __slots__ = ("_jobs", "infer_ns", "input_ns", "is_handed_over", "queue_ns", "rows")
 
     def __init__(self, jobs: Sequence[_Job]) -> None:
         self._jobs = jobs
@@ -134,6 +134,7 @@ class Batch:
         """Time spent in the model; set by what executes the batch."""
         self.queue_ns = 0
         """Time spent before it, after the batch was formed; set likewise."""
+        self.is_handed_over = False
 
     @property
     def context(self) -> Context:
@@ -144,6 +145,18 @@ class Batch:
     def requests(self) -> list[Any]:
         """The `request` submitted with each, for a model that takes requests rather than joined tensors."""
         return [job.request for job in self._jobs]
+
+    def hand_over(self) -> None:
+        """Return from `submit` now, with the `request` submitted: its caller goes on by itself, and counts the time.
+
+        The execution keeps its slot until it ends.
+        """
+        self.is_handed_over = True
+        _leader(self._jobs).context.timings.execution_rows = self.rows
+        for job in self._jobs:
+            job.context.timings.batched = True
+            if not job.response.done():
+                job.response.set_result(job.request)
 
     def inputs(self) -> Tensors:
         """Return all requests' tensors, joined along the first dimension. Several are copied: call it off the event loop."""
@@ -422,6 +435,8 @@ class Batcher:
     @staticmethod
     def _account(jobs: Sequence[_Job], batch: Batch, output_ns: int) -> None:
         """Record in each request how long it took, and in one of them that it counts as the execution in the statistics."""
+        if batch.is_handed_over:
+            return
         for job in jobs:
             timings = job.context.timings
             timings.batched = True
@@ -429,9 +444,12 @@ class Batcher:
             timings.input_ns += batch.input_ns
             timings.infer_ns = batch.infer_ns
             timings.output_ns = output_ns
-        # One whose caller has left is counted already, so a request that still waits must count as the execution.
-        leader = next((job for job in jobs if not job.response.done()), jobs[0])
-        leader.context.timings.execution_rows = batch.rows
+        _leader(jobs).context.timings.execution_rows = batch.rows
+
+
+def _leader(jobs: Sequence[_Job]) -> _Job:
+    """Return the request that counts as the execution: one that still waits, since one whose caller has left is counted."""
+    return next((job for job in jobs if not job.response.done()), jobs[0])
 
 
 def _fail(jobs: Sequence[_Job], error: Exception) -> None:

@@ -8,19 +8,19 @@ from typing import Any
 from dynamo.common.errors import InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.batching import Batcher, BatchPolicy
-from dynamo.worker.engine.declaration import from_dynamic_batching, queue_policies
-from dynamo.worker.engine.request_queue import QueueOptions, QueuePolicies
+from dynamo.worker.engine.declaration import from_dynamic_batching
+from dynamo.worker.engine.request_queue import QueueOptions
 from dynamo.worker.repository.execution import Arrays, ModelRequest
 from dynamo.worker.repository.ragged import ragged_inputs
 
 
 def batch_policy(config: ModelConfig, concurrency: int, ahead: int = 0) -> BatchPolicy | None:
-    """Return the batch policy of `config`; None if its requests do not queue, as those of decoupled models.
+    """Return the batch policy of `config`; None if its requests do not queue.
 
     Requests of a model without a batch dimension are run one by one; they queue, as one row each, if there are queue policies.
     Raises InvalidRequest for settings that contradict each other.
     """
-    if not config.HasField("dynamic_batching") or config.model_transaction_policy.decoupled:
+    if not config.HasField("dynamic_batching"):
         return None
     try:
         policy = from_dynamic_batching(config.dynamic_batching).to_policy(max(1, config.max_batch_size), concurrency)
@@ -31,19 +31,14 @@ def batch_policy(config: ModelConfig, concurrency: int, ahead: int = 0) -> Batch
         raise InvalidRequest(str(error)) from error
 
 
-def decoupled_queue(config: ModelConfig) -> QueuePolicies | None:
-    """Return the queue policies of a decoupled model; None if its requests do not queue, which have no batches in any case."""
-    if not config.model_transaction_policy.decoupled:
-        return None
-    policies = queue_policies(config.dynamic_batching)
-    return None if policies.is_plain else policies
+async def submit(batcher: Batcher, config: ModelConfig, request: ModelRequest, submitted: object = None) -> Any:
+    """Run a request with others. Raises InvalidRequest if its inputs differ in their batch size, and what `Batcher` raises.
 
-
-async def submit(batcher: Batcher, config: ModelConfig, request: ModelRequest) -> Any:
-    """Run a request with others. Raises InvalidRequest if its inputs differ in their batch size, and what `Batcher` raises."""
+    The batch has `submitted` in place of the request, if that is given.
+    """
     options = QueueOptions.of(request.id, request.parameters)
     rows = rows_of(request.inputs) if config.max_batch_size else 1
-    return await batcher.submit(request.inputs, rows, request.context, request.context.version, request, options)
+    return await batcher.submit(request.inputs, rows, request.context, request.context.version, submitted or request, options)
 
 
 def rows_of(inputs: Arrays) -> int:

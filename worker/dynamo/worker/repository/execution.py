@@ -78,10 +78,6 @@ class SequenceInstance(Protocol):
         """Run requests as one batch, in this order."""
         ...
 
-    def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        """Run one request, if the model is decoupled."""
-        ...
-
     async def close(self) -> None: ...
 
 

@@ -289,7 +289,7 @@ def make_card(
         plain.backend = "ensemble"
     plain.ClearField("sequence_batching")
     if plain.model_transaction_policy.decoupled or not plain.max_batch_size:
-        plain.ClearField("dynamic_batching")  # requests of a decoupled model are run one by one
+        plain.ClearField("dynamic_batching")  # a declaration combines it with neither
     declaration = from_model_config(plain, folder)
     serialized = config.SerializeToString(deterministic=True)
     card = replace(declaration, versions=versions, model_config=serialized).to_card(

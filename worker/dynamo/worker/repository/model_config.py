@@ -19,7 +19,6 @@ from dynamo.protos.model_config_pb2 import (
     ModelInput,
     ModelInstanceGroup,
     ModelOutput,
-    ModelQueuePolicy,
     ModelRateLimiter,
 )
 from dynamo.worker.repository.sequence_tensors import check_sequences
@@ -159,20 +158,10 @@ def check_tensors(config: ModelConfig) -> None:
 
 def ignored_settings(config: ModelConfig, *, has_cache: bool, has_rate_limiter: bool) -> list[str]:
     """Return the settings of a configuration that are not supported and without which results are the same."""
-    batching = config.dynamic_batching
-    sequences = config.sequence_batching
-    policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
     settings = {
         "response_cache": config.response_cache.enable and not has_cache,
         "cc_model_filenames": bool(config.cc_model_filenames),
         "rate_limiter": not has_rate_limiter and any(group.HasField("rate_limiter") for group in config.instance_group),
-        "max_queue_delay_microseconds of sequences of a decoupled model": config.model_transaction_policy.decoupled
-        and bool(sequences.direct.max_queue_delay_microseconds or sequences.oldest.max_queue_delay_microseconds),
-        "preserve_ordering of sequences": sequences.oldest.preserve_ordering,
-        "iterative_sequence": sequences.iterative_sequence,
-        "queue policies of a decoupled model that does not run in Python": config.model_transaction_policy.decoupled
-        and config.backend != "python"
-        and (batching.priority_levels > 0 or any(policy != ModelQueuePolicy() for policy in policies)),
     }
     return [name for name, is_set in settings.items() if is_set]
 

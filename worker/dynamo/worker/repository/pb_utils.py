@@ -562,6 +562,15 @@ class InferenceResponseSender:
     def is_cancelled(self) -> bool:
         return self._channel.is_cancelled(self._number)
 
+    def released(self) -> int:
+        """Close without a last response; return the number of the request, 0 if it has ended."""
+        with self._lock:
+            if self._closed:
+                return 0
+            self._closed = True
+            self._channel.over(self._number)
+        return self._number
+
     def dropped_if_cancelled(self) -> bool:
         """Return whether the caller has left. Then nothing more can be sent."""
         if not self.is_cancelled():

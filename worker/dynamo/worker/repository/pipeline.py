@@ -20,6 +20,7 @@ from dynamo.worker.repository.responses import Responses, ResponseStream, Single
 
 if TYPE_CHECKING:
     from dynamo.worker.repository.stub_process import StubProcess
+    from dynamo.worker.traces.trace import Trace
 
 
 class NoProcess(Unavailable):
@@ -43,17 +44,17 @@ class Execution:
     )
 
     def __init__(self, requests: Sequence[ModelRequest], *, is_retry: bool = False) -> None:
-        self.requests = requests
+        self.requests = list(requests)
         self.is_retry = is_retry
         self.is_streamed = False
-        """Whether there may be several responses to the request."""
+        """Whether there may be several responses to each request."""
         self._at_end: tuple[Callable[[], None], ...] = ()
-        self.responses: Sequence[Responses] = ()
+        self.responses: list[Responses] = []
         self.process: StubProcess | None = None
         """None: it waits for one."""
         self.number = 0
-        self.numbers: Sequence[int] = ()
-        """Of the requests, in the process."""
+        self.numbers: list[int] = []
+        """Of the requests, in the process; empty before one has them."""
         self.sent_ns = 0
         self.infer_ns = 0
         """How long `execute` ran; 0 if it has not returned."""
@@ -62,10 +63,22 @@ class Execution:
         """Call back once, when no process runs it or will run it; that may be long after its callers have left."""
         self._at_end += (callback,)
 
-    def grant(self, total: int) -> None:
-        """Let the only request get `total` responses, counted from the first."""
-        if self.process is not None:
-            self.process.grant(self.numbers[0], total)
+    def add_stream(self, trace: Trace | None) -> ResponseStream:
+        """Return where the responses to the next request go."""
+
+        def grant(total: int) -> None:
+            if self.process is not None:
+                self.process.grant(self.numbers[self.responses.index(stream)], total)
+
+        stream = ResponseStream(grant, trace)
+        self.responses.append(stream)
+        return stream
+
+    def drop(self, index: int) -> None:
+        """Forget a request, whose caller has left."""
+        del self.requests[index]
+        del self.responses[index]
+        del self.numbers[index : index + 1]
 
     def end(self) -> None:
         """Note that no process runs it or will run it."""
@@ -118,16 +131,17 @@ class Pipeline:
     ) -> tuple[Execution, list[SingleResponse]]:
         """Return an execution, to be submitted, of requests with one response each."""
         execution = Execution(requests, is_retry=is_retry)
-        execution.responses = responses = [SingleResponse(self._model, self._loop, request.context.trace) for request in requests]
+        responses = [SingleResponse(self._model, self._loop, request.context.trace) for request in requests]
+        execution.responses += responses
         return execution, responses
 
-    def of_many_responses(self, request: ModelRequest, *, is_retry: bool = False) -> tuple[Execution, ResponseStream]:
-        """Return an execution, to be submitted, of a request with any number of responses."""
-        execution = Execution([request], is_retry=is_retry)
-        stream = ResponseStream(execution.grant, request.context.trace)
-        execution.responses = [stream]
+    def of_many_responses(
+        self, requests: Sequence[ModelRequest], *, is_retry: bool = False
+    ) -> tuple[Execution, list[ResponseStream]]:
+        """Return an execution, to be submitted, of requests with any number of responses each."""
+        execution = Execution(requests, is_retry=is_retry)
         execution.is_streamed = True
-        return execution, stream
+        return execution, [execution.add_stream(request.context.trace) for request in requests]
 
     def submit(self, execution: Execution) -> None:
         """Run an execution as soon as a process has room. Raises NoProcess."""
@@ -143,12 +157,21 @@ class Pipeline:
         One whose process waits for other models ends here: they may need what it holds until its end.
         """
         if execution.process is not None:
-            execution.process.forget(execution)
+            execution.process.forget(execution.numbers)
             if not execution.process.has_calls:
                 return
         else:
             self._waiting.pop(execution, None)
         execution.end()
+
+    def leave_one(self, execution: Execution, stream: ResponseStream) -> None:
+        """The caller of one request wants no more responses. Those of the others go on."""
+        if len(execution.responses) == 1:
+            return self.leave(execution)
+        index = execution.responses.index(stream)
+        if execution.process is not None:
+            execution.process.forget(execution.numbers[index : index + 1])
+        execution.drop(index)
 
     def _give(self) -> None:
         while self._waiting:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from dynamo.common.background import start
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound
@@ -21,11 +22,11 @@ from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.batching import Batch, Batcher
-from dynamo.worker.engine.request_queue import QueueOptions
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository import wire
-from dynamo.worker.repository.batches import batch_policy, decoupled_queue, submit
+from dynamo.worker.repository.batches import batch_policy, submit
 from dynamo.worker.repository.custom_metrics import CustomMetrics, MetricOwner
+from dynamo.worker.repository.decoupled import DecoupledRequest, count_time
 from dynamo.worker.repository.environments import Environments, Interpreter
 from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.model_config import ModelInstance, config_from_json, config_to_json, instances_of
@@ -37,7 +38,7 @@ from dynamo.worker.repository.pb_utils import (
 from dynamo.worker.repository.pipeline import Execution, NoProcess, Pipeline
 from dynamo.worker.repository.rate_limiter import ExecutionLimits, RateLimiter, limits_of
 from dynamo.worker.repository.raw_tensors import RawTensors, pack
-from dynamo.worker.repository.request_gate import RequestGate, ResponseOrder
+from dynamo.worker.repository.response_order import ResponseOrder
 from dynamo.worker.repository.responses import ProcessDied, SingleResponse
 from dynamo.worker.repository.stub_process import CallHandlers, StubProcess, open_stub, to_code
 
@@ -150,11 +151,9 @@ class PythonModel:
         self._pipeline = Pipeline(version.name)
         self._keeping: list[asyncio.Task[None]] = []
         policy = batch_policy(version.config, len(self._instances), ahead=len(self._instances))
-        self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
-        policies = decoupled_queue(version.config)
-        self._gate = None if policies is None else RequestGate(policies, len(self._instances))
-        is_ordered = self._decoupled and version.config.dynamic_batching.preserve_ordering
-        self._order = ResponseOrder() if is_ordered else None
+        execute = self._stream_batch if self._decoupled else self._execute_batch
+        self._batcher = None if policy is None else Batcher(policy, execute)
+        self._order = ResponseOrder() if version.config.dynamic_batching.preserve_ordering else None
 
     @property
     def processes(self) -> Sequence[StubProcess]:
@@ -165,7 +164,7 @@ class PythonModel:
 
     @property
     def waiting(self) -> int:
-        queued = sum(queue.waiting for queue in (self._batcher, self._gate) if queue is not None)
+        queued = 0 if self._batcher is None else self._batcher.waiting
         return queued + self._limits.waiting + self._pipeline.waiting
 
     async def start(self) -> None:
@@ -187,8 +186,6 @@ class PythonModel:
             task.cancel()
         if self._batcher is not None:
             await self._batcher.close()
-        if self._gate is not None:
-            self._gate.close()
         await asyncio.gather(*(stub.close() for stub in self.processes), *self._keeping, return_exceptions=True)
         self._metrics.close()
         self._limits.close()
@@ -233,7 +230,11 @@ class PythonModel:
 
     # Requests
 
-    async def respond(self, request: ModelRequest) -> ModelResult:
+    def respond(self, request: ModelRequest) -> Coroutine[Any, Any, ModelResult]:
+        response = self._respond(request)
+        return response if self._order is None else self._order.in_turn(response)
+
+    async def _respond(self, request: ModelRequest) -> ModelResult:
         if self._batcher is not None:
             result: ModelResult = await submit(self._batcher, self._version.config, request)
             return result
@@ -259,9 +260,24 @@ class PythonModel:
         """Run requests in one call of `execute`, once: what a process that dies knew of them is lost."""
         return await self._results(*self._pipeline.of_one_response(requests))
 
-    def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        """Run one request of a decoupled model, once."""
-        return self._stream(request)
+    async def stream_all(self, requests: Sequence[DecoupledRequest], on_begun: Callable[[], None]) -> None:
+        """Run requests of a decoupled model in one call of `execute`, and return when that has.
+
+        `on_begun` is called when the responses can be read.
+        """
+        execution, streams = self._pipeline.of_many_responses([request.request for request in requests])
+        execution.at_end(await self._limits.take())
+        returned = asyncio.Event()
+        execution.at_end(returned.set)
+        self._pipeline.submit(execution)
+        for request, stream in zip(requests, streams, strict=True):
+            request.begin(self._pipeline, execution, stream)
+        on_begun()
+        await returned.wait()
+
+    async def _stream_batch(self, batch: Batch) -> list[None]:
+        await self.stream_all(batch.requests, batch.hand_over)
+        return [None] * len(batch.requests)
 
     async def _execute_batch(self, batch: Batch) -> list[ModelResult | DynamoError]:
         """Return the response to each request, or its error."""
@@ -299,24 +315,29 @@ class PythonModel:
                     return result
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        """Run one request of a decoupled model; once more if its process dies before it has sent a response."""
-        release = None
-        if self._gate is not None:
-            queued = time.perf_counter_ns()
-            try:
-                release = await self._gate.enter(QueueOptions.of(request.id, request.parameters))
-            finally:
-                request.context.timings.queue_ns += time.perf_counter_ns() - queued
-        responses = self._retried_stream(request, release)
-        async with closing(responses if self._order is None else self._order.ordered(responses)) as ordered:
-            async for response in ordered:
-                yield response
+        """Run one request of a decoupled model, in a batch if it batches.
 
-    async def _retried_stream(self, request: ModelRequest, release: Callable[[], None] | None) -> AsyncIterator[ModelResult]:
-        """`release` is called when the first process does not run the request any more. The retry does not queue again."""
+        Once more, by itself and without queueing again, if its process dies before it has sent a response.
+        """
+        own = DecoupledRequest(request)
+        try:
+            if self._batcher is None:
+                first = self._stream(request)
+            else:
+                await submit(self._batcher, self._version.config, request, own)
+                first = own.read()
+            responses = self._retried_stream(request, first)
+            async with closing(responses if self._order is None else self._order.ordered(responses)) as ordered:
+                async for response in ordered:
+                    yield response
+        finally:
+            own.leave()
+
+    async def _retried_stream(self, request: ModelRequest, first: AsyncIterator[ModelResult]) -> AsyncIterator[ModelResult]:
+        """Yield the responses of `first`, or of a second try."""
         has_responded = False
         try:
-            async with closing(self._stream(request, release)) as responses:
+            async with closing(first) as responses:
                 async for response in responses:
                     has_responded = True
                     yield response
@@ -334,13 +355,9 @@ class PythonModel:
                         yield response
                 return
 
-    async def _stream(
-        self, request: ModelRequest, release: Callable[[], None] | None = None, *, is_retry: bool = False
-    ) -> AsyncIterator[ModelResult]:
+    async def _stream(self, request: ModelRequest, *, is_retry: bool = False) -> AsyncIterator[ModelResult]:
         submitted = time.perf_counter_ns()
-        execution, stream = self._pipeline.of_many_responses(request, is_retry=is_retry)
-        if release is not None:
-            execution.at_end(release)
+        execution, [stream] = self._pipeline.of_many_responses([request], is_retry=is_retry)
         try:
             execution.at_end(await self._limits.take())
             async with aclosing(stream.read()) as responses:
@@ -349,8 +366,7 @@ class PythonModel:
                     yield response
         finally:
             self._pipeline.leave(execution)
-            execution.infer_ns = 0  # `execute` returns long before the last response
-            _count_time(request, execution, submitted)
+            count_time(request, submitted, execution.sent_ns)  # `execute` returns long before the last response
 
     def _give_up_at(self, context: Context) -> float:
         give_up_at = asyncio.get_running_loop().time() + _RESTART_WAIT_S

@@ -22,6 +22,10 @@ class ProcessDied(EngineError):
     """The process ended while it had the request."""
 
 
+class Rescheduled(EngineError):
+    """The model of an iterative sequence wants the request once more; it has had the responses before this."""
+
+
 class Responses(Protocol):
     """Where the responses to one request go."""
 
@@ -82,6 +86,7 @@ class ResponseStream:
 
     def __init__(self, grant: Callable[[int], None], trace: Trace | None) -> None:
         self.trace = trace
+        self.on_reschedule: Callable[[], None] | None = None
         self._items: deque[ModelResult | DynamoError | None] = deque()
         """None marks the end."""
         self._unread_bytes = 0
@@ -103,6 +108,8 @@ class ResponseStream:
             if isinstance(item, ModelResult):
                 self._unread_bytes += _size_of(item)
             self._added.set()
+        if isinstance(item, Rescheduled) and self.on_reschedule is not None:
+            self.on_reschedule()
 
     def close(self) -> None:
         self._closed = True

@@ -8,8 +8,10 @@ request came for a while. Sequences that find no slot wait for one. Strategies, 
 - *oldest*: an instance has `max_candidate_sequences` slots, and batches hold the requests that have waited longest.
 
 A batch may wait for more requests, up to `max_queue_delay_microseconds` from when the first of them came: with *direct* until
-`minimum_slot_utilization` of the slots have one, with *oldest* until they make a preferred size. Decoupled models get requests
-one by one, at once.
+`minimum_slot_utilization` of the slots have one, with *oldest* until they make a preferred size.
+
+An *iterative* sequence (`iterative_sequence`) is begun by a request without an id, and consists of it alone: the model gets the
+request again, in batches with those of other sequences, for as long as it releases it with RESCHEDULE.
 
 A sequence ends with the process of its instance. Requests of a sequence that is not known here are refused in a way that makes
 frontends try other workers.
@@ -18,10 +20,13 @@ frontends try other workers.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -32,14 +37,18 @@ from dynamo.common.background import Tasks
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.repository.decoupled import DecoupledRequest, StreamsBatches
 from dynamo.worker.repository.execution import ModelRequest, ModelResult, SequenceInstance, closing
 from dynamo.worker.repository.pipeline import NoProcess
-from dynamo.worker.repository.responses import ProcessDied
+from dynamo.worker.repository.response_order import ResponseOrder
+from dynamo.worker.repository.responses import ProcessDied, Rescheduled
 from dynamo.worker.repository.sequence_tensors import ControlInputs, States
 
 log = logging.getLogger(__name__)
 
 SequenceId: TypeAlias = int | str
+_MOST_UNREAD_TURNS = 64
+"""A rescheduled request waits for its caller to read the responses of so many calls of the model."""
 
 
 class UnknownSequence(InvalidRequest):
@@ -51,18 +60,28 @@ class UnknownSequence(InvalidRequest):
 class _Job:
     """A request that waits for its turn, or runs."""
 
-    __slots__ = ("due", "ends", "enqueued_ns", "request", "result", "starts")
+    __slots__ = ("due", "ends", "enqueued_ns", "has_left", "is_held", "is_running", "outcomes", "request", "starts", "turns")
 
-    def __init__(self, request: ModelRequest, delay_s: float) -> None:
-        """`delay_s`: how long it may wait for company."""
-        loop = asyncio.get_running_loop()
+    def __init__(self, request: ModelRequest) -> None:
         self.request = request
         self.starts = bool(request.parameters.get("sequence_start", False))
         self.ends = bool(request.parameters.get("sequence_end", False))
-        self.result: asyncio.Future[ModelResult | DynamoError | None] = loop.create_future()
-        """Of a decoupled model: None when it is the request's turn."""
-        self.enqueued_ns = time.perf_counter_ns()
-        self.due = loop.time() + delay_s
+        self.has_left = False
+        """Its caller wants no response any more."""
+        self.is_running = False
+        """A decoupled model has it."""
+        self.is_held = False
+        """A decoupled model wants it again, and its caller has too many responses to read."""
+        self.outcomes: asyncio.Queue[ModelResult | DynamoError | DecoupledRequest] = asyncio.Queue()
+        """The response or the error; of a decoupled model, whenever it has begun, where the responses come."""
+        self.turns: list[DecoupledRequest] = []
+        """Those that have begun and are not read to their end."""
+        self.enqueued_ns = 0
+        self.due = 0.0
+
+    def give(self, outcome: ModelResult | DynamoError | DecoupledRequest) -> None:
+        if not self.has_left:
+            self.outcomes.put_nowait(outcome)
 
 
 class _Sequence:
@@ -81,14 +100,20 @@ class _Sequence:
         self.expiry: asyncio.TimerHandle | None = None
 
 
+_Row: TypeAlias = tuple[_Sequence, _Job] | None
+"""A row of a batch; None: without a request."""
+
+
 class _Lane:
     """An instance and its slots."""
 
-    __slots__ = ("instance", "is_busy", "slots", "timer")
+    __slots__ = ("instance", "is_busy", "order", "slots", "timer")
 
-    def __init__(self, instance: SequenceInstance, slots: int) -> None:
+    def __init__(self, instance: SequenceInstance, slots: int, order: ResponseOrder | None) -> None:
         self.instance = instance
         self.slots: list[_Sequence | None] = [None] * slots
+        self.order = order
+        """Of the responses of a decoupled model; None: as they come. Those of others have that of the batches in any case."""
         self.is_busy = False
         self.timer: asyncio.TimerHandle | None = None
         """Runs when the first request has waited long enough for others."""
@@ -115,7 +140,13 @@ class SequenceModel:
         self._name = config.name
         self._max_batch_size = config.max_batch_size
         self._is_direct = not batching.HasField("oldest")
-        self._is_decoupled = config.model_transaction_policy.decoupled
+        self._is_decoupled = config.model_transaction_policy.decoupled and all(
+            isinstance(instance, StreamsBatches) for instance in instances
+        )
+        is_ordered = batching.oldest.preserve_ordering
+        self._is_iterative = batching.iterative_sequence
+        self._ids = itertools.count(1)
+        """Of iterative sequences."""
         self._idle_s = batching.max_sequence_idle_microseconds / 1e6
         slots = max(1, config.max_batch_size) if self._is_direct else batching.oldest.max_candidate_sequences
         direct, oldest = batching.direct, batching.oldest
@@ -128,7 +159,7 @@ class SequenceModel:
         self._preferred = frozenset(oldest.preferred_batch_size)
         self._controls = ControlInputs(config)
         self._states = States(config, folder)
-        self._lanes = [_Lane(instance, slots) for instance in instances]
+        self._lanes = [_Lane(instance, slots, ResponseOrder() if is_ordered else None) for instance in instances]
         self._sequences: dict[SequenceId, _Sequence] = {}
         self._backlog: deque[_Sequence] = deque()
         """Sequences that wait for a slot."""
@@ -144,37 +175,47 @@ class SequenceModel:
     async def respond(self, request: ModelRequest) -> ModelResult:
         sequence, job = self._admit(request)
         try:
-            result = await job.result
+            outcome = await job.outcomes.get()
         finally:
-            _withdraw(sequence, job)
-        if isinstance(result, DynamoError):
-            raise result
-        if result is None:
-            raise EngineError(f"model '{self._name}' gave no response")
-        return result
+            self._leave(sequence, job)
+        if isinstance(outcome, DynamoError):
+            raise outcome
+        if isinstance(outcome, DecoupledRequest):
+            raise EngineError(f"model '{self._name}' gave no single response")
+        return outcome
 
     async def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        if not self._is_decoupled:
+            yield await self.respond(request)
+            return
         sequence, job = self._admit(request)
         try:
-            result = await job.result
-        except BaseException:
-            _withdraw(sequence, job)
-            raise
-        if isinstance(result, DynamoError):
-            raise result
+            while True:
+                outcome = await job.outcomes.get()
+                if isinstance(outcome, DynamoError):
+                    raise outcome
+                assert isinstance(outcome, DecoupledRequest)
+                with suppress(Rescheduled):
+                    async with closing(self._read(sequence, outcome)) as responses:
+                        async for response in responses:
+                            yield response
+                    return
+                self._has_read(sequence, job, outcome)
+        finally:
+            self._leave(sequence, job)
+
+    async def _read(self, sequence: _Sequence, turn: DecoupledRequest) -> AsyncIterator[ModelResult]:
+        """Yield the responses of one call of the model. Raises Rescheduled if it wants the request again."""
         lane = sequence.lane
+        order = None if lane is None else lane.order
+        responses = turn.read()
         try:
-            if lane is None:
-                raise EngineError(f"the instance of sequence {sequence.id} has ended")
-            async with closing(lane.instance.stream_once(self._prepared(sequence, job))) as responses:
-                async for response in responses:
+            async with closing(responses if order is None else order.ordered(responses)) as ordered:
+                async for response in ordered:
                     yield response
         except (ProcessDied, NoProcess):
             self._lose(lane)
             raise
-        finally:
-            self._finished(sequence, job)
-            self._advance()
 
     async def close(self) -> None:
         for sequence in list(self._sequences.values()):
@@ -188,13 +229,16 @@ class SequenceModel:
 
     def _admit(self, request: ModelRequest) -> tuple[_Sequence, _Job]:
         id = request.parameters.get("sequence_id", 0)
+        if self._is_iterative and not id:
+            id = next(id for id in self._ids if id not in self._sequences)
+            request = msgspec.structs.replace(request, parameters={**request.parameters, "sequence_start": True})
         if not isinstance(id, int | str) or not id:
             raise InvalidRequest(f"inference request to model '{self._name}' must specify a non-zero or non-empty correlation ID")
         if self._max_batch_size and any(array.shape[:1] != (1,) for array in request.inputs.values()):
             raise InvalidRequest(
                 f"inference request to model '{self._name}' must specify batch-size 1 due to requirements of sequence batcher"
             )
-        job = _Job(request, self._delay_s)
+        job = _Job(request)
         sequence = self._sequences.get(id)
         if sequence is not None and sequence.has_end:
             sequence = None
@@ -209,9 +253,49 @@ class SequenceModel:
         if sequence.expiry is not None:
             sequence.expiry.cancel()
         sequence.has_end = job.ends
-        sequence.jobs.append(job)
+        self._enqueue(sequence, job)
         self._advance()
         return sequence, job
+
+    def _enqueue(self, sequence: _Sequence, job: _Job) -> None:
+        job.enqueued_ns = time.perf_counter_ns()
+        job.due = asyncio.get_running_loop().time() + self._delay_s
+        sequence.jobs.append(job)
+
+    def _reschedule(self, sequence: _Sequence, job: _Job) -> None:
+        """Have a request that the model has released wait for its next turn, as one in the middle of its sequence."""
+        sequence.is_running = job.is_running = False
+        job.starts = job.ends = False
+        if job.has_left or sequence.lane is None:
+            job.give(EngineError(f"sequence {sequence.id} of model '{self._name}' has ended"))
+            self._end(sequence)
+        elif len(job.turns) < _MOST_UNREAD_TURNS:
+            self._enqueue(sequence, job)
+        else:
+            job.is_held = True
+
+    def _has_read(self, sequence: _Sequence, job: _Job, turn: DecoupledRequest) -> None:
+        job.turns.remove(turn)
+        if job.is_held:
+            job.is_held = False
+            self._reschedule(sequence, job)
+            self._advance()
+
+    def _leave(self, sequence: _Sequence, job: _Job) -> None:
+        """The caller of a request wants no more responses, or there are none."""
+        job.has_left = True
+        for turn in job.turns:
+            turn.leave()
+        if job in sequence.jobs:
+            sequence.jobs.remove(job)
+            sequence.has_end = sequence.has_end and not job.ends
+            if job.starts or self._is_iterative:
+                self._end(sequence)
+            else:
+                self._await_next(sequence)
+        elif job.is_running or job.is_held:
+            self._finished(sequence, job)
+        self._advance()
 
     def _advance(self) -> None:
         """Give free slots to sequences that wait, and have idle instances run what is there."""
@@ -220,16 +304,12 @@ class SequenceModel:
             sequence.lane = lane
             lane.slots[lane.slots.index(None)] = sequence
         for lane in self._lanes:
-            if self._is_decoupled:
-                for _, sequence in lane.ready():
-                    sequence.is_running = True
-                    _give(sequence.jobs.popleft(), None)
-            elif not lane.is_busy and (batch := self._choose(lane)):
+            if not lane.is_busy and (batch := self._choose(lane)):
                 lane.is_busy = True
                 self._running.start(self._run(lane, batch), f"a batch of sequences of {self._name}")
 
-    def _choose(self, lane: _Lane) -> list[tuple[_Sequence, _Job] | None]:
-        """Return the rows of the next batch of an instance; None is a row without a request. Marks its sequences as running."""
+    def _choose(self, lane: _Lane) -> list[_Row]:
+        """Return the rows of the next batch of an instance. Marks its sequences as running."""
         ready = lane.ready()
         _stop_timer(lane)
         if not ready:
@@ -245,7 +325,7 @@ class SequenceModel:
             if not ready:
                 lane.timer = loop.call_at(due, self._advance)
                 return []
-        rows: list[tuple[_Sequence, _Job] | None] = [None] * (1 + max(row for row, _ in ready))
+        rows: list[_Row] = [None] * (1 + max(row for row, _ in ready))
         for row, sequence in ready:
             sequence.is_running = True
             rows[row] = (sequence, sequence.jobs.popleft())
@@ -259,11 +339,16 @@ class SequenceModel:
             return ready
         return max((size for size in self._preferred if size <= ready), default=0)
 
-    async def _run(self, lane: _Lane, rows: Sequence[tuple[_Sequence, _Job] | None]) -> None:
+    async def _run(self, lane: _Lane, rows: Sequence[_Row]) -> None:
         begun_ns = time.perf_counter_ns()
-        results: Sequence[ModelResult | DynamoError]
+        requests = list(self._requests(rows))
+        results: Sequence[ModelResult | DynamoError | None]
         try:
-            results = await lane.instance.respond_all(list(self._requests(rows)))
+            if self._is_decoupled:
+                await self._stream_batch(lane.instance, rows, requests)
+                results = [None] * len(rows)
+            else:
+                results = await lane.instance.respond_all(requests)
         except DynamoError as error:
             results = [error] * len(rows)
         except Exception as error:  # a defect of this module or of a backend: callers get an error, and the instance goes on
@@ -272,23 +357,59 @@ class SequenceModel:
         ran_ns = time.perf_counter_ns() - begun_ns
         died = False
         for row, result in zip(rows, results, strict=True):
-            if row is None:
+            if row is None or result is None:
                 continue
             sequence, job = row
             timings = job.request.context.timings
             timings.queue_ns += begun_ns - job.enqueued_ns
             timings.infer_ns += ran_ns
             died = died or isinstance(result, ProcessDied | NoProcess)
+            if isinstance(result, Rescheduled):
+                self._reschedule(sequence, job)
+                continue
             if isinstance(result, ModelResult):
                 sequence.state = self._states.after(result)
-            _give(job, result)
+            job.give(result)
             self._finished(sequence, job)
         lane.is_busy = False
         if died:
             self._lose(lane)
         self._advance()
 
-    def _requests(self, rows: Sequence[tuple[_Sequence, _Job] | None]) -> Iterator[ModelRequest]:
+    async def _stream_batch(self, instance: SequenceInstance, rows: Sequence[_Row], requests: Sequence[ModelRequest]) -> None:
+        """Run a batch of a decoupled model; return when `execute` has. Raises DynamoError if it does not begin."""
+        assert isinstance(instance, StreamsBatches)
+        turns = [
+            DecoupledRequest(request, None if row is None else partial(self._rescheduled, *row))
+            for row, request in zip(rows, requests, strict=True)
+        ]
+        try:
+            await instance.stream_all(turns, partial(self._begun, rows, turns))
+        finally:
+            for row, turn in zip(rows, turns, strict=True):
+                if row is None:
+                    turn.leave()
+
+    def _begun(self, rows: Sequence[_Row], turns: Sequence[DecoupledRequest]) -> None:
+        now = time.perf_counter_ns()
+        for row, turn in zip(rows, turns, strict=True):
+            if row is None:
+                continue
+            sequence, job = row
+            job.request.context.timings.queue_ns += now - job.enqueued_ns
+            if job.has_left:
+                turn.leave()
+                self._finished(sequence, job)
+                continue
+            job.is_running = True
+            job.turns.append(turn)
+            job.give(turn)
+
+    def _rescheduled(self, sequence: _Sequence, job: _Job) -> None:
+        self._reschedule(sequence, job)
+        asyncio.get_running_loop().call_soon(self._advance)  # when the others of its batch are there, too
+
+    def _requests(self, rows: Sequence[_Row]) -> Iterator[ModelRequest]:
         template = next(row for row in rows if row is not None)[1].request
         for row in rows:
             yield self._empty_row(template) if row is None else self._prepared(*row)
@@ -298,7 +419,11 @@ class SequenceModel:
         if job.starts:
             sequence.state = self._states.initial()
         controls = self._controls.of(sequence.id, starts=job.starts, ends=job.ends)
-        return msgspec.structs.replace(job.request, inputs={**job.request.inputs, **controls, **sequence.state})
+        inputs = {**job.request.inputs, **controls, **sequence.state}
+        if not self._is_iterative:
+            return msgspec.structs.replace(job.request, inputs=inputs)
+        place = {"sequence_id": sequence.id, "sequence_start": job.starts, "sequence_end": job.ends}
+        return msgspec.structs.replace(job.request, inputs=inputs, parameters={**job.request.parameters, **place})
 
     def _empty_row(self, template: ModelRequest) -> ModelRequest:
         inputs = {name: np.full_like(array, b"" if array.dtype.kind == "O" else 0) for name, array in template.inputs.items()}
@@ -306,10 +431,19 @@ class SequenceModel:
         return msgspec.structs.replace(template, inputs=inputs, parameters={}, id="")
 
     def _finished(self, sequence: _Sequence, job: _Job) -> None:
-        sequence.is_running = False
-        if job.ends:
+        sequence.is_running = job.is_running = job.is_held = False
+        if job.ends or (self._is_iterative and not sequence.jobs):
             self._end(sequence)
-        elif not sequence.jobs and sequence.lane is not None:
+        else:
+            self._await_next(sequence)
+
+    def _await_next(self, sequence: _Sequence) -> None:
+        """End a sequence that has no request and gets none for a while; at once if it has not got its first turn."""
+        if sequence.jobs or sequence.is_running:
+            return
+        if sequence.lane is None:
+            self._end(sequence)
+        else:
             sequence.expiry = asyncio.get_running_loop().call_later(self._idle_s, self._expire, sequence)
 
     def _expire(self, sequence: _Sequence) -> None:
@@ -329,7 +463,7 @@ class SequenceModel:
         if self._sequences.get(sequence.id) is sequence:
             del self._sequences[sequence.id]
         while sequence.jobs:
-            _give(sequence.jobs.popleft(), EngineError(f"sequence {sequence.id} of model '{self._name}' has ended"))
+            sequence.jobs.popleft().give(EngineError(f"sequence {sequence.id} of model '{self._name}' has ended"))
 
     def _lose(self, lane: _Lane | None) -> None:
         """The process of an instance has ended, and with it what it knew of its sequences."""
@@ -346,14 +480,3 @@ def _stop_timer(lane: _Lane) -> None:
 
 def _free(lane: _Lane) -> int:
     return lane.free
-
-
-def _give(job: _Job, result: ModelResult | DynamoError | None) -> None:
-    if not job.result.done():  # else its caller has left
-        job.result.set_result(result)
-
-
-def _withdraw(sequence: _Sequence, job: _Job) -> None:
-    """Take back a request whose caller has left, if it still waits."""
-    if job in sequence.jobs:
-        sequence.jobs.remove(job)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult
 from dynamo.worker.repository.model_config import datatype_name, instances_of, model_dims
 from dynamo.worker.repository.ragged import RaggedBatches, batch_inputs, ragged_inputs
 from dynamo.worker.repository.rate_limiter import RateLimiter, limits_of
+from dynamo.worker.repository.response_order import ResponseOrder
 from dynamo.worker.repository.sequence_tensors import added_tensors
 
 T = TypeVar("T")
@@ -116,6 +117,7 @@ class SessionModel:
         """In the pool, or waiting for a thread of it."""
         self._pool = ThreadPoolExecutor(self._threads, f"model-{version.name}")
         self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
+        self._order = ResponseOrder() if version.config.dynamic_batching.preserve_ordering else None
         if self._batcher is not None:
             self._batcher.start()
 
@@ -133,7 +135,11 @@ class SessionModel:
         self._pool.shutdown(wait=False)
         self._limits.close()
 
-    async def respond(self, request: ModelRequest) -> ModelResult:
+    def respond(self, request: ModelRequest) -> Coroutine[Any, Any, ModelResult]:
+        response = self._respond(request)
+        return response if self._order is None else self._order.in_turn(response)
+
+    async def _respond(self, request: ModelRequest) -> ModelResult:
         if self._batcher is not None:
             outputs = await submit(self._batcher, self._config, request)
         else:
@@ -164,9 +170,6 @@ class SessionModel:
             return [self._run(requests[0])]
         outputs = self._run({name: np.concatenate([inputs[name] for inputs in requests]) for name in requests[0]})
         return [{name: array[row : row + 1] for name, array in outputs.items()} for row in range(len(requests))]
-
-    async def stream_once(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        yield await self.respond(request)
 
     async def _in_pool(self, run: Callable[[], T]) -> T:
         give_back = await self._limits.take()

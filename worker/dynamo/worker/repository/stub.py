@@ -414,6 +414,8 @@ class ModelProcess:
         self._bf16: Collection[str] = ()
         """The names of its BF16 inputs."""
         self._decoupled = False
+        self._is_iterative = False
+        """The worker reschedules requests: they belong to iterative sequences."""
         self._rescheduled: deque[list[InferenceRequest]] = deque()
         """Requests for which `execute` is called again."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -479,6 +481,7 @@ class ModelProcess:
         self._bf16 = {tensor["name"] for tensor in config["input"] if tensor["data_type"] == "TYPE_BF16"}
         self._model = self._class()
         self._decoupled = order.decoupled
+        self._is_iterative = config.get("sequence_batching", {}).get("iterative_sequence", False)
         if hasattr(self._model, "initialize"):
             self._model.initialize(dict(order.arguments))
 
@@ -565,8 +568,12 @@ class ModelProcess:
             self._finish(call, returned)
         except BaseException as error:
             return self._failed(call, error)
+        again = [request for request in call.requests if request.reschedules()]
+        if self._is_iterative:
+            call.rescheduled = tuple(number for request in again if (number := request.sender.released()))
+            return self._send_done(call)
         self._send_done(call)
-        if again := [request for request in call.requests if request.reschedules()]:
+        if again:
             if self._decoupled and threading.current_thread() is not threading.main_thread():
                 self._call_model(_Call(0, [request.sender for request in again]), again)
             else:
@@ -607,7 +614,8 @@ class ModelProcess:
     def _send_done(self, call: _Call) -> None:
         infer_ns = time.perf_counter_ns() - call.start_ns
         send = self._stub.send if self._decoupled else self._stub.send_soon
-        send(wire.Done(number=call.number, responses=tuple(call.responses), infer_ns=infer_ns), call.buffers)
+        done = wire.Done(number=call.number, responses=tuple(call.responses), infer_ns=infer_ns, rescheduled=call.rescheduled)
+        send(done, call.buffers)
 
 
 @dataclass(slots=True)
@@ -620,6 +628,8 @@ class _Call:
     requests: Sequence[InferenceRequest] = ()
     start_ns: int = field(default_factory=time.perf_counter_ns)
     responses: list[wire.Response] = field(default_factory=list)
+    rescheduled: tuple[int, ...] = ()
+    """The requests that the worker reschedules."""
     buffers: list[wire.Buffer] = field(default_factory=list)
 
 

@@ -38,7 +38,7 @@ from dynamo.worker.repository.pb_utils import TritonError
 from dynamo.worker.repository.pipeline import Execution
 from dynamo.worker.repository.process_memory import ProcessMemory
 from dynamo.worker.repository.raw_tensors import RawTensors, pack
-from dynamo.worker.repository.responses import ProcessDied, Responses
+from dynamo.worker.repository.responses import ProcessDied, Rescheduled, Responses
 from dynamo.worker.traces.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -308,9 +308,9 @@ class StubProcess:
         """Return whether the caller of any request of it still waits for responses."""
         return not self._responses.keys().isdisjoint(execution.numbers)
 
-    def forget(self, execution: Execution) -> None:
-        """Drop an execution. If requests of it have not ended, the model is notified of the cancellation."""
-        for number in execution.numbers:
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Drop the responses to requests of an execution. The model is notified of those that have not ended."""
+        for number in numbers:
             responses = self._responses.pop(number, None)
             if responses is not None:
                 responses.close()
@@ -411,6 +411,10 @@ class StubProcess:
                 self._memory.take_back(execution.numbers)
         if done.infer_ns:
             self._usual_ns += (done.infer_ns - self._usual_ns) // (8 if self._usual_ns else 1)
+        for number in done.rescheduled:
+            rescheduled = self._responses.pop(number, None)
+            if rescheduled is not None:
+                rescheduled.add(Rescheduled("the model released the request to get it again"))
         position = 0
         for response in done.responses:
             count = len(response.outputs)

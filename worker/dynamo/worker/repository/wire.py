@@ -215,6 +215,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=Tr
     infer_ns: int = 0
     """How long `execute` ran; 0 if it was not called: all requests were cancelled, or the execution was withdrawn."""
     is_withdrawn: bool = False
+    rescheduled: tuple[int, ...] = ()
+    """The requests of an iterative sequence that the model wants once more. They end here without a last response."""
 
 
 class CallModel(msgspec.Struct, frozen=True, tag=True):
