@@ -91,14 +91,15 @@ async def test_what_is_sent_after_the_socket_broke_and_before_that_is_noticed_is
 async def test_etcd_away_for_longer_than_a_lease_while_workers_die_leave_and_join(
     nats_server: NatsServer, tmp_path: Path, namespace: str
 ) -> None:
-    async with start_etcd(tmp_path) as etcd, Fleet(etcd, nats_server, namespace) as fleet:
+    model = ("--model", "echo", "--lease-ttl-s", "2")
+    async with start_etcd(tmp_path) as etcd, Fleet(etcd, nats_server, namespace, model) as fleet:
         await fleet.start(workers=3)
         [front] = fleet.frontends
         dying, leaving, staying = fleet.workers
         async with front.client() as client:
             async with client.load(4) as load:
                 await etcd.stop()
-                end_of_outage = asyncio.create_task(asyncio.sleep(15))  # a lease lives 10 s
+                end_of_outage = asyncio.create_task(asyncio.sleep(5))
                 await load.completed(100)
                 await dying.killed()
                 await load.completed(100)

@@ -276,7 +276,7 @@ class FleetFrontend:
 
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric over all its label sets that contain these."""
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(verify=False) as client:  # reading the system's certificates takes 22 ms
             text = (await client.get(f"http://127.0.0.1:{self.process.http_port}/metrics")).text
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         lines = [line for line in text.splitlines() if re.match(rf"{name}[{{ ]", line) and all(part in line for part in wanted)]

@@ -62,7 +62,7 @@ class FrontendProcess(Process):
         return f"127.0.0.1:{self.grpc_port}"
 
     async def health(self) -> tuple[int, dict[str, Any]]:
-        async with httpx2.AsyncClient() as client:
+        async with httpx2.AsyncClient(verify=False) as client:  # reading the system's certificates takes 22 ms
             response = await client.get(f"http://127.0.0.1:{self.http_port}/health?instances=true")
             return response.status_code, response.json()
 
