@@ -72,7 +72,7 @@ class SglangServer(EngineServer):
                 logit_bias=biases and {int(token): bias for token, bias in biases.items()},
             ),
             stop=Stop(
-                max_tokens=settings.get("max_new_tokens", 128),
+                max_tokens=400 if (limit := settings.get("max_new_tokens", 128)) is None else limit,
                 min_tokens=settings.get("min_new_tokens", 0),
                 token_ids=tuple(settings.get("stop_token_ids", ())),
                 ignore_eos=settings.get("ignore_eos", False),

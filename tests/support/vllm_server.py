@@ -2,7 +2,8 @@
 
 GET /health and /v1/models (`max_model_len`, `root`); POST /v1/completions with `stream`, `return_token_ids` and
 `return_tokens_as_token_ids`. `max_tokens` is 16 by default, and logprobs end at 20. With `changes_adapters` also POST
-/v1/load_lora_adapter and /v1/unload_lora_adapter (`entrypoints/serve/lora`).
+/v1/load_lora_adapter and /v1/unload_lora_adapter (`entrypoints/serve/lora`). A `SeeingServer` has POST /v1/chat/completions, too,
+with images in messages and the same fields besides (`entrypoints/openai/chat_completion`); `max_tokens` is as many as fit there.
 """
 
 from __future__ import annotations
@@ -68,6 +69,41 @@ class VllmServer(EngineServer):
     async def events(self, items: AsyncIterator[Delta | Summary], body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         async for item in items:
             yield usage_event(item) if isinstance(item, Summary) else _chunk(item, body)
+
+
+@dataclass
+class SeeingServer(VllmServer):
+    """A vision model, which takes 100 tokens for an image."""
+
+    paths: ClassVar[tuple[bytes, ...]] = (b"/v1/completions", b"/v1/chat/completions")
+
+    def to_request(self, body: dict[str, Any]) -> GenerateRequest:
+        return to_request(body if "prompt" in body else {"max_tokens": 400, **body, "prompt": [1] * 100, "logprobs": _top(body)})
+
+    async def events(self, items: AsyncIterator[Delta | Summary], body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        if "prompt" in body:
+            async for event in super().events(items, body):
+                yield event
+            return
+        yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+        async for event in super().events(items, body | {"logprobs": _top(body)}):
+            for choice in event["choices"]:
+                choice["delta"] = {"content": choice.pop("text")}
+                if choice["logprobs"] is not None:
+                    choice["logprobs"] = {"content": _positions(choice["logprobs"])}
+            yield event
+
+
+def _top(body: dict[str, Any]) -> int | None:
+    top: int = body.get("top_logprobs", 0)
+    return top if body.get("logprobs") else None
+
+
+def _positions(columns: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"token": token, "logprob": value, "top_logprobs": [{"token": name, "logprob": other} for name, other in top.items()]}
+        for token, value, top in zip(columns["tokens"], columns["token_logprobs"], columns["top_logprobs"], strict=True)
+    ]
 
 
 def _failure(status: int, message: str) -> tuple[int, dict[str, Any]]:

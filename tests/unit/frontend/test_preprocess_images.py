@@ -6,11 +6,12 @@ import base64
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.generation import GenerateRequest, image_part, pack_tokens
+from dynamo.common.generation import GenerateRequest, image_part, pack_tokens, unpack_text
 from dynamo.common.kv.hashes import sequence_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
@@ -47,8 +48,10 @@ class Files:
         await self.get(key)
 
 
-async def seer(template: str = TEMPLATE, image_token: int | None = PLACE) -> TextModel:
-    info = LlmInfo(context_length=999, tokenizer="t", chat_template="c", modalities=("image",), image_token=image_token)
+async def seer(template: str = TEMPLATE, image_token: int | None = PLACE, **settings: Any) -> TextModel:
+    info = LlmInfo(
+        context_length=999, tokenizer="t", chat_template="c", modalities=("image",), image_token=image_token, **settings
+    )
     model = await TextFiles(Files(template), TextOptions(), Offload()).load(ModelCard(name="seer", kind=ModelKind.LLM, llm=info))
     assert isinstance(model, TextModel)
     return model
@@ -71,6 +74,18 @@ async def test_the_prompt_has_a_place_for_each_image_and_the_images_travel_besid
     generate = await (await seer()).to_generate(asking("this ", image(b"one"), " or ", image(b"two")))
     assert TOKENS.decode(list(generate.tokens)) == "user: this @ or @"
     assert generate.media == (image_part(b"one"), image_part(b"two"))
+
+
+async def test_an_engine_that_renders_images_gets_the_conversation_beside_the_prompt() -> None:
+    model = await seer(renders_media=True)
+    generate = await model.to_generate(asking("this ", image(b"one")))
+    messages = unpack_text(generate.conversation).messages
+    assert messages is not None and [part["type"] for part in messages[0]["content"]] == ["text", "media"]
+    assert TOKENS.decode(list(generate.tokens)) == "user: this @" and generate.media == (image_part(b"one"),)
+    assert (await model.to_generate(asking("this "))).conversation == b""
+    for field, value in {"add_generation_prompt": False, "chat_template": TEMPLATE}.items():
+        with pytest.raises(InvalidRequest, match=f"'{field}' cannot be combined with images"):
+            await model.to_generate(msgspec.structs.replace(asking(image(b"one")), **{field: value}))
 
 
 async def test_images_come_over_kserve_in_conversations() -> None:

@@ -22,7 +22,18 @@ from dynamo.common.errors import (
     Unavailable,
     Unsupported,
 )
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, image_part, pack_tokens
+from dynamo.common.generation import (
+    Delta,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    Stop,
+    Summary,
+    TextPrompt,
+    image_part,
+    pack_text,
+    pack_tokens,
+)
 from dynamo.common.http_client import HttpClient
 from dynamo.common.model_card import AdapterReport, LlmInfo
 from dynamo.worker.config import RemoteOptions, WorkerConfig
@@ -36,7 +47,7 @@ from dynamo.worker.engines import make_remote, sim_config
 from dynamo.worker.tokenizers.folder import read_folder
 from tests.support.engine_server import serving
 from tests.support.sglang_server import SglangServer
-from tests.support.vllm_server import VllmServer, serve_vllm
+from tests.support.vllm_server import SeeingServer, VllmServer, serve_vllm
 from tests.support.waiting import until
 
 
@@ -210,6 +221,33 @@ async def test_sglang_gets_images_beside_the_tokens_and_says_how_many_they_take(
         items = await generate(engine, make_request(media=(image_part(b"\x89PNG"),)))
         assert server.requests[-1]["image_data"] == ["data:image/*;base64,iVBORw=="]
         assert isinstance(items[-1], Summary) and items[-1].prompt_tokens == 101
+        await generate(engine, make_request(stop=Stop(), media=(image_part(b"\x89PNG"),)))
+        assert server.requests[-1]["sampling_params"]["max_new_tokens"] is None, "as many as fit"
+
+
+async def test_vllm_gets_images_in_conversations_and_sends_tokens_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"image_token_id": 104}')
+    async with serving(SeeingServer, SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
+        engine = make_remote(server.url, RemoteOptions())
+        card = await engine.start()
+        assert card.llm is not None and (card.llm.modalities, card.llm.renders_media) == (("image",), True)
+        parts = [{"type": "media", "index": 0}, {"type": "text", "text": "what is it?"}]
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        asked = pack_text(TextPrompt(messages=[{"role": "user", "content": parts}], tools=tools))
+        request = make_request(media=(image_part(b"\x89PNG"),), conversation=asked, logprobs=2)
+        *deltas, summary = await generate(engine, request)
+        sent = server.requests[-1]
+        [image, _] = sent["messages"][0]["content"]
+        assert image == {"type": "image_url", "image_url": {"url": "data:image/*;base64,iVBORw=="}}
+        assert "prompt" not in sent and (sent["tool_choice"], sent["max_tokens"], sent["top_logprobs"]) == ("none", 4, 3)
+        positions = [step for delta in deltas if isinstance(delta, Delta) for step in delta.logprobs or ()]
+        assert [step[0][0] for step in positions] == tokens_of(deltas)[0] and [len(step) for step in positions] == [3] * 4
+        assert isinstance(summary, Summary) and summary.prompt_tokens == 100
+        as_many_as_fit = make_request(max_tokens=None, media=request.media, conversation=asked, stop=Stop())
+        await generate(engine, as_many_as_fit)
+        assert "max_tokens" not in server.requests[-1]
+        with pytest.raises(InvalidRequest, match="in conversations only"):
+            await generate(engine, make_request(media=request.media))
 
 
 async def test_a_model_of_sglang_that_takes_text_alone_declares_no_images(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from dynamo.frontend.preprocess.detokenize import CONTEXT_TOKENS, Detokenizer
 from dynamo.frontend.preprocess.images import check_places, has_parts, read_images, read_parts, with_parts, with_places
 from dynamo.frontend.preprocess.media import MediaUrls
 from dynamo.frontend.preprocess.offload import Offload
+from dynamo.frontend.preprocess.plain import pack_conversation
 from dynamo.frontend.preprocess.shortening import fitting
 from dynamo.frontend.preprocess.template import ChatTemplate
 from dynamo.frontend.preprocess.template_budget import OutOfTime
@@ -96,6 +97,7 @@ class TextModel:
         has_media = self._info.modalities and (request.media or has_parts(request.messages or ()))
         media = await self._offload.run(_images, request) if has_media else ()
         check_places(tokens, len(media), self._info.image_token)
+        conversation = await self._offload.run(self._pack_conversation, request) if media and self._info.renders_media else b""
         sampling = request.sampling
         self._check_ids("logit_bias", sampling.logit_bias or ())
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
@@ -121,9 +123,29 @@ class TextModel:
             prompt_logprobs=request.prompt_logprobs,
             cache_salt=request.cache_salt,
             media=media,
+            conversation=conversation,
         )
         check_request(generate)
         return generate
+
+    def _pack_conversation(self, request: TextRequest) -> bytes:
+        """Return a conversation with images for an engine that renders it itself. Raises InvalidRequest for what it cannot do."""
+        settings = {
+            "prompt": request.messages is None,
+            "chat_template": bool(request.chat_template),
+            "continue_final_message": request.continues_last,
+            "add_generation_prompt": not request.add_generation_prompt,
+            "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
+            "thinking": request.reasoning_limit is not None,
+        }
+        for param, is_set in settings.items():
+            if is_set:
+                raise InvalidRequest(
+                    f"'{param}' cannot be combined with images: the server of model '{self._name}' renders them itself",
+                    param=param,
+                )
+        packed, _ = pack_conversation(request, request.messages or (), self._info, plain_tools=False)
+        return packed
 
     def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> Detokenizer:
         """Return a detokenizer for the response to `prompt`, which is `to_generate(request)`."""

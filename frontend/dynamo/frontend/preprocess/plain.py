@@ -15,7 +15,7 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, TextPrompt, pack_text
 from dynamo.common.generation_rules import check_request
-from dynamo.common.model_card import ModelCard
+from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.common.parser_names import GENERIC
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
@@ -85,15 +85,7 @@ class PlainTextModel:
             assert isinstance(request.prompt, str)
             return pack_text(TextPrompt(prompt=request.prompt)), ()
         check_length(request.messages, self._limits)
-        messages: Sequence[Mapping[str, Any]] = [
-            with_checked_content(message, self._info.modalities) for message in request.messages
-        ]
-        tools = request.tools
-        if self._info.tool_parser == GENERIC or request.sampling.guided is not None:
-            messages, tools = in_plain_messages(messages, tools), ()
-        placed, media = _with_places(messages)
-        variables = dict(request.chat_template_kwargs)
-        return pack_text(TextPrompt(tools=list(map(dict, tools)), template_variables=variables, messages=placed)), media
+        return pack_conversation(request, request.messages, self._info, plain_tools=request.sampling.guided is not None)
 
     def _check_needs(self, request: TextRequest) -> None:
         """Raises InvalidRequest for a setting that needs tokens or the template, which only the engine has."""
@@ -114,6 +106,21 @@ class PlainTextModel:
 
     def _needs_tokens(self, what: str, param: str | None = None) -> Never:
         raise InvalidRequest(f"model '{self._name}' takes text and generates text: it does not support {what}", param=param)
+
+
+def pack_conversation(
+    request: TextRequest, messages: Sequence[Mapping[str, Any]], info: LlmInfo, *, plain_tools: bool
+) -> tuple[bytes, tuple[dict[str, Any], ...]]:
+    """Return a conversation for an engine that renders it, and the media that it names.
+
+    Tools are described in its messages with `plain_tools`, and where the model's template has no place for them.
+    """
+    messages, tools = [with_checked_content(message, info.modalities) for message in messages], request.tools
+    if plain_tools or info.tool_parser == GENERIC:
+        messages, tools = in_plain_messages(messages, tools), ()
+    placed, media = _with_places(messages)
+    variables = dict(request.chat_template_kwargs)
+    return pack_text(TextPrompt(tools=list(map(dict, tools)), template_variables=variables, messages=placed)), media
 
 
 def _with_places(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:

@@ -368,7 +368,7 @@ class Generation:
 
     async def _migrate(self, part: _Part, choices: list[int], error: Unavailable) -> None:
         """Let other instances generate the rest of these choices, each by itself. Raises `error` if that cannot be."""
-        if self._prompt.sampling.guided is not None or part.migrations_left == 0:
+        if self._prompt.sampling.guided is not None or self._prompt.conversation or part.migrations_left == 0:
             raise error
         rests = [(self._work(rest), rest) for rest in map(self._rest, choices)]
         await part.stream.move(error, rests[0][0])

@@ -16,10 +16,14 @@ def read_prompt(request: GenerateRequest) -> TextPrompt:
     prompt = unpack_text(request.prompt)
     if (prompt.prompt is None) == (prompt.messages is None):
         raise InvalidRequest("the request must have either a prompt or messages", param="prompt")
-    if prompt.messages is None or not request.media:
+    return with_media(prompt, request.media)
+
+
+def with_media(prompt: TextPrompt, media: Sequence[Mapping[str, Any]]) -> TextPrompt:
+    """Return `prompt` with the content parts `media` in their places. Raises InvalidRequest."""
+    if prompt.messages is None or not media:
         return prompt
-    messages = [_with_media(message, request.media) for message in prompt.messages]
-    return msgspec.structs.replace(prompt, messages=messages)
+    return msgspec.structs.replace(prompt, messages=[_with_media(message, media) for message in prompt.messages])
 
 
 def _with_media(message: dict[str, Any], media: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

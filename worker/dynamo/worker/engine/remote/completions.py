@@ -1,4 +1,7 @@
-"""`/v1/completions` with token ids in both directions: of `vllm serve`, and of TensorRT-LLM's `trtllm-serve`."""
+"""`/v1/completions` with token ids in both directions: of `vllm serve`, and of TensorRT-LLM's `trtllm-serve`.
+
+vLLM takes images in conversations only, so those go to its `/v1/chat/completions`, which sends token ids, too.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,28 @@ from typing import Any
 import msgspec
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, unpack_text
 from dynamo.common.generation_rules import Feature
 from dynamo.worker.engine.open_requests import read_finish_reason
-from dynamo.worker.engine.remote.dialect import decode_event, token_limit, without_none
+from dynamo.worker.engine.remote.dialect import data_url, decode_event, fills_context, token_limit, without_none
 from dynamo.worker.engine.remote.errors import Error, stream_error
 from dynamo.worker.engine.remote.tokens import TokenReader, any_of, check_tokens, chosen_first, logit_bias
 from dynamo.worker.engine.sampling import choice_seed, sampling_fields
+from dynamo.worker.engine.text_prompt import with_media
 from dynamo.worker.engine.vllm_request import structured_settings
 
 PATH = "/v1/completions"
+CHAT_PATH = "/v1/chat/completions"
 _VLLM_FEATURES = frozenset(
-    {Feature.GUIDED, Feature.LOGIT_BIAS, Feature.ALLOWED_IDS, Feature.LOGPROB_IDS, Feature.ADAPTER, Feature.CACHE_SALT}
+    {
+        Feature.GUIDED,
+        Feature.LOGIT_BIAS,
+        Feature.ALLOWED_IDS,
+        Feature.LOGPROB_IDS,
+        Feature.ADAPTER,
+        Feature.CACHE_SALT,
+        Feature.MEDIA,
+    }
 )
 _TENSORRT_FEATURES = frozenset({Feature.GUIDED, Feature.LOGIT_BIAS})
 _SERVER_LOGPROBS = 20
@@ -45,6 +58,8 @@ class PromptDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    """With as many for each image as it takes."""
     prompt_tokens_details: PromptDetails | None = None
 
 
@@ -54,7 +69,57 @@ class Chunk(msgspec.Struct):
     error: Error | None = None
 
 
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    top_logprobs: list[ChatLogprob] = []
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob] | None = None
+
+    def columns(self) -> Logprobs:
+        """Return them in the form of plain completions."""
+        content = self.content or []
+        return Logprobs(
+            tokens=[position.token for position in content],
+            token_logprobs=[position.logprob for position in content],
+            top_logprobs=[{other.token: other.logprob for other in position.top_logprobs} for position in content],
+        )
+
+
+class ChatChoice(msgspec.Struct):
+    index: int = 0
+    token_ids: list[int] | None = None
+    """None: the choice begins."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatChunk(msgspec.Struct):
+    choices: list[ChatChoice] = []
+    usage: Usage | None = None
+    error: Error | None = None
+
+    def plain(self) -> Chunk:
+        """Return the chunk in the form of plain completions."""
+        choices = [
+            Choice(
+                index=choice.index,
+                token_ids=choice.token_ids,
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                logprobs=None if choice.logprobs is None else choice.logprobs.columns(),
+            )
+            for choice in self.choices
+            if choice.token_ids is not None or choice.finish_reason is not None
+        ]
+        return Chunk(choices, self.usage, self.error)
+
+
 _chunk_decoder = msgspec.json.Decoder(Chunk)
+_chat_decoder = msgspec.json.Decoder(ChatChunk)
 
 
 class VllmDialect:
@@ -68,20 +133,27 @@ class VllmDialect:
     def call(self, request: GenerateRequest) -> tuple[str, bytes]:
         check_tokens(request, self._context_length, _VLLM_FEATURES)
         sampling = request.sampling
+        chosen = None if request.logprobs is None else _with_chosen(request.logprobs)
         fields = {
             **_common(request, request.adapter or self._model, self._context_length),
             "return_token_ids": True,
             "allowed_token_ids": sampling.allowed_token_ids,
             "structured_outputs": structured_settings(sampling.guided) if sampling.guided else None,
-            "logprobs": None if request.logprobs is None else _with_chosen(request.logprobs),
+            "logprobs": chosen,
             "logprob_token_ids": request.logprob_token_ids or None,
             "return_tokens_as_token_ids": None if request.logprobs is None else True,
             "cache_salt": request.cache_salt or None,
         }
-        return PATH, msgspec.json.encode(without_none(fields))
+        if not request.media:
+            return PATH, msgspec.json.encode(without_none(fields))
+        fields |= _conversation(request)
+        fields |= {"prompt": None, "logprobs": None if chosen is None else True, "top_logprobs": chosen}
+        if fills_context(request, self._context_length):
+            fields["max_tokens"] = None
+        return CHAT_PATH, msgspec.json.encode(without_none(fields))
 
     def reader(self, request: GenerateRequest) -> StreamReader:
-        return StreamReader(request, self._eos)
+        return ChatReader(request, self._eos) if request.media else StreamReader(request, self._eos)
 
 
 class TensorRtDialect:
@@ -104,6 +176,20 @@ class TensorRtDialect:
 
     def reader(self, request: GenerateRequest) -> StreamReader:
         return StreamReader(request, self._eos)
+
+
+def _conversation(request: GenerateRequest) -> dict[str, object]:
+    """Return the fields that a conversation with images has in the place of a prompt."""
+    if not request.conversation:
+        raise InvalidRequest("this server takes images in conversations only", param="prompt")
+    images = [{"type": "image_url", "image_url": {"url": data_url(image["data"])}} for image in request.media]
+    prompt = with_media(unpack_text(request.conversation), images)
+    return {
+        "messages": prompt.messages,
+        "tools": prompt.tools or None,
+        "tool_choice": "none" if prompt.tools else None,  # frontends parse calls: the server is to leave them in the text
+        "chat_template_kwargs": prompt.template_variables or None,
+    }
 
 
 def _common(request: GenerateRequest, model: str, context_length: int) -> dict[str, object]:
@@ -153,11 +239,15 @@ class StreamReader(TokenReader):
     """Reads the events of one stream; see `Reader`."""
 
     def read(self, event: bytes) -> list[Delta]:
-        chunk = decode_event(_chunk_decoder, event)
+        return self._read(decode_event(_chunk_decoder, event))
+
+    def _read(self, chunk: Chunk) -> list[Delta]:
         if chunk.error is not None:
             raise stream_error(chunk.error)
-        if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
-            self._cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens or 0
+        if chunk.usage is not None:
+            self._prompt_tokens = chunk.usage.prompt_tokens or self._prompt_tokens
+            details = chunk.usage.prompt_tokens_details
+            self._cached_tokens = (details.cached_tokens or 0) if details is not None else self._cached_tokens
         return [delta for choice in chunk.choices if (delta := self._delta(choice)) is not None]
 
     def _delta(self, choice: Choice) -> Delta | None:
@@ -189,6 +279,13 @@ class StreamReader(TokenReader):
             chosen_first(token, value, [(_token_id(name), other) for name, other in (top or {}).items()], alternatives)
             for token, value, top in zip(tokens, logprobs.token_logprobs, tops, strict=False)
         ]
+
+
+class ChatReader(StreamReader):
+    """Reads the events of one stream of a chat completion."""
+
+    def read(self, event: bytes) -> list[Delta]:
+        return self._read(decode_event(_chat_decoder, event).plain())
 
 
 def _token_id(name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -97,6 +98,16 @@ def token_limit(request: GenerateRequest, context_length: int) -> int:
     """Return how many tokens may be generated: servers would take less than a missing limit means here."""
     room = context_length - request.prompt_tokens
     return room if request.stop.max_tokens is None else min(request.stop.max_tokens, room)
+
+
+def fills_context(request: GenerateRequest, context_length: int) -> bool:
+    """Whether an image's tokens, which only the server knows, leave less room than may be generated: as much as fits is meant."""
+    return bool(request.media) and token_limit(request, context_length) == context_length - request.prompt_tokens
+
+
+def data_url(image: bytes) -> str:
+    """Return an image as servers take it, which see its format in its bytes."""
+    return f"data:image/*;base64,{b64encode(image).decode()}"
 
 
 def check_rank(request: GenerateRequest) -> None:

@@ -197,6 +197,7 @@ class RemoteEngine:
         text = self._text = self._text or self._read_files(said.tokenizer_path or served.root, served)
         eos = frozenset(text.eos_token_ids)
         takes_images = said.has_image_understanding
+        renders_media = False
         match kind:
             case RemoteKind.SGLANG:
                 self._dialect = SglangDialect(context_length, eos)
@@ -204,6 +205,7 @@ class RemoteEngine:
                 self._dialect = TensorRtDialect(self._model, context_length, eos)
             case _:
                 self._dialect = VllmDialect(self._model, context_length, eos)
+                takes_images = renders_media = text.image_token is not None
         return LlmInfo(
             context_length=context_length,
             tokenizer=sha256(text.tokenizer).hexdigest(),
@@ -213,6 +215,7 @@ class RemoteEngine:
             eos_token_ids=text.eos_token_ids,
             modalities=("image",) if takes_images else (),
             image_token=text.image_token if takes_images else None,
+            renders_media=renders_media,
         )
 
     def files(self) -> Sequence[bytes]:

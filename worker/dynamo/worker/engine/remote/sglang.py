@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from typing import Any
 
 import msgspec
@@ -11,7 +10,7 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest
 from dynamo.common.generation_rules import Feature
 from dynamo.worker.engine.open_requests import read_finish_reason
-from dynamo.worker.engine.remote.dialect import decode_event, token_limit, without_none
+from dynamo.worker.engine.remote.dialect import data_url, decode_event, fills_context, token_limit, without_none
 from dynamo.worker.engine.remote.errors import Error, stream_error, to_error
 from dynamo.worker.engine.remote.tokens import TokenReader, any_of, check_tokens, chosen_first, logit_bias
 from dynamo.worker.engine.sampling import choice_seed, sampling_fields
@@ -70,11 +69,6 @@ class SglangDialect:
         return SglangReader(request, self._eos)
 
 
-def data_url(image: bytes) -> str:
-    """Return an image as servers take it, which see its format in its bytes."""
-    return f"data:image/*;base64,{b64encode(image).decode()}"
-
-
 def request_fields(request: GenerateRequest, context_length: int) -> dict[str, object]:
     """Return a request as SGLang takes it. Raises InvalidRequest for structured output of another kind."""
     sampling, stop = request.sampling, request.stop
@@ -90,9 +84,12 @@ def request_fields(request: GenerateRequest, context_length: int) -> dict[str, o
         "logit_bias": logit_bias(sampling),
         **(_constraint(structured_settings(sampling.guided)) if sampling.guided else {}),
     }
+    given = without_none(settings)
+    if fills_context(request, context_length):
+        given["max_new_tokens"] = None  # without it, the limit is 128
     fields = {
         "input_ids": request.tokens.tolist(),
-        "sampling_params": without_none(settings),
+        "sampling_params": given,
         "stream": True,
         "return_logprob": None if request.logprobs is None else True,
         "top_logprobs_num": None if request.logprobs is None else request.logprobs + 1,
