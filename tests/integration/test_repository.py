@@ -356,6 +356,14 @@ async def settings_reach_the_worker(url: str, client: Client, http: httpx2.Async
             await client.infer("counts", 7.0)
     entries = json.loads(files[0].read_text())
     assert entries[0] == {"id": 1, "model_name": "counts", "model_version": 1}
+    times = [time for entry in entries for time in entry.get("timestamps", ())]
+    assert [time["name"] for time in times[:3]] == ["GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "REQUEST_START"]
+    assert times == sorted(times, key=lambda time: int(time["ns"])), "the clocks of both processes are one"
+    body = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [7.0]}]}
+    (await http.post(f"{url}/v2/models/counts/infer", json=body)).raise_for_status()
+    async with asyncio.timeout(20):
+        while not any("HTTP_RECV_END" in file.read_text() for file in folder.glob("trace-*.json.*")):
+            await client.infer("counts", 7.0)
     tensors = {entry["activity"]: entry["tensor"]["data"] for entry in entries if "tensor" in entry}
     assert tensors["TENSOR_QUEUE_INPUT"] == "7"
     assert set(tensors) == {"TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"}

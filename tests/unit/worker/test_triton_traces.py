@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from dynamo.common.options import TraceOptions
+from dynamo.common.reception import Edge, Reception
 from dynamo.common.server_settings import ServerSettings, TraceChange
 from dynamo.common.tensors import from_numpy
 from dynamo.worker.engine.base import Context, RequestTimings
@@ -137,7 +138,7 @@ async def test_a_trace_names_times_tensors_and_its_parent_as_triton_does(tmp_pat
         root = traces.begin("ensemble", "2", "my id")
         assert root is not None
         root.is_composed = True
-        outer = RequestTrace(root, 10)
+        outer = RequestTrace(root, 10, Reception.of(Reception(Edge.HTTP, 3, 4).headers()))
         child = root.child("part", "1", "my id")
         assert child is not None
         inner = RequestTrace(child, 20)
@@ -155,8 +156,16 @@ async def test_a_trace_names_times_tensors_and_its_parent_as_triton_does(tmp_pat
     times = {number: [e["timestamps"][0]["name"] for e in found if e["id"] == number and "timestamps" in e] for number in (1, 2)}
     computed = ["COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END"]
     start, end = ["REQUEST_START", "QUEUE_START"], ["REQUEST_END"]
-    assert times == {1: [*start, *end, "INFER_RESPONSE_COMPLETE"], 2: start + computed + end}
+    received = ["HTTP_RECV_START", "HTTP_RECV_END"]
+    assert times == {1: [*received, *start, *end, "INFER_RESPONSE_COMPLETE"], 2: start + computed + end}
     assert {"id": 1, "model_name": "ensemble", "model_version": 2, "request_id": "my id"} in found
+
+
+def test_the_clock_of_another_host_is_ignored() -> None:
+    [(name, text)] = Reception(Edge.GRPC, 3, 4).headers().items()
+    assert Reception.of({name: text}) == Reception(Edge.GRPC, 3, 4)
+    assert Reception.of({name: f"{text}-of-another-host"}) is None
+    assert Reception.of({}) is None
 
 
 CALLER = """

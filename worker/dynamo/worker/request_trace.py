@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from time import perf_counter_ns
 
+from dynamo.common.reception import Reception
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Array, element_count, from_numpy, typed_to_raw
 from dynamo.worker.engine.base import RequestTimings, TensorResponse
@@ -16,10 +17,13 @@ _INPUT, _OUTPUT = "TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"
 class RequestTrace:
     """The trace of a request while it is served."""
 
-    def __init__(self, trace: Trace, start_ns: int) -> None:
+    def __init__(self, trace: Trace, start_ns: int, reception: Reception | None = None) -> None:
+        """`reception`: of a request of a client, at a frontend whose clock is that of this process."""
         self._trace = trace
         self._start_ns = start_ns
         self._queued_ns = perf_counter_ns()
+        for name, ns in () if reception is None else reception.timestamps():
+            trace.timestamp(name, ns)
         trace.timestamp("REQUEST_START", start_ns)
         trace.timestamp("QUEUE_START", self._queued_ns)
 

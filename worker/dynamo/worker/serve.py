@@ -27,6 +27,7 @@ from dynamo.common.messaging.frames import Body, Buffer, size_of
 from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.reception import Reception
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import ResponseForm
 from dynamo.common.tracing import Tracing, context_of
@@ -401,7 +402,7 @@ class Service:
                 is_sampled = traces.is_sampled(name)
             else:
                 context.trace = traces.begin(name, statistics.version, request_id)
-                trace = None if context.trace is None else RequestTrace(context.trace, start_ns)
+                trace = None if context.trace is None else RequestTrace(context.trace, start_ns, Reception.of(incoming.headers))
         if self._tracing is not None:
             attributes = {"dynamo.model": name, "dynamo.request_id": incoming.request_id}
             span = self._tracing.begin("serve", incoming.headers, attributes, always=is_sampled)

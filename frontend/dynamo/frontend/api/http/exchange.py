@@ -15,6 +15,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 from types import TracebackType
 from typing import TypeAlias
 from urllib.parse import parse_qs
@@ -107,6 +108,10 @@ class Exchange:
         """Counts the failure of a request that the data plane has not begun."""
         self.status: int | None = None
         """Of the response, once it has begun."""
+        self.began_ns = perf_counter_ns()
+        """When its headers had been read."""
+        self.body_read_ns = self.began_ns
+        """When its body had been read, once it was."""
         self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.body_bytes = 0
         """Length of the request's body, once it was read."""
@@ -248,6 +253,7 @@ class Exchange:
                 raise _too_large(limit)
             self.hold(len(body))
             self.body_bytes = len(body)
+            self.body_read_ns = perf_counter_ns()
             return body
         return await self._long_body(message, limit)
 
@@ -265,6 +271,7 @@ class Exchange:
             if size > limit:
                 raise _too_large(limit)
             if not message.get("more_body"):
+                self.body_read_ns = perf_counter_ns()
                 return b"".join(parts)
             message = await self._receive()
 

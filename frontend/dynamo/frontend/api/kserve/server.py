@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
+import msgspec
+
 from dynamo.common.background import running
 from dynamo.common.errors import Forbidden, InvalidRequest, ModelNotFound, NotFound, Unsupported
 from dynamo.common.options import TraceOptions
+from dynamo.common.reception import Edge, Reception
 from dynamo.common.server_settings import LocalSettings
+from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.regions import Regions
 from dynamo.frontend.api.kserve.registrations import SharedRegistrations
 from dynamo.frontend.api.kserve.settings import Settings, Values
@@ -53,6 +57,13 @@ class KserveServer:
         if not self.allows_remote_memory:
             check_is_local(peer)
         regions.register(name, key, offset, size_bytes)
+
+    def timed(self, caller: Caller, model: str, edge: Edge, start_ns: int, end_ns: int) -> Caller:
+        """Return `caller` with the time in which its request was read, if requests to the model may be traced."""
+        if not self.settings.has_times(model):
+            return caller
+        headers = Reception(edge, start_ns, end_ns).headers()
+        return msgspec.structs.replace(caller, headers={**caller.headers, **headers})
 
     async def trace_settings(
         self, plane: DataPlane, account: Account, model: str, changes: Mapping[str, Values]

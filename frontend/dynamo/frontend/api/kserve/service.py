@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
+from functools import partial
+from time import perf_counter_ns
 from typing import NoReturn
 
 import grpc
@@ -18,6 +20,7 @@ from dynamo.common.known_heads import KnownHeads
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import MessageScanner, parse_message
 from dynamo.common.model_card import ModelCard
+from dynamo.common.reception import Edge
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
@@ -131,16 +134,19 @@ class KserveService:
         try:
             caller = _caller(self._account(), context, progress)
             request_id, explanation = caller.request_id, caller.explanation
+            waits_ns = perf_counter_ns()
             data = await message.read() if isinstance(message, PendingMessage) else message
+            read_ns = perf_counter_ns()
             known = self._known_heads.find(data)
             request = TensorRequest.parse(data, self._scanner) if known is None else known
             model = request.head.model_name
             if self._plane.names.has_rule(model):
                 request_id = caller.request_id or usable_id(request.head.id)
-                response = await serve_by_name(self._plane, request, caller, self._respond)
+                response = await serve_by_name(self._plane, request, caller, partial(self._respond, waits_ns, read_ns))
             else:  # as in `_respond`, without another coroutine for each request
                 card = self._plane.card(caller.account, model, check_version(request.head.model_version))
-                call = call_for(request, card, caller, RequestType.UNARY)
+                timed = self._server.timed(caller, card.name, Edge.GRPC, waits_ns, read_ns)
+                call = call_for(request, card, timed, RequestType.UNARY)
                 request_id = call.request_id
                 logged_id.set(request_id)
                 places: Places = {}
@@ -159,7 +165,8 @@ class KserveService:
                 self._plane.refused(TENSOR_ENDPOINT, error)
             await self._abort(context, error, request_id, "ModelInfer", explanation)
 
-    async def _respond(self, request: TensorRequest, card: ModelCard, caller: Caller) -> Buffer:
+    async def _respond(self, waits_ns: int, read_ns: int, request: TensorRequest, card: ModelCard, caller: Caller) -> Buffer:
+        caller = self._server.timed(caller, card.name, Edge.GRPC, waits_ns, read_ns)
         call = call_for(request, card, caller, RequestType.UNARY)
         logged_id.set(call.request_id)
         places: Places = {}

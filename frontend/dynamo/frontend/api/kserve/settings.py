@@ -11,7 +11,7 @@ import msgspec
 from dynamo.common.errors import InvalidRequest, Overloaded, Unsupported
 from dynamo.common.log_settings import FORMATS
 from dynamo.common.options import TraceMode, TraceOptions
-from dynamo.common.server_settings import LEVELS, SERVER, ServerSettings, SettingsStore, TraceChange, why_not_traced
+from dynamo.common.server_settings import LEVELS, SERVER, TIMESTAMPS, ServerSettings, SettingsStore, TraceChange, why_not_traced
 
 OFF = "OFF"
 _UINT32 = 2**32
@@ -49,6 +49,11 @@ class Settings:
         else:
             shown["url"] = [self.options.otlp_endpoint or ""]
         return shown
+
+    def has_times(self, model: str) -> bool:
+        """Return whether requests to a model may be traced with times. Raises Unavailable."""
+        settings = self.store().value
+        return bool(settings.trace) and TIMESTAMPS in settings.trace_of(model).levels
 
     async def change_trace(self, model: str, values: Mapping[str, Values]) -> None:
         """Change all of `values`, or none, for all processes. Unknown ones are ignored.

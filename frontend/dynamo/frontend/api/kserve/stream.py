@@ -13,6 +13,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter_ns
 
 import grpc.aio
 
@@ -21,6 +24,7 @@ from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import MessageScanner
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.protobuf_wire import tag, varint
+from dynamo.common.reception import Edge
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import FINAL_RESPONSE, ResponseForm
 from dynamo.common.tensors import Buffer
@@ -109,18 +113,20 @@ class KserveStream:
 
     async def _read_requests(self, tasks: asyncio.TaskGroup) -> ShuttingDown | None:
         while True:
+            waits_ns = perf_counter_ns()
             try:
                 data = await self._drain.read(self._context)
             except ShuttingDown as error:
                 return error
             if data is None:
                 return None
-            self._start(tasks, data)
+            self._start(tasks, data, waits_ns)
             if self._running >= self._options.max_stream_requests:
                 self._room = asyncio.get_running_loop().create_future()
                 await self._room
 
-    def _start(self, tasks: asyncio.TaskGroup, data: Buffer) -> None:
+    def _start(self, tasks: asyncio.TaskGroup, data: Buffer, waits_ns: int) -> None:
+        timed = partial(self._server.timed, edge=Edge.GRPC, start_ns=waits_ns, end_ns=perf_counter_ns())
         request: TensorRequest | None = None
         card: ModelCard | None = None
         problem: DynamoError | None = None
@@ -143,7 +149,7 @@ class KserveStream:
             turn, after = asyncio.get_running_loop().create_future(), self._turn
             self._turn = turn
         self._running += 1
-        task = tasks.create_task(self._serve(request, card, problem, after, turn))
+        task = tasks.create_task(self._serve(request, card, problem, timed, after, turn))
         if occupied is not None:
             task.add_done_callback(lambda _: occupied.leave())
 
@@ -152,10 +158,14 @@ class KserveStream:
         request: TensorRequest | None,
         card: ModelCard | None,
         problem: DynamoError | None,
+        timed: Callable[[Caller, str], Caller],
         after: asyncio.Future[None] | None,
         turn: asyncio.Future[None] | None,
     ) -> None:
-        """Serve one request. Its responses wait for `after`, and `turn` is set at its end, however it ended."""
+        """Serve one request. Its responses wait for `after`, and `turn` is set at its end, however it ended.
+
+        `timed` adds to the caller when the request was read, for traces of a model.
+        """
         request_id = self._caller.request_id
         call: Call | None = None
         try:
@@ -165,7 +175,7 @@ class KserveStream:
 
             async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> None:
                 nonlocal call, request_id
-                call = call_for(request, card, caller, RequestType.STREAM)
+                call = call_for(request, card, timed(caller, card.name), RequestType.STREAM)
                 request_id = call.request_id
                 logged_id.set(request_id)
                 await self._respond(request, card, call, after)

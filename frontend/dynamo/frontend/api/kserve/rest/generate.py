@@ -24,6 +24,7 @@ from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_object
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, parameters_to_json, send_response
+from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.text import to_text_requests
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.metrics import RequestType
@@ -34,13 +35,13 @@ from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
 
 
-async def handle_generate(plane: DataPlane, exchange: Exchange, target: Target) -> None:
+async def handle_generate(plane: DataPlane, server: KserveServer, exchange: Exchange, target: Target) -> None:
     parsed, caller = await _read(plane, exchange, target)
     if parsed.stream:
         raise InvalidRequest("generate returns one response; omit 'stream', or use generate_stream", param="stream")
 
     async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> dict[str, Any]:
-        call = begin(exchange, caller, request, card, RequestType.UNARY)
+        call = begin(server, exchange, caller, request, card, RequestType.UNARY)
         async with exchange.attended():
             return await _single_response(plane, exchange.settings.offload, replace(parsed, request=request), card, call)
 
@@ -48,11 +49,11 @@ async def handle_generate(plane: DataPlane, exchange: Exchange, target: Target) 
     await send_response(exchange, orjson.dumps(result), [])
 
 
-async def handle_generate_stream(plane: DataPlane, exchange: Exchange, target: Target) -> None:
+async def handle_generate_stream(plane: DataPlane, server: KserveServer, exchange: Exchange, target: Target) -> None:
     parsed, caller = await _read(plane, exchange, target)
 
     async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> None:
-        call = begin(exchange, caller, request, card, RequestType.STREAM)
+        call = begin(server, exchange, caller, request, card, RequestType.STREAM)
         await _respond_with_events(plane, exchange, replace(parsed, request=request), card, call)
 
     await serve_by_name(plane, parsed.request, caller, respond, exchange.has_begun)

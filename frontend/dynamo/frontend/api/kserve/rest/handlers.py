@@ -82,10 +82,10 @@ class Handlers:
         await handle_infer(self._readiness.plane, self._state, exchange, Target.of(exchange.parameters))
 
     async def generate(self, exchange: Exchange) -> None:
-        await handle_generate(self._readiness.plane, exchange, Target.of(exchange.parameters))
+        await handle_generate(self._readiness.plane, self._state, exchange, Target.of(exchange.parameters))
 
     async def generate_stream(self, exchange: Exchange) -> None:
-        await handle_generate_stream(self._readiness.plane, exchange, Target.of(exchange.parameters))
+        await handle_generate_stream(self._readiness.plane, self._state, exchange, Target.of(exchange.parameters))
 
 
 async def _send(exchange: Exchange, body: object, status: int = 200) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard
+from dynamo.common.reception import Edge
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
@@ -40,7 +41,7 @@ async def handle_infer(plane: DataPlane, server: KserveServer, exchange: Exchang
         request, places = fetch(request, server.regions)
 
     async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> Buffer:
-        call = begin(exchange, caller, request, card, RequestType.UNARY)
+        call = begin(server, exchange, caller, request, card, RequestType.UNARY)
         async with exchange.attended():
             return await infer(plane, request, card, call)
 
@@ -53,8 +54,11 @@ async def handle_infer(plane: DataPlane, server: KserveServer, exchange: Exchang
     await send_response(exchange, text, binary)
 
 
-def begin(exchange: Exchange, caller: Caller, request: TensorRequest, card: ModelCard, request_type: RequestType) -> Call:
+def begin(
+    server: KserveServer, exchange: Exchange, caller: Caller, request: TensorRequest, card: ModelCard, request_type: RequestType
+) -> Call:
     """Return the call of a request, and set its id for the log and the response's headers."""
+    caller = server.timed(caller, card.name, Edge.HTTP, exchange.began_ns, exchange.body_read_ns)
     call = call_for(request, card, caller, request_type)
     exchange.request_id = call.request_id
     logged_id.set(call.request_id)
