@@ -294,7 +294,7 @@ class RecordingRouter:
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> None:
         return None
 
-    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> None:
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance], *, with_room: bool = False) -> int | None:
         return None
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:

@@ -77,6 +77,7 @@ class QueuePolicy(StrEnum):
     """Which waiting request is next; see `admission`."""
 
     FCFS = "fcfs"
+    PREFIX = "prefix"
     WSPT = "wspt"
 
 
@@ -1027,7 +1028,8 @@ class QueueOptions:
         QueuePolicy.FCFS,
         flags=("--router-queue-policy",),
         env=("DYN_ROUTER_QUEUE_POLICY",),
-        help="Who is next: fcfs by priority, then arrival; wspt by priority per token, so that short ones wait least.",
+        help="Who is next: fcfs by priority, then arrival; prefix nearly so, but one whose prompt is cached where there is room; "
+        "wspt by priority per token, so that short ones wait least.",
     )
 
 

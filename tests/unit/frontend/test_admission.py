@@ -2,19 +2,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from dynamo.common.discovery import Instance
 from dynamo.common.errors import DeadlineExceeded, NoInstances, Overloaded
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import QueueOptions, QueuePolicy, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.router.base import RoutingDecision
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.admission import AdmissionQueue
@@ -23,6 +25,7 @@ from dynamo.frontend.serving.data_plane import open_data_plane
 from dynamo.frontend.serving.dispatch import Dispatcher
 from dynamo.frontend.serving.fair_queue import FairQueue
 from dynamo.frontend.serving.fair_slots import FairSlots
+from dynamo.frontend.serving.line_order import MOST_PASSES
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeTexts, RecordingRouter, instance
 from tests.support.virtual_time import in_virtual_time
@@ -34,6 +37,11 @@ class OneAtATime(RecordingRouter):
     def __init__(self, room: int = 1) -> None:
         super().__init__()
         self.room = room
+        self.missing: dict[str, int] = {}
+        """By name, which is the salt of the prompt."""
+
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance], *, with_room: bool = False) -> int | None:
+        return self.missing.get(request.cache_salt) if with_room and len(self.open) < self.room else None
 
     def pick(self, request, candidates, *, explain=False) -> RoutingDecision:  # type: ignore[no-untyped-def]
         if len(self.open) >= self.room:
@@ -53,7 +61,8 @@ class Fleet:
         self.done: list[str] = []
 
     def send(self, name: str, *, prompt: int = 1, account: Account = ANONYMOUS, **call: object) -> asyncio.Task[None]:
-        work = Work(model="adder", verb="infer", body=name.encode(), metrics=self.metrics, prompt=bytes(4 * prompt))
+        body, tokens = name.encode(), bytes(4 * prompt)
+        work = Work(model="adder", verb="infer", body=body, metrics=self.metrics, prompt=tokens, cache_salt=name)
 
         async def sent() -> None:
             await self.dispatcher.call(work, Call(account=account, request_id=name, **call))  # type: ignore[arg-type]
@@ -119,6 +128,41 @@ async def test_by_wspt_short_requests_go_first_unless_a_long_one_is_important_en
         await fleet.respond()
     await asyncio.gather(*tasks)
     assert fleet.done == ["running", "long and important", "short", "middle", "long"]
+
+
+@in_virtual_time
+async def test_by_prefix_the_request_that_is_cached_where_there_is_room_goes_first() -> None:
+    fleet = Fleet(10, QueuePolicy.PREFIX)
+    fleet.router.missing = {"far": 900, "near": 100, "nearer": 10, "nearest, but unimportant": 0}
+    tasks = [fleet.send("running")]
+    await asyncio.sleep(0.01)
+    tasks += [fleet.send(name, priority=0 if "unimportant" in name else 1) for name in fleet.router.missing]
+    for _ in tasks:
+        await asyncio.sleep(0.1)
+        await fleet.respond()
+    await asyncio.gather(*tasks)
+    assert fleet.done == ["running", "nearer", "near", "far", "nearest, but unimportant"]
+
+
+@in_virtual_time
+async def test_by_prefix_a_request_is_passed_by_a_bounded_number_of_later_ones() -> None:
+    fleet = Fleet(100, QueuePolicy.PREFIX)
+    near = {f"near {number}": 1 for number in range(2 * MOST_PASSES)}
+    fleet.router.missing = {"far": 900, **near}
+    tasks = [fleet.send("running")]
+    await asyncio.sleep(0.01)
+    tasks += [fleet.send(name) for name in fleet.router.missing]
+    await serve_all(fleet, tasks)
+    assert fleet.done.index("far") == 1 + MOST_PASSES
+    assert [name for name in fleet.done if name in near] == list(near)
+
+
+@in_virtual_time
+async def test_by_prefix_requests_go_in_order_while_nothing_is_known_of_caches() -> None:
+    fleet = Fleet(10, QueuePolicy.PREFIX)
+    tasks = [fleet.send(name) for name in "abcd"]
+    await serve_all(fleet, tasks)
+    assert fleet.done == list("abcd")
 
 
 @in_virtual_time

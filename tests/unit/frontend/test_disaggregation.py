@@ -24,7 +24,7 @@ from dynamo.common.generation import (
 from dynamo.common.kv.hashes import sequence_hashes
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.frontend.config import DisaggregationOptions, KvRouterOptions, RetryOptions, ServingOptions
+from dynamo.frontend.config import DisaggregationOptions, KvRouterOptions, RetryOptions, ServingOptions, Thresholds
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouteRequest
@@ -305,7 +305,7 @@ class Remembering(RecordingRouter):
         self.missing = missing
         self.looked_at: list[InstanceId] = []
 
-    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int:  # type: ignore[override]
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance], *, with_room: bool = False) -> int:
         self.looked_at = [candidate.id for candidate in candidates]
         return self.missing
 
@@ -345,6 +345,11 @@ def test_the_router_knows_how_much_of_a_prompt_the_best_candidate_lacks() -> Non
     kv.index("talker").store(InstanceId(2), hashes)
     assert kv.missing_tokens(request, fleet) == 0
     assert kv.missing_tokens(RouteRequest(model="talker", prompt=pack_tokens(range(3))), fleet) == 3
+    kv.thresholds.set("talker", Thresholds(active_prefill_tokens=100), changed_at_ms=1)
+    kv.loads.book("long", InstanceId(2), 0.0, prefill_tokens=101)
+    assert kv.missing_tokens(request, fleet, with_room=True) == 10, "the one that has it cached is busy"
+    kv.loads.book("long, too", InstanceId(1), 0.0, prefill_tokens=101)
+    assert kv.missing_tokens(request, fleet, with_room=True) is None
 
 
 async def test_a_prefill_costs_no_retry_when_the_request_may_not_move() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.router_oracle import excess, random_case
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.config import KvRouterOptions, RouterOptions, Thresholds
+from dynamo.frontend.config import KvRouterOptions, QueueOptions, QueuePolicy, RouterOptions, Thresholds
 from dynamo.local.replay.command import main
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures, summary
@@ -98,6 +98,22 @@ def test_busy_thresholds_reject_and_what_is_rejected_is_not_good() -> None:
         assert len(figures.ttft_s) == figures.requests - figures.rejected
         assert figures.good.total() <= figures.requests - figures.rejected
         assert summary(figures).rejected_share == figures.rejected / figures.requests
+
+
+def test_a_queue_in_the_order_of_caches_finds_more_and_serves_sooner() -> None:
+    workload = Workload(groups=60, prefix_blocks=12, own_blocks=2, output_tokens=100, skew=0.0, arrivals_per_s=20.0)
+    rows = workload.rows(200, 1)
+    busy = RouterOptions(thresholds=Thresholds(active_prefill_tokens=16_384))
+
+    def waited(policy: QueuePolicy, size: int = 200) -> Figures:
+        config = ReplayConfig(workers=3, blocks=400, router=busy, queue=QueueOptions(size=size, policy=policy))
+        return run(config, rows=rows)
+
+    by_arrival, by_prefix = waited(QueuePolicy.FCFS), waited(QueuePolicy.PREFIX)
+    assert len(by_arrival.ttft_s) == len(by_prefix.ttft_s) == 200
+    assert by_prefix.hit_blocks > 1.5 * by_arrival.hit_blocks
+    assert max(by_prefix.ttft_s) < max(by_arrival.ttft_s), "nobody waits longer for it"
+    assert waited(QueuePolicy.PREFIX, size=20).rejected > 0
 
 
 def test_a_prompt_longer_than_a_whole_cache_is_rejected_and_its_booking_released() -> None:

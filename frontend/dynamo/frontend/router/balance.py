@@ -131,7 +131,7 @@ class LoadRouter:
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
         return None
 
-    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance], *, with_room: bool = False) -> int | None:
         return None
 
     def first_token(self, booking_id: str) -> None:

@@ -79,10 +79,11 @@ class Router(Protocol):
         """
         ...
 
-    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance], *, with_room: bool = False) -> int | None:
         """Return the fewest tokens of the prompt that a candidate has not cached. None if the router knows no caches.
 
-        0 if all full blocks of the prompt are cached: a partial last block never is.
+        0 if all full blocks of the prompt are cached: a partial last block never is. `with_room`: only candidates that are
+        not busy count; None if all are.
         """
         ...
 
@@ -108,8 +109,8 @@ class RouterWrapper:
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
         return self.inner.prompt_hashes(request, candidates)
 
-    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
-        return self.inner.missing_tokens(request, candidates)
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance], *, with_room: bool = False) -> int | None:
+        return self.inner.missing_tokens(request, candidates, with_room=with_room)
 
     def first_token(self, booking_id: str) -> None:
         self.inner.first_token(booking_id)

@@ -145,11 +145,18 @@ class KvRouter:
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
         return PromptHashes(request.prompt, self._block_size(candidates), space_hash(request.adapter, request.cache_salt))
 
-    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance]) -> int | None:
+    def missing_tokens(self, request: RouteRequest, candidates: Sequence[Instance], *, with_room: bool = False) -> int | None:
         prompt = self._prompt(request, candidates)
         if not prompt.block_size:
             return None
-        overlaps, _ = self._overlaps(self._model(request.model), prompt, candidates, self._clock())
+        model, now = self._model(request.model), self._clock()
+        overlaps, _ = self._overlaps(model, prompt, candidates, now)
+        if with_room:
+            busy_ones = busy(self.loads.read(model.load_rows.rows(candidates), now), self.thresholds.of(request.model))
+            if busy_ones is not None:
+                if all(busy_ones):
+                    return None
+                overlaps = {position: blocks for position, blocks in overlaps.items() if not busy_ones[position]}
         overlap = max(overlaps.values(), default=0)
         if overlap and overlap == len(prompt.hashes):
             return 0

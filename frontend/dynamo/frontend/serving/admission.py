@@ -8,22 +8,23 @@ tokens (see `fair_queue`). Which one of a key is first:
 | policy | order |
 |---|---|
 | `fcfs` | higher priority first, of whichever key; of equal ones of a key, the earlier |
+| `prefix` | as `fcfs`, but of the next 32 the one that has most of its prompt cached where there is room, see `line_order` |
 | `wspt` | most priority per token first: (1 + priority) / (prompt tokens + expected output tokens) |
 
 Negative priorities count as 0 there. `wspt` makes the mean wait short at the expense of long requests, which may wait as long as
 shorter ones of the same key keep coming.
 
 A request is refused at once if, by the recent pace, its turn would come after its deadline, or if the queue is full. Then
-another one may be refused instead: with `fcfs`, of those with the lowest priority the longest, if the new one is more important;
-or the last one of the key that has the most in it, if another key sends the new one. Where prompts are computed apart, requests
-wait for prefill instances in one line and for decode instances in another.
+another one may be refused instead: of those with the lowest priority the longest, if the new one is more important (but not with
+`wspt`); or the last one of the key that has the most in it, if another key sends the new one. Where prompts are computed apart,
+requests wait for prefill instances in one line and for decode instances in another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -32,6 +33,7 @@ from dynamo.common.model_card import Role
 from dynamo.frontend.config import QueuePolicy
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.serving.fair_queue import FairQueue
+from dynamo.frontend.serving.line_order import nearest_to_caches, rank_and_order
 
 _RETRY_S = 0.02
 """Loads also change by reports, of which the queue is not notified."""
@@ -41,12 +43,21 @@ _PACE_WEIGHT = 0.2
 class Place:
     """One request's place in line; a context manager, at whose end the next request gets its turn."""
 
-    __slots__ = ("_deadline", "_line", "_loop", "_order", "_turn", "key", "rank", "tokens", "weight")
+    __slots__ = ("_deadline", "_line", "_loop", "_order", "_turn", "key", "missing_tokens", "number", "rank", "tokens", "weight")
 
     def __init__(
-        self, line: _Line, account: Account, rank: float, order: tuple[float, int], tokens: int, deadline: float | None
+        self,
+        line: _Line,
+        account: Account,
+        rank: float,
+        order: tuple[float, int],
+        tokens: int,
+        deadline: float | None,
+        missing_tokens: Callable[[], int | None],
     ) -> None:
         """`rank` is compared with those of other keys, `order` with those of the same key."""
+        self.missing_tokens = missing_tokens
+        self.number = order[1]
         self.key = account.name
         self.weight = account.weight
         self.rank = rank
@@ -91,7 +102,9 @@ class Place:
 class _Line:
     """The requests that wait for one model. At most one of them tries at a time."""
 
-    def __init__(self, changed: Callable[[], None], refused: Callable[[str], None]) -> None:
+    def __init__(
+        self, changed: Callable[[], None], refused: Callable[[str], None], choose: Callable[[Sequence[Place]], Place] | None
+    ) -> None:
         self.interval_s = 0.0
         """Between two turns that led to an instance, smoothed; 0: not known yet."""
         self.refused = refused
@@ -102,6 +115,12 @@ class _Line:
         self._paced_from = 0.0
         """When the last turn led to an instance, or a request entered an empty line: pauses do not count for the pace."""
         self._changed = changed
+        self._choose = choose
+        self._numbers = itertools.count()
+
+    def number(self) -> int:
+        """Return the number of a new request."""
+        return next(self._numbers)
 
     def __len__(self) -> int:
         return len(self._waiting) + (self._trying is not None)
@@ -152,7 +171,7 @@ class _Line:
     def advance(self) -> None:
         """Let the first in line try, unless another request is trying."""
         if self._trying is None and self._waiting and self._timer is None:
-            self._trying = self._waiting.pop()
+            self._trying = self._waiting.pop(self._choose)
             self._trying.call()
 
     def poke(self) -> None:
@@ -188,10 +207,10 @@ class AdmissionQueue:
     ) -> None:
         self._size = size
         self._policy = policy
+        self.looks_at_caches = policy is QueuePolicy.PREFIX
         self._changed = changed
         self._refused = refused
         self._lines: dict[tuple[str, Role | None], _Line] = {}
-        self._numbers = itertools.count()
         self._loop = asyncio.get_running_loop()
 
     def waiting(self, model: str, role: Role | None = None) -> int:
@@ -208,15 +227,16 @@ class AdmissionQueue:
         priority: int,
         tokens: int,
         deadline: float | None,
+        missing_tokens: Callable[[], int | None] = lambda: None,
     ) -> Place:
-        """Return a place in line; `tokens` are those of the prompt and of the expected response. Raises Overloaded."""
+        """Return a place in line. Raises Overloaded.
+
+        `tokens` are those of the prompt and of the expected response; `missing_tokens`: see `line_order`.
+        """
         line = self._line(model, role)
-        number, tokens = next(self._numbers), max(tokens, 1)
-        if self._policy is QueuePolicy.WSPT:
-            rank, order = 0.0, (-(1 + max(priority, 0)) / tokens, number)
-        else:
-            rank, order = -float(priority), (-float(priority), number)
-        place = Place(line, account, rank, order, tokens, deadline)
+        tokens = max(tokens, 1)
+        rank, order = rank_and_order(self._policy, priority, tokens, line.number())
+        place = Place(line, account, rank, order, tokens, deadline, missing_tokens)
         if deadline is not None:
             wait_s = line.before(place) * line.interval_s
             left_s = deadline - self._loop.time()
@@ -242,7 +262,10 @@ class AdmissionQueue:
     def _line(self, model: str, role: Role | None) -> _Line:
         line = self._lines.get((model, role))
         if line is None:
-            line = _Line(lambda: self._changed(model, self._all_waiting(model)), lambda reason: self._refused(model, reason))
+            choose = nearest_to_caches if self.looks_at_caches else None
+            line = _Line(
+                lambda: self._changed(model, self._all_waiting(model)), lambda reason: self._refused(model, reason), choose
+            )
             self._lines[model, role] = line
         return line
 

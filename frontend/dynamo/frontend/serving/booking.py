@@ -146,6 +146,10 @@ class Booker:
         await self.hash_prompt(work, candidates)
         return self.router.missing_tokens(_route_of_prompt(work), candidates)
 
+    def missing_tokens_with_room(self, work: Work, candidates: Sequence[Instance]) -> int | None:
+        """The same of those of `candidates` that are not busy; None also if all are."""
+        return self.router.missing_tokens(_route_of_prompt(work), candidates, with_room=True)
+
 
 def _route_of_prompt(work: Work) -> RouteRequest:
     return RouteRequest(

@@ -429,8 +429,16 @@ class DispatchedStream:
         """
         shared, work, call = self._shared, self._work, self._call
         tokens = len(work.prompt) // TOKEN_BYTES + work.expected_output_tokens
+        if queue.looks_at_caches:
+            await shared.booker.hash_prompt(work, shared.candidates.select(work, call, self._attempts.failed))
         place = queue.place(
-            work.model, work.role, account=call.account, priority=call.priority, tokens=tokens, deadline=self._deadline
+            work.model,
+            work.role,
+            account=call.account,
+            priority=call.priority,
+            tokens=tokens,
+            deadline=self._deadline,
+            missing_tokens=self._missing_tokens_with_room,
         )
         with place:
             while True:
@@ -440,6 +448,11 @@ class DispatchedStream:
                     return None
                 with contextlib.suppress(Overloaded):
                     return self._book_one_of(candidates)
+
+    def _missing_tokens_with_room(self) -> int | None:
+        """Return how many tokens of the prompt an instance would have to compute; None: unknown, or all instances are busy."""
+        candidates = self._shared.candidates.select(self._work, self._call, self._attempts.failed)
+        return self._shared.booker.missing_tokens_with_room(self._work, candidates) if candidates else None
 
     def _book_one_of(self, candidates: Sequence[Instance]) -> Booking:
         self._booking = booking = self._shared.booker.book(

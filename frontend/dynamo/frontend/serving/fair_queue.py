@@ -9,7 +9,7 @@ each other key.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -62,10 +62,16 @@ class FairQueue(Generic[T]):
         heapq.heappush(line, item)
         self._count += 1
 
-    def pop(self) -> T:
-        """Remove and return the next item. Raises ValueError if there is none."""
+    def pop(self, choose: Callable[[Sequence[T]], T] | None = None) -> T:
+        """Remove and return the next item, or the one of its key that `choose` returns. Raises ValueError if there is none."""
         key = min(self._lines, key=lambda key: (self._lines[key][0].rank, self._served[key]))
-        item = heapq.heappop(self._lines[key])
+        line = self._lines[key]
+        if choose is None:
+            item = heapq.heappop(line)
+        else:
+            item = choose(line)
+            line.remove(item)
+            heapq.heapify(line)
         self._now = max(self._now, self._served[key])
         self._removed(key)
         return item

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from dynamo.common.config import group, option
-from dynamo.frontend.config import RouterOptions
+from dynamo.frontend.config import QueueOptions, RouterOptions
 
 _TTFT_GOAL_S = 10.0
 _ITL_GOAL_S = 0.1
@@ -96,3 +96,4 @@ class ReplayConfig:
 
     workload: WorkloadOptions = group("Made-up workload", default=WorkloadOptions)
     router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)
+    queue: QueueOptions = group("Queue", prefix="queue", default=QueueOptions)

@@ -18,7 +18,7 @@ class Figures:
 
     requests: int = 0
     rejected: int = 0
-    """Refused by the router, or longer than a worker's whole cache."""
+    """Refused by the router or its full queue, or longer than a worker's whole cache."""
     prompt_blocks: int = 0
     """Of requests that were not rejected, as `hit_blocks`."""
     hit_blocks: int = 0

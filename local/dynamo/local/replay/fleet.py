@@ -18,13 +18,15 @@ from dynamo.common.kv.events import KvState, LoadReport, request_key
 from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.config import RouterMode, RouterOptions
+from dynamo.frontend.config import QueuePolicy, RouterMode, RouterOptions
 from dynamo.frontend.router.base import Router, RouteRequest
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.select import make_router
 from dynamo.frontend.router.shared_bookings import SHARE_S
+from dynamo.frontend.serving.fair_queue import FairQueue
+from dynamo.frontend.serving.line_order import nearest_to_caches, rank_and_order
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures
 from dynamo.local.replay.trace import VOCABULARY, Row, expand
@@ -50,6 +52,29 @@ class _Worker:
     computed_tokens: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A request that has not been placed yet."""
+
+    number: int
+    request: RouteRequest
+    output_tokens: int
+    router: Router
+    arrived_at: float
+    instances: Sequence[Instance]
+    rank: float
+    order: tuple[float, int]
+
+    key = ""
+    """All are of one client."""
+
+    def __lt__(self, other: object) -> bool:
+        return isinstance(other, _Arrival) and self.order < other.order
+
+    def missing_tokens(self) -> int | None:
+        return self.router.missing_tokens(self.request, self.instances, with_room=True)
+
+
 @dataclass(slots=True)
 class _Live:
     """A request on its way."""
@@ -58,6 +83,8 @@ class _Live:
     router: Router
     priority: int
     arrived_at: float
+    """At the queue, if it had to wait there."""
+    placed_at: float
     predicted_s: float | None
     """The TTFT that its router predicted."""
     first_at: float | None = None
@@ -76,6 +103,10 @@ class Replay:
         self._by_instance = {worker.instance.id: worker for worker in self._workers}
         self._instances = tuple(worker.instance for worker in self._workers)
         self._live: dict[SimSequence, _Live] = {}
+        self._steps: list[tuple[float, int, _Worker, StepResult]] = []
+        self._step_count = 0
+        self._queues = [FairQueue[_Arrival]() for _ in range(config.frontends)]
+        self._choose = nearest_to_caches if config.queue.policy is QueuePolicy.PREFIX else None
         options = router_options(config.router, mode)
         self.load_tables = [LoadTable(f"frontend-{number}") for number in range(config.frontends)]
         """The loads of all instances, as each frontend knows them."""
@@ -91,27 +122,24 @@ class Replay:
     def run(self) -> Figures:
         """Run until every request of the trace is completed or rejected."""
         start = time.perf_counter()
-        steps: list[tuple[float, int, _Worker, StepResult]] = []
-        count = 0
         arrivals = iter(enumerate(self._rows))
         arrival = next(arrivals, None)
-        while arrival is not None or steps:
+        while arrival is not None or self._steps:
             arrives_at = arrival[1].timestamp / 1e3 / self._config.rate if arrival is not None else float("inf")
-            if arrival is not None and (not steps or arrives_at <= steps[0][0]):
+            if arrival is not None and (not self._steps or arrives_at <= self._steps[0][0]):
                 self._now = self._figures.arrivals_s = arrives_at
                 self._share()
-                worker = self._arrive(*arrival)
+                self._arrive(*arrival)
                 arrival = next(arrivals, None)
             else:
-                self._now, _, worker, result = heapq.heappop(steps)
+                self._now, _, worker, result = heapq.heappop(self._steps)
                 worker.stepping = False
                 self._finish_step(worker, result)
-            if worker is not None and not worker.stepping and worker.scheduler.busy:
-                worker.stepping = True
-                result = worker.scheduler.step(self._now)
-                count += 1
-                heapq.heappush(steps, (self._now + result.duration_s, count, worker, result))
+                self._start_step(worker)
+                for queue in self._queues:
+                    self._serve(queue)
         figures = self._figures
+        figures.rejected += sum(len(queue) for queue in self._queues)  # for which there is no room in an idle fleet
         figures.virtual_s = self._now
         figures.wall_s = time.perf_counter() - start
         figures.computed_tokens = [worker.computed_tokens for worker in self._workers]
@@ -130,9 +158,15 @@ class Replay:
                 for table in self.load_tables:
                     table.apply(message, self._now, self._by_instance.__contains__)
 
-    def _arrive(self, number: int, row: Row) -> _Worker | None:
-        """Routes a request; None if it was rejected."""
-        prompt, figures = expand(row.hash_ids), self._figures
+    def _start_step(self, worker: _Worker) -> None:
+        if not worker.stepping and worker.scheduler.busy:
+            worker.stepping = True
+            result = worker.scheduler.step(self._now)
+            self._step_count += 1
+            heapq.heappush(self._steps, (self._now + result.duration_s, self._step_count, worker, result))
+
+    def _arrive(self, number: int, row: Row) -> None:
+        prompt = expand(row.hash_ids)
         router = self._routers[number % len(self._routers)]
         hashes = PromptHashes.of(prompt, self._config.block_size)
         request = RouteRequest(
@@ -143,25 +177,50 @@ class Replay:
             priority=row.priority,
             hashes=hashes,
         )
+        tokens = len(row.hash_ids) * self._config.block_size + row.output_length
+        rank, order = rank_and_order(self._config.queue.policy, row.priority, tokens, number)
+        arrival = _Arrival(number, request, row.output_length, router, self._now, self._instances, rank, order)
+        queue = self._queues[number % len(self._queues)]
+        if not queue and self._place(arrival):
+            return
+        if len(queue) < self._config.queue.size:
+            queue.push(arrival)
+            self._serve(queue)
+        else:
+            self._figures.rejected += 1
+
+    def _serve(self, queue: FairQueue[_Arrival]) -> None:
+        """Place requests in line until one finds no room."""
+        while queue:
+            arrival = queue.pop(self._choose)
+            if not self._place(arrival):
+                queue.push(arrival)
+                return
+
+    def _place(self, arrival: _Arrival) -> bool:
+        """Route a request. Return whether it is over with it: False if it may wait in the queue."""
+        request, router, figures = arrival.request, arrival.router, self._figures
         begin = time.thread_time()
         try:
             choice = router.pick(request, self._instances)
         except Overloaded:
-            figures.rejected += 1
-            return None
+            return False
         figures.pick_s.append(time.thread_time() - begin)
         worker = self._by_instance[choice.instance.id]
-        sequence = SimSequence(prompt=prompt, hashes=list(hashes.values), limit=max(1, row.output_length))
+        assert request.hashes is not None
+        hashes = list(request.hashes.values)
+        sequence = SimSequence(prompt=request.prompt, hashes=hashes, limit=max(1, arrival.output_tokens))
         try:
             worker.scheduler.add(sequence, self._now)
         except InvalidRequest:
             router.finished(request.booking_id)
             figures.rejected += 1
-            return None
-        self._live[sequence] = _Live(request.booking_id, router, row.priority, self._now, choice.ttft_s)
-        figures.prompt_blocks += len(hashes.values)
+            return True
+        self._live[sequence] = _Live(request.booking_id, router, request.priority, arrival.arrived_at, self._now, choice.ttft_s)
+        figures.prompt_blocks += len(hashes)
         worker.accepted.append(request_key(request.booking_id))
-        return worker
+        self._start_step(worker)
+        return True
 
     def _finish_step(self, worker: _Worker, result: StepResult) -> None:
         worker.computed_tokens += result.prefill_tokens
@@ -189,7 +248,7 @@ class Replay:
             ttft_s = now - request.arrived_at
             figures.ttft_s.append(ttft_s)
             if request.predicted_s is not None:
-                figures.ttft_error_s.append(abs(request.predicted_s - ttft_s))
+                figures.ttft_error_s.append(abs(request.predicted_s - (now - request.placed_at)))
             figures.hit_blocks += sequence.cached_tokens // self._config.block_size
             request.router.first_token(request.booking_id)
         else:
