@@ -488,6 +488,19 @@ async def test_an_iterative_sequence_ends_when_its_caller_leaves(tmp_path: Path,
         await until(lambda: "sequences=0, waiting=0" in repr(sequences_of(models, "iterating")))
 
 
+async def test_no_request_joins_the_sequence_of_one_without_an_id(tmp_path: Path) -> None:
+    folder = make_iterating(tmp_path, decoupled=False)
+    async with opened(tmp_path, "iterating") as models, asyncio.timeout(60):
+        first = asyncio.create_task(iterate(models, 3))
+        await until(lambda: "sequences=1" in repr(sequences_of(models, "iterating")))
+        parameters = {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
+        other = asyncio.create_task(infer(models, "iterating", {"x": np.ones((1, 1), np.float32)}, parameters=parameters))
+        await until(lambda: "sequences=2" in repr(sequences_of(models, "iterating")))
+        (folder / "go").touch()
+        await other
+        await first
+
+
 async def test_a_model_does_not_get_a_request_again_while_many_responses_are_unread(tmp_path: Path) -> None:
     folder = make_iterating(tmp_path, decoupled=True)
     (folder / "go").touch()

@@ -47,6 +47,7 @@ from dynamo.worker.repository.sequence_tensors import ControlInputs, States
 log = logging.getLogger(__name__)
 
 SequenceId: TypeAlias = int | str
+_Key: TypeAlias = tuple[bool, SequenceId]
 _MOST_UNREAD_TURNS = 64
 """A rescheduled request waits for its caller to read the responses of so many calls of the model."""
 
@@ -85,10 +86,12 @@ class _Job:
 
 
 class _Sequence:
-    __slots__ = ("expiry", "has_end", "id", "is_running", "jobs", "lane", "state")
+    __slots__ = ("expiry", "has_end", "id", "is_implicit", "is_running", "jobs", "lane", "state")
 
-    def __init__(self, id: SequenceId) -> None:
+    def __init__(self, id: SequenceId, *, is_implicit: bool) -> None:
         self.id = id
+        self.is_implicit = is_implicit
+        """Begun by a request without an id, whose sequence no other request joins, whatever id it has."""
         self.jobs: deque[_Job] = deque()
         """Those that wait, in order."""
         self.lane: _Lane | None = None
@@ -98,6 +101,10 @@ class _Sequence:
         self.has_end = False
         """The last request of the sequence has come."""
         self.expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def key(self) -> _Key:
+        return self.is_implicit, self.id
 
 
 _Row: TypeAlias = tuple[_Sequence, _Job] | None
@@ -160,7 +167,7 @@ class SequenceModel:
         self._controls = ControlInputs(config)
         self._states = States(config, folder)
         self._lanes = [_Lane(instance, slots, ResponseOrder() if is_ordered else None) for instance in instances]
-        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._sequences: dict[_Key, _Sequence] = {}
         self._backlog: deque[_Sequence] = deque()
         """Sequences that wait for a slot."""
         self._running = Tasks()
@@ -229,8 +236,9 @@ class SequenceModel:
 
     def _admit(self, request: ModelRequest) -> tuple[_Sequence, _Job]:
         id = request.parameters.get("sequence_id", 0)
-        if self._is_iterative and not id:
-            id = next(id for id in self._ids if id not in self._sequences)
+        is_implicit = self._is_iterative and not id
+        if is_implicit:
+            id = next(id for id in self._ids if (False, id) not in self._sequences)
             request = msgspec.structs.replace(request, parameters={**request.parameters, "sequence_start": True})
         if not isinstance(id, int | str) or not id:
             raise InvalidRequest(f"inference request to model '{self._name}' must specify a non-zero or non-empty correlation ID")
@@ -239,7 +247,7 @@ class SequenceModel:
                 f"inference request to model '{self._name}' must specify batch-size 1 due to requirements of sequence batcher"
             )
         job = _Job(request)
-        sequence = self._sequences.get(id)
+        sequence = self._sequences.get((is_implicit, id))
         if sequence is not None and sequence.has_end:
             sequence = None
         if sequence is None:
@@ -248,7 +256,8 @@ class SequenceModel:
                     f"inference request for sequence {id} to model '{self._name}' must specify the START flag on the first "
                     "request of the sequence"
                 )
-            sequence = self._sequences[id] = _Sequence(id)
+            sequence = _Sequence(id, is_implicit=is_implicit)
+            self._sequences[sequence.key] = sequence
             self._backlog.append(sequence)
         if sequence.expiry is not None:
             sequence.expiry.cancel()
@@ -460,8 +469,8 @@ class SequenceModel:
             sequence.lane = None
         if sequence in self._backlog:
             self._backlog.remove(sequence)
-        if self._sequences.get(sequence.id) is sequence:
-            del self._sequences[sequence.id]
+        if self._sequences.get(sequence.key) is sequence:
+            del self._sequences[sequence.key]
         while sequence.jobs:
             sequence.jobs.popleft().give(EngineError(f"sequence {sequence.id} of model '{self._name}' has ended"))
 
