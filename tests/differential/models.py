@@ -266,6 +266,17 @@ def write_repository(folder: Path) -> list[str]:
         controls = _CONTROLS.format(corrid=corrid) if corrid else ""
         tensors = _one("TYPE_INT32", "1", output="TYPE_STRING")
         _model(folder, name, _EACH + _SEQUENCE, f"{tensors}sequence_batching {{ {controls} {strategy} }}\n", batch=4)
+    for strategy, settings in (
+        ("direct", "minimum_slot_utilization: 0.75"),
+        ("oldest", "max_candidate_sequences: 4 preferred_batch_size: [ 3 ]"),
+    ):
+        config = (
+            'input [ { name: "INPUT0" data_type: TYPE_INT32 dims: [ 1 ] } ]\n'
+            'output [ { name: "OUTPUT0" data_type: TYPE_INT32 dims: [ 3 ] } ]\n'
+            "model_transaction_policy { decoupled: true }\n"
+            f"sequence_batching {{ {strategy} {{ max_queue_delay_microseconds: 500000 {settings} }} }}\n"
+        )
+        _model(folder, f"seq_batched_{strategy}", _REPEAT_BATCHED, config, batch=4)
     for decoupled, (strategy, settings) in product((False, True), (("direct", ""), ("oldest", "max_candidate_sequences: 4"))):
         controls = _CONTROLS.format(corrid="TYPE_UINT64")
         config = _one("TYPE_INT32", "1", output="TYPE_STRING")

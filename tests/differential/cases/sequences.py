@@ -69,9 +69,24 @@ def cases() -> Iterator[Case]:
         yield Case("sequences", f"the control {name} as an output", partial(_wanting, name, next(ids)))
     for model, times, (what, step) in product(_ITERATIVE, (1, 3), _BEGINNINGS.items()):
         yield Case("sequences", f"{model}: {times} times, {what}", partial(_iterate, model, times, step, next(ids)))
+    for model in ("seq_batched_direct", "seq_batched_oldest"):
+        for what, flags, numbers in (("start", _START, (1, 2, 3)), ("two of three", {}, (1, 3)), ("end", _END, (1, 2, 3))):
+            messages = [_message(model, number, {"sequence_id": number, **flags}) for number in numbers]
+            yield Case("sequences", f"batches of {model}: {what}", partial(_together, messages))
+        yield Case("sequences", f"batches of {model}: statistics", partial(_statistics, model))
     interleaved = [{"sequence_id": id, **step} for step in (_START, {}, _END) for id in (7001, 7002, 7003)]
     for door, model in product(("gRPC", "stream"), ("seq_direct", "seq_oldest")):
         yield Case("sequences", f"{door} {model}: three at once", partial(_run, door, model, interleaved))
+
+
+def _together(messages: Sequence[pb.ModelInferRequest], door: Door) -> Response:
+    """Send requests on one stream. Their responses interleave as it happens."""
+    response = door.stream(messages)
+    return replace(response, body=sorted(response.body, key=lambda entry: str(entry.get("infer_response", {}).get("id"))))
+
+
+def _statistics(model: str, door: Door) -> Response:
+    return door.call("ModelStatistics", pb.ModelStatisticsRequest(name=model))
 
 
 def _iterate(model: str, times: int, step: Step, id: int, door: Door) -> Response:

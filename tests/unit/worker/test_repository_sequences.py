@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
-from dynamo.worker.engine.base import Context
+from dynamo.worker.engine.base import Context, RequestTimings
 from dynamo.worker.repository.execution import ModelRequest, ModelResult
 from dynamo.worker.repository.models import RepositoryModels
 from dynamo.worker.repository.sequences import SequenceModel, UnknownSequence
@@ -267,10 +267,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.batches: list[tuple[float, list[str | None]]] = []
+        self.timings: list[RequestTimings] = []
 
     async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
         now = asyncio.get_running_loop().time()
         self.batches.append((now, [request.context.request_id if request.parameters else None for request in requests]))
+        self.timings += [request.context.timings for request in requests if request.parameters]
         return [ModelResult({}) for _ in requests]
 
     async def close(self) -> None:
@@ -291,6 +293,9 @@ async def batches_of(batching: str, arrivals: Sequence[float]) -> list[tuple[flo
 
     await asyncio.gather(*(send_at(second, number) for number, second in enumerate(arrivals, 1)))
     await model.close()
+    assert all(timings.batched for timings in recorder.timings)
+    executions = [timings.execution_rows for timings in recorder.timings if timings.execution_rows]
+    assert executions == [len(rows) for _, rows in recorder.batches], "one request of each batch counts as its execution"
     return recorder.batches
 
 

@@ -358,6 +358,7 @@ class SequenceModel:
                 results = [None] * len(rows)
             else:
                 results = await lane.instance.respond_all(requests)
+                _count_execution(rows)
         except DynamoError as error:
             results = [error] * len(rows)
         except Exception as error:  # a defect of this module or of a backend: callers get an error, and the instance goes on
@@ -401,6 +402,7 @@ class SequenceModel:
 
     def _begun(self, rows: Sequence[_Row], turns: Sequence[DecoupledRequest]) -> None:
         now = time.perf_counter_ns()
+        _count_execution(rows)
         for row, turn in zip(rows, turns, strict=True):
             if row is None:
                 continue
@@ -485,6 +487,15 @@ def _stop_timer(lane: _Lane) -> None:
     if lane.timer is not None:
         lane.timer.cancel()
         lane.timer = None
+
+
+def _count_execution(rows: Sequence[_Row]) -> None:
+    """Have one request of a batch count as its execution in the statistics: one that still waits, since others are counted."""
+    jobs = [row[1] for row in rows if row is not None]
+    leader = next((job for job in jobs if not job.has_left), jobs[0])
+    leader.request.context.timings.execution_rows = len(rows)
+    for job in jobs:
+        job.request.context.timings.batched = True
 
 
 def _free(lane: _Lane) -> int:
