@@ -376,7 +376,7 @@ class FakeText:
     async def render(self, request: TextRequest) -> str:
         raise NotImplementedError("it has no chat template")
 
-    async def to_generate(self, request: TextRequest) -> GenerateRequest:
+    async def to_generate(self, request: TextRequest, key: str = "") -> GenerateRequest:
         assert request.prompt is not None
         tokens = [ord(c) for c in request.prompt] if isinstance(request.prompt, str) else request.prompt
         max_tokens = request.stop.max_tokens or self._default_max_tokens

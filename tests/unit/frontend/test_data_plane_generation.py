@@ -203,7 +203,7 @@ def image(url: str) -> dict[str, Any]:
 class FetchingText(FakeText):
     """Its only image has 100 bytes when it is fetched."""
 
-    async def to_generate(self, request: TextRequest) -> GenerateRequest:
+    async def to_generate(self, request: TextRequest, key: str = "") -> GenerateRequest:
         return msgspec.structs.replace(await super().to_generate(request), media=(image_part(bytes(100)),))
 
 

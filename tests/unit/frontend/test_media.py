@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dynamo.common.config import ConfigError, load
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import InvalidRequest, RateLimited
 from dynamo.common.generation import unpack_text
 from dynamo.common.http_client import HttpClient
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
@@ -222,6 +222,37 @@ async def test_name_servers_that_do_not_respond_hold_no_threads_of_others() -> N
         finally:
             responds.set()
     assert {task.result()[0] for task in waiting} == {PUBLIC}
+
+
+async def test_a_key_leaves_half_of_what_is_free_to_others() -> None:
+    """A silent server holds the requests of a key until they time out."""
+    async with serving() as site:
+        media, held = site.media(), []
+
+        async def fetch(key: str) -> str:
+            try:
+                await media.inlined(request("http://images.example.com/silent"), ("image",), key)
+            except RateLimited as error:
+                return str(error)
+            raise AssertionError("the server is silent")
+
+        async def admitted(key: str) -> int:
+            """Return how many requests of a key are fetched at most, beside those that are fetched already."""
+            tasks = [asyncio.create_task(fetch(key)) for _ in range(70)]
+            held.extend(tasks)
+            await asyncio.sleep(0)
+            return sum(not task.done() for task in tasks)
+
+        assert [await admitted(key) for key in ("greedy", "greedy", "second", "third")] == [32, 0, 16, 8]
+        refused = next(task for task in held if task.done())
+        assert "requests of the API key 'greedy' have their media fetched now" in refused.result()
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        assert await admitted("greedy") == 32
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
 
 
 async def test_without_allowed_hosts_nothing_is_fetched() -> None:

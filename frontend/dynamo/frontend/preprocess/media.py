@@ -20,7 +20,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 import msgspec
 
-from dynamo.common.errors import DynamoError, InvalidRequest, Overloaded
+from dynamo.common.errors import DynamoError, InvalidRequest, Overloaded, RateLimited
 from dynamo.common.http_client import HttpClient, HttpResponse
 from dynamo.frontend.config import MediaOptions
 from dynamo.frontend.preprocess.checks import MODALITIES
@@ -31,6 +31,8 @@ _MAX_URLS = 32
 _AT_ONCE = 4
 """Fetched for one request."""
 _REQUESTS_AT_ONCE = 64
+"""Whose media are fetched. A key may have as many as are left for others: alone it has half of them."""
+_RETRY_AFTER_S = 1.0
 _LOOKUPS_AT_ONCE = 8
 _MAX_REDIRECTS = 3
 _MAX_URL_CHARS = 4096
@@ -86,12 +88,14 @@ class MediaUrls:
         self._options = options
         self._resolve = resolve or Lookups()
         self._connect = connect
-        self._requests = 0
+        self._requests: Counter[str] = Counter()
+        """By API key."""
 
-    async def inlined(self, request: TextRequest, modalities: Sequence[str]) -> TextRequest:
+    async def inlined(self, request: TextRequest, modalities: Sequence[str], key: str = "") -> TextRequest:
         """Return `request` with data URLs in the place of http(s) URLs of media that the model takes.
 
-        Raises InvalidRequest for a URL that may not be fetched or whose content is no medium, Overloaded if too many are fetched.
+        `key` is the name of the caller's API key, if it has one. Raises InvalidRequest for a URL that may not be fetched or whose
+        content is no medium, Overloaded if too many are fetched, and RateLimited if too many are this key's.
         """
         parts = request.media if self._options.hosts else ()
         urls = Counter(url for part in parts if (url := _http_url(part, modalities)) is not None)
@@ -99,16 +103,24 @@ class MediaUrls:
             return request
         if urls.total() > _MAX_URLS:
             raise InvalidRequest(f"got {urls.total()} media by URL; at most {_MAX_URLS} are allowed", param="messages")
-        if self._requests >= _REQUESTS_AT_ONCE:
+        left = _REQUESTS_AT_ONCE - self._requests.total()
+        if not left:
             raise Overloaded("too many requests have their media fetched now")
-        self._requests += 1
+        if key and self._requests[key] >= left:
+            message = (
+                f"{self._requests[key]} requests of the API key '{key}' have their media fetched now; the rest is for others"
+            )
+            raise RateLimited(message, retry_after_s=_RETRY_AFTER_S)
+        self._requests[key] += 1
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 fetched = await _Fetch(self._options, self._resolve, self._connect).all(urls)
         except TimeoutError:
             raise InvalidRequest(f"the media did not arrive within {self._options.timeout_s:g} s", param="messages") from None
         finally:
-            self._requests -= 1
+            self._requests[key] -= 1
+            if not self._requests[key]:
+                del self._requests[key]
         return msgspec.structs.replace(
             request,
             messages=[_with_fetched(message, fetched, modalities) for message in request.messages or ()],

@@ -85,13 +85,14 @@ class TextModel:
         """The chat template as it was read; empty if the model has none."""
         return "" if self._template is None else self._template.source
 
-    async def to_generate(self, request: TextRequest) -> GenerateRequest:
+    async def to_generate(self, request: TextRequest, key: str = "") -> GenerateRequest:
         """Return `request` with its prompt in tokens, its `max_tokens` filled in and the EOS tokens added.
 
-        Raises InvalidRequest, for example for a prompt that is too long for the model.
+        `key` is the name of the caller's API key. Raises InvalidRequest, for example for a prompt that is too long for the model,
+        and Overloaded or RateLimited if too many media are fetched.
         """
         if request.media:
-            request = await self._media.inlined(request, self._info.modalities)
+            request = await self._media.inlined(request, self._info.modalities, key)
         check_text_request(request, self._info, self._limits)
         tokens = await self._tokens(request)
         has_media = self._info.modalities and (request.media or has_parts(request.messages or ()))

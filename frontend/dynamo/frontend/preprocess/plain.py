@@ -47,11 +47,11 @@ class PlainTextModel:
     def __repr__(self) -> str:
         return f"PlainTextModel({self._name!r})"
 
-    async def to_generate(self, request: TextRequest) -> GenerateRequest:
+    async def to_generate(self, request: TextRequest, key: str = "") -> GenerateRequest:
         """Return `request` with its prompt as text. Raises InvalidRequest, also for what needs token ids."""
         self._check_needs(request)
         if request.media and self._media is not None:
-            request = await self._media.inlined(request, self._info.modalities)
+            request = await self._media.inlined(request, self._info.modalities, key)
         check_text_request(request, self._info, self._limits)
         is_long = len(request.messages or ()) > _MANY_MESSAGES or bool(request.media)
         prompt, media = await self._offload.run_if(is_long, self._pack, request)

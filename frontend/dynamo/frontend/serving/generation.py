@@ -270,10 +270,10 @@ class Generation:
     async def _in_tokens(self, text: TextModel, deadline: float | None) -> GenerateRequest:
         """Return the request with its prompt in tokens. Raises DeadlineExceeded, InvalidRequest."""
         if deadline is None:
-            return await text.to_generate(self._request)
+            return await text.to_generate(self._request, self._call.account.name)
         try:
             async with asyncio.timeout_at(deadline):
-                return await text.to_generate(self._request)
+                return await text.to_generate(self._request, self._call.account.name)
         except TimeoutError:
             raise DeadlineExceeded() from None
 
