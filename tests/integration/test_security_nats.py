@@ -244,6 +244,7 @@ NOT_ALLOWED = {
             "dynamo.ns.frontends",
             "dynamo.ns.limits",
             "dynamo.ns.stored.resp_1",
+            "dynamo.ns.turns",
             "$JS.API.STREAM.DELETE.OBJ_dynamo-models",
             "$JS.API.STREAM.CREATE.another",
             "_INBOX.another",

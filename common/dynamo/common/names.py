@@ -157,6 +157,11 @@ def limits_subject(namespace: str) -> str:
     return f"dynamo.{encode(namespace, 'namespace')}.limits"
 
 
+def turns_subject(namespace: str) -> str:
+    """NATS subject on which the frontends of a namespace publish which API keys wait in line."""
+    return f"dynamo.{encode(namespace, 'namespace')}.turns"
+
+
 def stored_subject(namespace: str, id: str) -> str:
     """NATS subject on which the frontend that generates a stored response announces what it has stored of it."""
     return f"dynamo.{encode(namespace, 'namespace')}.stored.{id}"

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -33,7 +33,8 @@ from dynamo.common.model_card import Role
 from dynamo.frontend.config import QueuePolicy
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.serving.fair_queue import FairQueue
-from dynamo.frontend.serving.line_order import nearest_to_caches, rank_and_order
+from dynamo.frontend.serving.line_order import nearest_to_caches, rank_and_order, rank_of
+from dynamo.frontend.serving.turns import Line, Turns
 
 _RETRY_S = 0.02
 """Loads also change by reports, of which the queue is not notified."""
@@ -103,11 +104,17 @@ class _Line:
     """The requests that wait for one model. At most one of them tries at a time."""
 
     def __init__(
-        self, changed: Callable[[], None], refused: Callable[[str], None], choose: Callable[[Sequence[Place]], Place] | None
+        self,
+        changed: Callable[[], None],
+        refused: Callable[[str], None],
+        choose: Callable[[Sequence[Place]], Place] | None,
+        turns: Line,
     ) -> None:
         self.interval_s = 0.0
         """Between two turns that led to an instance, smoothed; 0: not known yet."""
         self.refused = refused
+        self._turns = turns
+        turns.heads = self._heads
         self._loop = asyncio.get_running_loop()
         self._waiting: FairQueue[Place] = FairQueue()
         self._trying: Place | None = None
@@ -148,10 +155,12 @@ class _Line:
         failed = self._trying is place
         if failed:
             self._trying = None
+            self._turns.failed()
         elif not len(self):
             self._paced_from = self._loop.time()
         self._waiting.push(place)
         self._changed()
+        self._turns.waits()
         if not failed:
             self.advance()
         elif self._timer is None:
@@ -164,14 +173,20 @@ class _Line:
             self._waiting.remove(place)
         if served:
             self._waiting.charge(place.key, place.tokens, place.weight)
+            self._turns.served(place.key, place.tokens / place.weight)
             self._pace()
         self._changed()
         self.advance()
 
     def advance(self) -> None:
-        """Let the first in line try, unless another request is trying."""
+        """Let the first in line try, unless another request is trying, or one at another frontend is before it."""
         if self._trying is None and self._waiting and self._timer is None:
-            self._trying = self._waiting.pop(self._choose)
+            served = self._turns.served_in_all()
+            first = self._waiting.next(served)
+            if self._turns.holds_back(first.key, first.rank):
+                self._timer = self._loop.call_later(_RETRY_S, self._again)
+                return
+            self._trying = self._waiting.pop(self._choose, served)
             self._trying.call()
 
     def poke(self) -> None:
@@ -183,6 +198,13 @@ class _Line:
     def _again(self) -> None:
         self._timer = None
         self.advance()
+
+    def _heads(self) -> Iterator[tuple[str, float]]:
+        """Yield each key that waits, with the rank of its first request."""
+        for place in self._waiting.heads():
+            yield place.key, place.rank
+        if self._trying is not None:
+            yield self._trying.key, self._trying.rank
 
     def _pace(self) -> None:
         now = self._loop.time()
@@ -205,6 +227,8 @@ class AdmissionQueue:
         changed: Callable[[str, int], None] = lambda model, waiting: None,
         refused: Callable[[str, str], None] = lambda model, reason: None,
     ) -> None:
+        self.turns = Turns(asyncio.get_running_loop().time)
+        """Of keys that wait here and at other frontends."""
         self._size = size
         self._policy = policy
         self.looks_at_caches = policy is QueuePolicy.PREFIX
@@ -217,6 +241,15 @@ class AdmissionQueue:
         """Return how many requests wait for the instances of a model; a new one has to queue up behind them."""
         line = self._lines.get((model, role))
         return 0 if line is None else len(line)
+
+    def must_wait(self, model: str, role: Role | None, account: Account, priority: int) -> bool:
+        """Return whether a new request has to queue up: behind others here, or one at another frontend is before it."""
+        line = self.turns.line(model, role)
+        return self.waiting(model, role) > 0 or line.holds_back(account.name, rank_of(self._policy, priority))
+
+    def sent_at_once(self, model: str, role: Role | None, account: Account, tokens: int) -> None:
+        """A request that did not have to wait was sent to an instance."""
+        self.turns.line(model, role).served(account.name, max(tokens, 1) / account.weight)
 
     def place(
         self,
@@ -262,9 +295,11 @@ class AdmissionQueue:
     def _line(self, model: str, role: Role | None) -> _Line:
         line = self._lines.get((model, role))
         if line is None:
-            choose = nearest_to_caches if self.looks_at_caches else None
             line = _Line(
-                lambda: self._changed(model, self._all_waiting(model)), lambda reason: self._refused(model, reason), choose
+                lambda: self._changed(model, self._all_waiting(model)),
+                lambda reason: self._refused(model, reason),
+                nearest_to_caches if self.looks_at_caches else None,
+                self.turns.line(model, role),
             )
             self._lines[model, role] = line
         return line

@@ -54,6 +54,7 @@ from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
 from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.shadows import Shadows
 from dynamo.frontend.serving.text_models import TextLoader, TextModel, TextModels
+from dynamo.frontend.serving.turns import Turns
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 
 __all__ = ["DataPlane", "Generation", "TensorResponses", "open_data_plane"]
@@ -114,6 +115,11 @@ class DataPlane:
     def router(self) -> Router:
         """The router that requests meet: those that measure and explain, around the one that decides."""
         return self._dispatcher.router
+
+    @property
+    def turns(self) -> Turns | None:
+        """Of the keys whose requests wait in line; None without a queue."""
+        return self._dispatcher.turns
 
     def server_ready(self) -> bool:
         """Return whether some model is ready, nats-server was heard lately, and this process is not about to stop."""

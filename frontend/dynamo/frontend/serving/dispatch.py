@@ -44,6 +44,7 @@ from dynamo.frontend.serving.retry import (
     reason_of,
     was_lost_on_the_way,
 )
+from dynamo.frontend.serving.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,11 @@ class Dispatcher:
     @property
     def candidates(self) -> Candidates:
         return self._shared.candidates
+
+    @property
+    def turns(self) -> Turns | None:
+        """Of the keys whose requests wait in line; None without a queue."""
+        return None if self._shared.queue is None else self._shared.queue.turns
 
     async def missing_tokens(self, work: Work, candidates: Sequence[Instance]) -> int | None:
         """Return the fewest tokens of the prompt that one of `candidates` has not cached, as the router has it; None: unknown."""
@@ -400,12 +406,13 @@ class DispatchedStream:
                     continue  # meanwhile, others had their turns
                 if queue is None or call.instance is not None:
                     return self._book_one_of(candidates)
-                if not queue.waiting(work.model, work.role):
+                if not queue.must_wait(work.model, work.role, call.account, call.priority):
                     with contextlib.suppress(Overloaded):  # from here on in line
-                        return self._book_one_of(candidates)
-                booking = await self._booked_in_turn(queue)
-                if booking is not None:
-                    return booking
+                        booking = self._book_one_of(candidates)
+                        queue.sent_at_once(work.model, work.role, call.account, _cost(work))
+                        return booking
+                if (in_turn := await self._booked_in_turn(queue)) is not None:
+                    return in_turn
                 continue
             elif self._work.otherwise is not None:
                 self._work = self._work.otherwise
@@ -428,7 +435,6 @@ class DispatchedStream:
         Raises Overloaded if too many requests wait already, or for too long, and DeadlineExceeded.
         """
         shared, work, call = self._shared, self._work, self._call
-        tokens = len(work.prompt) // TOKEN_BYTES + work.expected_output_tokens
         if queue.looks_at_caches:
             await shared.booker.hash_prompt(work, shared.candidates.select(work, call, self._attempts.failed))
         place = queue.place(
@@ -436,7 +442,7 @@ class DispatchedStream:
             work.role,
             account=call.account,
             priority=call.priority,
-            tokens=tokens,
+            tokens=_cost(work),
             deadline=self._deadline,
             missing_tokens=self._missing_tokens_with_room,
         )
@@ -467,6 +473,11 @@ class DispatchedStream:
         if self._call.instance is None:
             return NoInstances(self._work.model)
         return Unavailable(f"instance {self._call.instance:x} does not serve model '{self._work.model}' now")
+
+
+def _cost(work: Work) -> int:
+    """Return the tokens of the prompt and of the expected response."""
+    return len(work.prompt) // TOKEN_BYTES + work.expected_output_tokens
 
 
 def _nothing() -> None: ...

@@ -9,7 +9,8 @@ each other key.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 
@@ -62,9 +63,20 @@ class FairQueue(Generic[T]):
         heapq.heappush(line, item)
         self._count += 1
 
-    def pop(self, choose: Callable[[Sequence[T]], T] | None = None) -> T:
-        """Remove and return the next item, or the one of its key that `choose` returns. Raises ValueError if there is none."""
-        key = min(self._lines, key=lambda key: (self._lines[key][0].rank, self._served[key]))
+    def heads(self) -> Iterator[T]:
+        """Yield the first item of each key."""
+        return (line[0] for line in self._lines.values())
+
+    def next(self, served: Mapping[str, float] = MappingProxyType({})) -> T:
+        """Return the next item: of the key that has the least in `served` and, of equal ones, was served least here.
+
+        Raises ValueError if there is none.
+        """
+        return min(self.heads(), key=lambda item: (item.rank, served.get(item.key, 0.0), self._served[item.key]))
+
+    def pop(self, choose: Callable[[Sequence[T]], T] | None = None, served: Mapping[str, float] = MappingProxyType({})) -> T:
+        """Remove and return the item that `next` has, or the one of its key that `choose` returns."""
+        key = self.next(served).key
         line = self._lines[key]
         if choose is None:
             item = heapq.heappop(line)

@@ -35,9 +35,15 @@ T = TypeVar("T", bound=InLine)
 
 def rank_and_order(policy: QueuePolicy, priority: int, tokens: int, number: int) -> tuple[float, tuple[float, int]]:
     """Return what a request is compared by with those of other keys, and with those of its own. Lower is earlier."""
+    rank = rank_of(policy, priority)
     if policy is QueuePolicy.WSPT:
-        return 0.0, (-(1 + max(priority, 0)) / max(tokens, 1), number)
-    return -float(priority), (-float(priority), number)
+        return rank, (-(1 + max(priority, 0)) / max(tokens, 1), number)
+    return rank, (rank, number)
+
+
+def rank_of(policy: QueuePolicy, priority: int) -> float:
+    """Return what a request is compared by with those of other keys. Lower is earlier."""
+    return 0.0 if policy is QueuePolicy.WSPT else -float(priority)
 
 
 def nearest_to_caches(line: Sequence[T]) -> T:

@@ -29,6 +29,7 @@ from dynamo.frontend.fleet.leases import open_leases
 from dynamo.frontend.fleet.limits import open_limit_exchange
 from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.fleet.response_changes import ResponseChanges
+from dynamo.frontend.fleet.turns import open_turn_exchange
 from dynamo.frontend.fleet.usage import open_usage
 from dynamo.frontend.names.table import open_names
 from dynamo.frontend.preprocess.text_files import open_text_files
@@ -104,6 +105,8 @@ async def open_plane(
                 directory, client, nats, router, texts, metrics.frontend, config.serving, tracing, repositories, names, adapters
             )
         )
+        if plane.turns is not None:
+            await stack.enter_async_context(open_turn_exchange(nats, config.namespace, plane.turns))
         if not directory.ready.is_set():
             log.info("waiting for etcd")
         await directory.ready.wait()  # before, every model would be unknown
