@@ -268,7 +268,7 @@ async def test_a_generation_tells_which_instance_computed_its_prompt() -> None:
 async def test_log_probabilities_of_the_prompt_need_one_instance_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     to_generate: Callable[..., Any] = FakeText.to_generate
 
-    async def with_logprobs(self: FakeText, request: TextRequest) -> GenerateRequest:
+    async def with_logprobs(self: FakeText, request: TextRequest, key: str = "") -> GenerateRequest:
         made: GenerateRequest = await to_generate(self, request)
         return GenerateRequest(model=made.model, prompt=made.prompt, stop=made.stop, prompt_logprobs=1)
 
