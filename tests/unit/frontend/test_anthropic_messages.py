@@ -155,6 +155,14 @@ async def test_a_response_continues_a_last_message_of_the_assistant() -> None:
     assert speaker.prompt.endswith("\n<assistant>[weather {}]\n<assistant>")
 
 
+@pytest.mark.parametrize("place", ["output_format", "output_config"])
+async def test_the_format_of_the_output_has_two_places(place: str) -> None:
+    speaker, form = Speaker(("{}",)), {"type": "json_schema", "schema": {"type": "object"}}
+    async with open_http_edge(respond=speaker) as edge:
+        await edge.post(PATH, HELLO | {place: form if place == "output_format" else {"format": form}})
+    assert speaker.last.sampling.guided == {"json_schema": {"type": "object"}}
+
+
 async def test_a_required_tool_is_required_of_the_engine() -> None:
     speaker = Speaker(('{"city":', '"Rome"}'))
     async with open_http_edge(respond=speaker) as edge:

@@ -6,12 +6,16 @@ import asyncio
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo.common.errors import EngineError, Overloaded
 from dynamo.common.generation import FinishReason, image_part, request_decoder
+from dynamo.common.model_card import LlmInfo
 from dynamo.common.names import InstanceId
-from dynamo.frontend.config import HttpOptions, OverloadStatus
+from dynamo.frontend.api.openai.requests import ChatMessage
+from dynamo.frontend.api.openai.to_text import messages_to_text
+from dynamo.frontend.config import HttpOptions, OverloadStatus, TextLimits
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.edge import over
@@ -541,3 +545,26 @@ async def test_a_message_without_content_is_an_empty_one() -> None:
         response = await edge.post(CHAT, {"model": "talker", "messages": messages})
     assert response.status_code == 200
     assert speaker.prompt == "<user>\n<assistant>[f {}]\n<tool>\n<assistant>"
+
+
+async def test_messages_are_taken_as_other_apis_and_servers_write_them() -> None:
+    speaker = Speaker()
+    thought = {"type": "thinking", "thinking": "hmm"}
+    called = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    messages = [
+        {"role": "user", "content": ["a", {"type": "input_text", "text": "b"}]},
+        {"role": "assistant", "content": [thought, {"type": "output_text", "text": "c"}], "tool_calls": called},
+        {"role": "tool", "tool_call_id": "1", "content": "d"},
+    ]
+    async with open_http_edge(respond=speaker) as edge:
+        response = await edge.post(CHAT, {"model": "talker", "messages": messages})
+        refused = await edge.post(CHAT, {"model": "talker", "messages": [{"role": "user", "content": [{"type": "input_text"}]}]})
+    assert response.status_code == 200
+    assert speaker.prompt == '<user>a\nb\n<assistant>c[f {"a": 1}]\n<tool>d\n<assistant>'
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[0].content[0].text")
+
+
+def test_thoughts_among_the_parts_of_a_message_are_its_reasoning() -> None:
+    message = msgspec.convert({"role": "assistant", "content": [{"type": "thinking", "thinking": "hmm"}, "yes"]}, ChatMessage)
+    [plain], _ = messages_to_text([message], LlmInfo(context_length=9, tokenizer="t"), TextLimits())
+    assert (plain["reasoning_content"], plain["content"]) == ("hmm", [{"type": "text", "text": "yes"}])

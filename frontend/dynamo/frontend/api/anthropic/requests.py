@@ -113,6 +113,7 @@ class CountRequest(Struct, kw_only=True, frozen=True):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: Annotated[OutputFormat, Meta(description="The older place of `output_config.format`.")] | None = None
     cache_control: Json | None = None
     context_management: Annotated[Json, Meta(description="Accepted; conversations are sent whole.")] | None = None
     speed: str | None = None
@@ -164,8 +165,11 @@ def to_text(request: MessagesRequest, card: ModelCard, parsers: OutputParsers, l
     tools = text.tools
     forced: ParserKind | None = None
     guided: dict[str, Any] | None = None
-    if request.output_config is not None and request.output_config.format is not None:
-        guided = {"json_schema": request.output_config.format.schema}
+    output_format = request.output_format
+    if request.output_config is not None:
+        output_format = request.output_config.format or output_format
+    if output_format is not None:
+        guided = {"json_schema": output_format.schema}
     choice = request.tool_choice
     parallel = choice is None or not choice.disable_parallel_tool_use
     if choice is not None and choice.type in ("any", "tool"):

@@ -232,17 +232,28 @@ class InputAudio(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 
 class ContentPart(Struct, kw_only=True, frozen=True, omit_defaults=True):
-    type: Literal["text", "refusal", "image_url", "input_audio"]
+    type: Literal["text", "input_text", "output_text", "refusal", "thinking", "image_url", "input_audio"]
     text: str | None = None
     refusal: str | None = None
+    thinking: str | None = None
     image_url: ImageUrl | None = None
     input_audio: InputAudio | None = None
     prompt_cache_breakpoint: Annotated[Json, Meta(description="Accepted; prompts are cached by themselves.")] | None = None
 
+    @property
+    def field(self) -> str:
+        """The field that a part of this type must have."""
+        return "text" if self.type in ("input_text", "output_text") else self.type
+
+    @property
+    def words(self) -> str:
+        """The text of a part that is content and no medium."""
+        return self.text or self.refusal or ""
+
 
 class CalledFunction(Struct, kw_only=True, frozen=True):
     name: Name
-    arguments: Annotated[str, Meta(description="JSON.")]
+    arguments: Annotated[str | dict[str, Any], Meta(description="JSON, or the object itself.")]
 
 
 class PastToolCall(Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -254,7 +265,7 @@ class PastToolCall(Struct, kw_only=True, frozen=True, omit_defaults=True):
 
 class ChatMessage(Struct, kw_only=True, frozen=True, omit_defaults=True):
     role: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$", description="Others than OpenAI's are the template's affair.")]
-    content: str | list[ContentPart] | None = None
+    content: str | list[ContentPart | str] | None = None
     name: str | None = None
     tool_calls: list[PastToolCall] | None = None
     tool_call_id: str | None = None

@@ -19,6 +19,7 @@ from dynamo.frontend.api.openai.requests import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     NamedToolChoice,
     NvExt,
     ResponseFormat,
@@ -213,24 +214,41 @@ def messages_to_text(
             plain["role"] = "system"
         if isinstance(message.content, str):
             chars += len(message.content)
-        for position, part in enumerate(message.content if isinstance(message.content, list) else ()):
-            kind, part_path = _modality(part.type), f"{where}.content[{position}]"
-            if getattr(part, part.type) is None:
-                raise InvalidRequest(
-                    f"a content part of type '{part.type}' needs '{part.type}'", param=f"{part_path}.{part.type}"
-                )
-            if kind == "text":
-                chars += len(part.text or part.refusal or "")
-                plain["content"][position] = {"type": "text", "text": part.text or part.refusal or ""}
-            elif kind in llm.modalities:
-                plain["content"][position].pop("prompt_cache_breakpoint", None)
-                media.append(plain["content"][position])
-            else:
-                raise InvalidRequest(f"the model does not support content of type {kind}", param=part_path)
-        chars += sum(len(call.function.arguments) for call in message.tool_calls or ())
+        if isinstance(message.content, list):
+            plain["content"] = parts = _parts(message.content, llm, where)
+            media += [part for part in parts if part["type"] != "text"]
+            chars += sum(len(part["text"]) for part in parts if part["type"] == "text")
+            if thoughts := "".join(part.thinking or "" for part in message.content if isinstance(part, ContentPart)):
+                plain.setdefault("reasoning_content", thoughts)
+        for call in plain.get("tool_calls", ()):
+            function = call["function"]
+            if not isinstance(function["arguments"], str):
+                function["arguments"] = msgspec.json.encode(function["arguments"]).decode()
+            chars += len(function["arguments"])
         conversation.append(plain)
     check_chars(chars, limits, "messages")
     return conversation, tuple(media)
+
+
+def _parts(content: Sequence[ContentPart | str], llm: LlmInfo, where: str) -> list[dict[str, Any]]:
+    """Return content parts as engines and templates expect them, without thoughts. Raises InvalidRequest."""
+    result: list[dict[str, Any]] = []
+    for position, part in enumerate(content):
+        if isinstance(part, str):
+            result.append({"type": "text", "text": part})
+            continue
+        kind, path = _modality(part.type), f"{where}.content[{position}]"
+        if getattr(part, part.field) is None:
+            raise InvalidRequest(f"a content part of type '{part.type}' needs '{part.field}'", param=f"{path}.{part.field}")
+        if part.type == "thinking":
+            continue
+        if kind == "text":
+            result.append({"type": "text", "text": part.words})
+        elif kind in llm.modalities:
+            result.append(msgspec.to_builtins(msgspec.structs.replace(part, prompt_cache_breakpoint=None)))
+        else:
+            raise InvalidRequest(f"the model does not support content of type {kind}", param=path)
+    return result
 
 
 def last_words(request: ChatRequest) -> str:
@@ -240,7 +258,7 @@ def last_words(request: ChatRequest) -> str:
         return ""
     if isinstance(message.content, str):
         return message.content
-    return "\n".join(part.text or part.refusal or "" for part in message.content)
+    return "\n".join(part if isinstance(part, str) else part.words for part in message.content)
 
 
 def tools_to_text(tools: Sequence[Tool] | None) -> Sequence[Mapping[str, Any]]:

@@ -74,7 +74,9 @@ class Script:
             case {"choice": [str(first), *_]}:
                 return self._encode(first)
         kind = "".join(guided)
-        raise InvalidRequest(f"the simulated engine keeps to json_schema, json_object and choice, not to this '{kind:.40}'")
+        raise InvalidRequest(
+            f"the simulated engine keeps to json_schema, json_object and choice, not to this '{kind:.40}'", param=f"{kind:.40}"
+        )
 
     def response(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return the rest of the response to a conversation of `CALLS_TEMPLATE`; empty: tokens are invented."""

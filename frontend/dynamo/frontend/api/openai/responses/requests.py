@@ -304,7 +304,7 @@ class _Conversation:
     def __init__(self, instructions: str | None) -> None:
         self._messages = [ChatMessage(role="system", content=instructions)] if instructions is not None else []
         self._reasoning: list[str] = []
-        self._text: str | list[ContentPart] | None = None
+        self._text: str | list[ContentPart | str] | None = None
         self._calls: list[PastToolCall] = []
 
     def reasoning(self, text: str) -> None:
@@ -375,7 +375,7 @@ def _add(item: InputItem, conversation: _Conversation, where: str) -> None:
             raise AssertionError("references are replaced by the items that they name before")
 
 
-def _content(content: str | Sequence[InputPart], where: str) -> str | list[ContentPart]:
+def _content(content: str | Sequence[InputPart], where: str) -> str | list[ContentPart | str]:
     if isinstance(content, str):
         return content
     return [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
