@@ -111,6 +111,20 @@ async def test_without_jetstream_only_those_fail_that_need_it() -> None:
         assert (await s.edge.http.get(f"{PATH}/{stored['id']}")).status_code == 503
 
 
+async def test_a_response_that_turns_out_not_to_be_stored_says_so() -> None:
+    records, speaker = FakeRecords(), Speaker()
+
+    def respond(stream: FakeStream) -> None:
+        records.is_away = True
+        speaker(stream)
+
+    async with storing(respond, records=records) as s:
+        assert (await s.create())["store"] is False
+        records.is_away = False
+        streamed = await s.edge.post(PATH, HELLO | {"stream": True})
+        assert '"store":false' in streamed.text.split("event: response.completed")[1]
+
+
 async def test_nothing_is_stored_that_is_not_to_be() -> None:
     async with storing(Speaker(), by_default=False) as s:
         await s.create()

@@ -208,8 +208,7 @@ class Responses:
     async def _complete(self, work: _Work, generation: Generation, feeder: _Feeder) -> ResponseObject:
         """Return the whole response, stored if it is to be."""
         response = await _read_all(generation, feeder, self._edge.clock)
-        await self._save(work, response)
-        return response
+        return await self._save(work, response)
 
     async def _stream(self, exchange: Exchange, work: _Work, generation: Generation, feeder: _Feeder) -> None:
         writer = feeder.writer
@@ -220,7 +219,7 @@ class Responses:
                     reason = feeder.add(deltas) or reason
                     await stream.write(writer.take())
                 response = writer.finish(_finished(reason), generation.summary, self._edge.clock())
-                await self._save(work, response)
+                response = await self._save(work, response)
                 writer.end(response)
                 events = writer.take()
             except Exception as error:
@@ -232,18 +231,23 @@ class Responses:
                 events = writer.take()
             await stream.end(events)
 
-    async def _save(self, work: _Work, response: ResponseObject) -> None:
-        """Store a response that is to be. Only where the request says so explicitly, a failure is the request's."""
+    async def _save(self, work: _Work, response: ResponseObject) -> ResponseObject:
+        """Store a response that is to be, and return it with what became of that.
+
+        Only where the request says so explicitly, a failure is the request's.
+        """
         await self._add_to_conversation(work, response)
         stored = self._edge.stored
         if work.items is None or stored is None:
-            return
+            return response
         try:
             await stored.save(work.owner, response, work.items, last=0)
         except DynamoError as error:
             if work.request.store:
                 raise
             log.warning("response %s is not stored: %s", response.id, error)
+            return msgspec.structs.replace(response, store=False)
+        return response
 
     async def _add_to_conversation(self, work: _Work, response: ResponseObject) -> None:
         id, stored = work.request.conversation_id, self._edge.stored
