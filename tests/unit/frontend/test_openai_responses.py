@@ -202,3 +202,11 @@ async def test_the_tokens_of_an_input_are_counted_without_a_response() -> None:
         counted = (await edge.post(f"{PATH}/input_tokens", body)).json()
         response = (await edge.post(PATH, body)).json()
     assert counted == {"object": "response.input_tokens", "input_tokens": response["usage"]["input_tokens"]}
+
+
+async def test_settings_of_vllm_reach_the_engine() -> None:
+    speaker = Speaker()
+    async with open_http_edge(respond=speaker) as edge:
+        await edge.post(PATH, {"model": "talker", "input": "hi", "min_p": 0.1, "top_k": 5, "stop_token_ids": [9]})
+    assert (speaker.last.sampling.min_p, speaker.last.sampling.top_k) == (0.1, 5)
+    assert 9 in speaker.last.stop.token_ids

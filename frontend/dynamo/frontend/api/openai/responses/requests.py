@@ -37,6 +37,7 @@ from dynamo.frontend.api.openai.requests import (
     StreamOptions,
     StructuredOutputs,
     Text,
+    TokenId,
     Tool,
 )
 from dynamo.frontend.api.openai.responses.storage import ItemIds
@@ -163,12 +164,14 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     image: Json | None = None
     # Beyond OpenAI
     top_k: Annotated[int, Meta(ge=-1, le=INT32, description="-1 and 0: all tokens.")] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     seed: Annotated[int, Meta(ge=-INT64 - 1, le=INT64)] | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024, description="By token id.")] | None = None
     stop: str | list[Text] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -245,12 +248,14 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
             logprobs=self.wants_logprobs,
             top_logprobs=self.top_logprobs if self.wants_logprobs else None,
             top_k=self.top_k,
+            min_p=self.min_p,
             frequency_penalty=self.frequency_penalty,
             presence_penalty=self.presence_penalty,
             repetition_penalty=self.repetition_penalty,
             seed=self.seed,
             logit_bias=self.logit_bias,
             stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
             include_stop_str_in_output=self.include_stop_str_in_output,
