@@ -10,9 +10,11 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
@@ -339,8 +341,7 @@ class KvRouter:
         return prefill_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _Spread:
+class _Spread(msgspec.Struct, frozen=True, gc=False):
     """The instance that a prefix would spread to next."""
 
     prefix: int
