@@ -345,6 +345,7 @@ def test_the_router_knows_how_much_of_a_prompt_the_best_candidate_lacks() -> Non
     kv.index("talker").store(InstanceId(2), hashes)
     assert kv.missing_tokens(request, fleet) == 0
     assert kv.missing_tokens(RouteRequest(model="talker", prompt=pack_tokens(range(3))), fleet) == 3
+    assert kv.missing_tokens(request, fleet, with_room=True) is None, "no threshold says which ones have room"
     kv.thresholds.set("talker", Thresholds(active_prefill_tokens=100), changed_at_ms=1)
     kv.loads.book("long", InstanceId(2), 0.0, prefill_tokens=101)
     assert kv.missing_tokens(request, fleet, with_room=True) == 10, "the one that has it cached is busy"

@@ -83,7 +83,7 @@ class Router(Protocol):
         """Return the fewest tokens of the prompt that a candidate has not cached. None if the router knows no caches.
 
         0 if all full blocks of the prompt are cached: a partial last block never is. `with_room`: only candidates that are
-        not busy count; None if all are.
+        not busy count; None if all are, or if no threshold says which.
         """
         ...
 

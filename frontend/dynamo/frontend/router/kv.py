@@ -155,10 +155,9 @@ class KvRouter:
         overlaps, _ = self._overlaps(model, prompt, candidates, now)
         if with_room:
             busy_ones = busy(self.loads.read(model.load_rows.rows(candidates), now), self.thresholds.of(request.model))
-            if busy_ones is not None:
-                if all(busy_ones):
-                    return None
-                overlaps = {position: blocks for position, blocks in overlaps.items() if not busy_ones[position]}
+            if busy_ones is None or all(busy_ones):
+                return None
+            overlaps = {position: blocks for position, blocks in overlaps.items() if not busy_ones[position]}
         overlap = max(overlaps.values(), default=0)
         if overlap and overlap == len(prompt.hashes):
             return 0

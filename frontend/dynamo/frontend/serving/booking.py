@@ -147,7 +147,7 @@ class Booker:
         return self.router.missing_tokens(_route_of_prompt(work), candidates)
 
     def missing_tokens_with_room(self, work: Work, candidates: Sequence[Instance]) -> int | None:
-        """The same of those of `candidates` that are not busy; None also if all are."""
+        """The same of those of `candidates` that are not busy; None also if all are, or if no threshold says which."""
         return self.router.missing_tokens(_route_of_prompt(work), candidates, with_room=True)
 
 
