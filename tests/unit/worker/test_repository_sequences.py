@@ -22,6 +22,7 @@ from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context, RequestTimings
 from dynamo.worker.repository.execution import ModelRequest, ModelResult
 from dynamo.worker.repository.models import RepositoryModels
+from dynamo.worker.repository.pipeline import NoProcess
 from dynamo.worker.repository.sequences import SequenceModel, UnknownSequence
 from tests.support.repositories import infer, infer_all, opened, python_model
 from tests.support.virtual_time import run as run_in_virtual_time
@@ -440,6 +441,8 @@ class TritonPythonModel:
             calls.append([len(requests), int(inputs["START"]), r.flags()])
             response = pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[json.dumps(calls)]], object))])
             is_last = len(calls) >= inputs["x"]
+            if inputs["x"] < 0:
+                os._exit(1)
             if not is_last:
                 r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
             if self.decoupled:
@@ -491,6 +494,21 @@ async def test_an_iterative_sequence_ends_when_its_caller_leaves(tmp_path: Path,
             task.cancel()
         assert len((await iterate(models, 2))[-1]) == 2, "a slot is free"
         await until(lambda: "sequences=0, waiting=0" in repr(sequences_of(models, "iterating")))
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+async def test_sequences_that_a_process_has_not_got_do_not_end_with_it(tmp_path: Path, decoupled: bool) -> None:
+    folder = make_iterating(tmp_path, decoupled=decoupled)
+    async with opened(tmp_path, "iterating") as models, asyncio.timeout(60):
+        dying = asyncio.create_task(iterate(models, -1))
+        await until(lambda: "sequences=1, waiting=0" in repr(sequences_of(models, "iterating")))
+        others = [asyncio.create_task(iterate(models, 1)) for _ in range(3)]
+        await until(lambda: "sequences=4" in repr(sequences_of(models, "iterating")))
+        (folder / "go").touch()
+        with pytest.raises(EngineError, match="ended with status"):
+            await dying
+        outcomes = await asyncio.gather(*others, return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} <= {NoProcess, list}, outcomes
 
 
 async def test_no_request_joins_the_sequence_of_one_without_an_id(tmp_path: Path) -> None:

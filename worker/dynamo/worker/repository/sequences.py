@@ -221,7 +221,8 @@ class SequenceModel:
                 async for response in ordered:
                     yield response
         except (ProcessDied, NoProcess):
-            self._lose(lane)
+            if sequence.lane is not None:  # else the slots have other sequences by now
+                self._lose(sequence.lane)
             raise
 
     async def close(self) -> None:
@@ -476,10 +477,10 @@ class SequenceModel:
         while sequence.jobs:
             sequence.jobs.popleft().give(EngineError(f"sequence {sequence.id} of model '{self._name}' has ended"))
 
-    def _lose(self, lane: _Lane | None) -> None:
-        """The process of an instance has ended, and with it what it knew of its sequences."""
-        for sequence in () if lane is None else tuple(lane.slots):
-            if sequence is not None:
+    def _lose(self, lane: _Lane) -> None:
+        """The process of an instance has ended, and with it what it knew of its sequences. Those that it has not got yet stay."""
+        for sequence in tuple(lane.slots):
+            if sequence is not None and (sequence.is_running or not (sequence.jobs and sequence.jobs[0].starts)):
                 self._end(sequence)
 
 
