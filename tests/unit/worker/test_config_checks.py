@@ -34,7 +34,11 @@ KEYS = "dynamic_batching.priority_queue_policy must have keys from 1 to 3, got"
         ("dynamic_batching { priority_levels: 3 default_priority_level: 1 priority_queue_policy { key: 7 } }", f"{KEYS} 7"),
         ("dynamic_batching { priority_levels: 3 default_priority_level: 1 priority_queue_policy { key: 0 } }", f"{KEYS} 0"),
         ("dynamic_batching { priority_levels: 3 default_priority_level: 1 preserve_ordering: true }", "priority_levels must be"),
-        ("dynamic_batching { preserve_ordering: true default_queue_policy { timeout_action: DELAY } }", "must not be DELAY"),
+        (
+            "dynamic_batching { preserve_ordering: true "
+            "default_queue_policy { timeout_action: DELAY default_timeout_microseconds: 1 } }",
+            "must not be DELAY",
+        ),
         ("response_cache { enable: true } model_transaction_policy { decoupled: true }", "response_cache.enable must be false"),
         (
             f"response_cache {{ enable: true }} sequence_batching {{ direct {{ }} {START} }}",
@@ -77,6 +81,7 @@ def test_a_setting_that_triton_refuses_is_refused_by_the_name_of_its_field(setti
         "max_batch_size: 4 dynamic_batching { preferred_batch_size: [ 1, 4 ] }",
         "max_batch_size: 4 dynamic_batching { priority_levels: 3 default_priority_level: 3 priority_queue_policy { key: 3 } }",
         "dynamic_batching { preserve_ordering: true default_queue_policy { allow_timeout_override: true } }",
+        "dynamic_batching { preserve_ordering: true default_queue_policy { timeout_action: DELAY } }",
         "dynamic_batching { default_priority_level: 2 }",
         'metric_tags { key: "1st_team" value: "red, or \\"blue\\"" }',
         "response_cache { enable: true }",

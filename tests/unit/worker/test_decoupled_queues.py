@@ -230,18 +230,20 @@ async def test_single_responses_keep_the_order_of_requests_and_a_caller_that_lea
             await first_ends.wait()
         if name == "failed":
             raise EngineError("no")
+        if name == "expired":
+            raise QueueTimeout
         return ModelResult({})
 
     async def call(name: str) -> None:
-        with suppress(EngineError):
+        with suppress(EngineError, QueueTimeout):
             await order.in_turn(response(name))
         ended.append(name)
 
-    tasks = {name: asyncio.create_task(call(name)) for name in ("first", "cancelled", "failed", "last")}
+    tasks = {name: asyncio.create_task(call(name)) for name in ("first", "cancelled", "failed", "expired", "last")}
     for _ in range(5):
         await asyncio.sleep(0)
-    assert ended == []
+    assert ended == ["expired"], "it has not left the queue"
     tasks["cancelled"].cancel()
     first_ends.set()
     await asyncio.gather(*tasks.values(), return_exceptions=True)
-    assert ended == ["first", "failed", "last"]
+    assert ended == ["expired", "first", "failed", "last"]

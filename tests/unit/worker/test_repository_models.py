@@ -440,6 +440,14 @@ async def test_loading_again_changes_over_without_a_gap_and_a_failure_changes_no
         ("data_type: TYPE_FP32", "model input 'x' must specify 'dims' for wrong"),
         ("data_type: TYPE_FP32 dims: [ 0 ]", "dimension must be integer >= 1, or -1 to indicate a variable-size dimension"),
         ("data_type: TYPE_FP32 dims: [ -2 ]", "dimension must be integer >= 1, or -1 to indicate a variable-size dimension"),
+        ("data_type: TYPE_FP32 dims: [ 4 ] reshape { shape: [ 3 ] }", "has different size for dims and reshape for wrong"),
+        ("data_type: TYPE_FP32 dims: [ -1 ] reshape { shape: [ 3 ] }", "has different size for dims and reshape for wrong"),
+        ("data_type: TYPE_FP32 dims: [ 2, -1, 6 ] reshape { shape: [ 3, -1, 4 ] }", "has different size for dims and reshape"),
+        (
+            "data_type: TYPE_FP32 dims: [ -1, 1 ] reshape { shape: [ -1, -1 ] }",
+            "has different number of variable-size dimensions",
+        ),
+        ("data_type: TYPE_FP32 dims: [ 1 ] reshape { shape: [ 0 ] }", "reshape dimensions must be integer >= 1"),
     ],
 )
 async def test_tensors_that_stay_incomplete_are_refused_in_triton_s_words(tmp_path: Path, tensor: str, reason: str) -> None:

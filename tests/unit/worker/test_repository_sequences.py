@@ -400,16 +400,27 @@ async def test_an_id_that_the_control_input_cannot_hold_is_cut_as_in_triton(
         ('control_input { name: "c" control { int32_false_true: [ 0 ] } }', "needs two values in one of int32_false_true"),
         ('control_input { name: "x" control { int32_false_true: [ 0, 1 ] } }', "have the name 'x' more than once"),
         (CONTROLS + CONTROLS.replace('"START"', '"S2"'), "have the name 'END' more than once"),
-        ("oldest { }", "sequence_batching.oldest.max_candidate_sequences must be at least 1, got 0"),
         ("oldest { max_candidate_sequences: 2 preferred_batch_size: 9 }", "preferred_batch_size must be from 1 to 1, got 9"),
         ('state { input_name: "s" }', "state 's' needs an output_name and a data_type"),
-        (
-            'state { input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ 1 ] initial_state { data_file: "gone" } }',
-            "initial_state/gone cannot be read: No such file",
-        ),
-        (
-            'state { input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ 2 ] initial_state { data_file: "short" } }',
-            "'s' has 2 bytes",
+        *(
+            (f'state {{ input_name: "s" output_name: "t" data_type: TYPE_FP32 dims: [ 2 ] {initial} }}', reason)
+            for initial, reason in (
+                (2 * 'initial_state { name: "i" data_type: TYPE_FP32 dims: [ 2 ] zero_data: true } ', "Found '2' elements"),
+                (
+                    'initial_state { name: "i" data_type: TYPE_INT32 dims: [ 2 ] zero_data: true }',
+                    "does not match the state data",
+                ),
+                ("initial_state { data_type: TYPE_FP32 dims: [ 2 ] zero_data: true }", "Field 'name' must be set"),
+                ('initial_state { name: "i" data_type: TYPE_FP32 zero_data: true }', "'s'. 0 != 1"),
+                ('initial_state { name: "i" data_type: TYPE_FP32 dims: [ -1 ] zero_data: true }', "contains variable dimensions"),
+                ('initial_state { name: "i" data_type: TYPE_FP32 dims: [ 3 ] zero_data: true }', "3 != 2"),
+                ('initial_state { name: "i" data_type: TYPE_FP32 dims: [ 2 ] }', "to have state_data set"),
+                (
+                    'initial_state { name: "i" data_type: TYPE_FP32 dims: [ 2 ] data_file: "gone" }',
+                    "initial_state/gone cannot be read: No such file",
+                ),
+                ('initial_state { name: "i" data_type: TYPE_FP32 dims: [ 2 ] data_file: "short" }', "'s' has 2 bytes"),
+            )
         ),
     ],
 )
@@ -554,3 +565,13 @@ async def test_a_start_that_is_cancelled_while_it_waits_frees_its_place(tmp_path
         await busy
         await send(models, 1, "e")
         assert (await send(models, 3, "se"))["id"] == 3
+
+
+async def test_a_sequence_model_is_warmed_up_by_a_sequence_of_its_own(tmp_path: Path) -> None:
+    inputs = 'inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } }'
+    inputs += 'inputs { key: "START" value { data_type: TYPE_FP32 dims: [ 1 ] zero_data: true } }'
+    warmup = f'model_warmup {{ name: "w" batch_size: 2 {inputs} }} max_batch_size: 2'
+    make_reporter(tmp_path, f"sequence_batching {{ {CONTROLS} oldest {{ }} }}", warmup)
+    async with opened(tmp_path, "reporter") as models:
+        assert "sequences=0, waiting=0" in repr(sequences_of(models))
+        assert (await send(models, 1, "s"))["START"] == 1.0

@@ -60,5 +60,5 @@ def _batching_problems(batching: ModelDynamicBatching, max_batch_size: int) -> I
         if levels > 1:
             yield f"dynamic_batching.priority_levels must be at most 1 with preserve_ordering, got {levels}"
         policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
-        if any(policy.timeout_action == ModelQueuePolicy.DELAY for policy in policies):
+        if any(policy.default_timeout_microseconds and policy.timeout_action == ModelQueuePolicy.DELAY for policy in policies):
             yield "dynamic_batching: the timeout_action of a queue policy must not be DELAY with preserve_ordering"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -154,6 +154,32 @@ def check_tensors(config: ModelConfig) -> None:
             raise InvalidRequest(
                 f"{where} dimension must be integer >= 1, or -1 to indicate a variable-size dimension for {config.name}"
             )
+        if tensor.HasField("reshape"):
+            _check_reshape(where, config.name, tensor.dims, tensor.reshape.shape)
+
+
+def _check_reshape(where: str, model: str, dims: Sequence[int], shape: Sequence[int]) -> None:
+    """Raises InvalidRequest unless `shape` has the elements of `dims`, also between dimensions of variable size."""
+    if any(size < -1 or size == 0 for size in shape):
+        raise InvalidRequest(
+            f"{where} reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension for {model}"
+        )
+    counts, reshaped = _counts_between_variable(dims), _counts_between_variable(shape)
+    if len(counts) != len(reshaped) and min(len(counts), len(reshaped)) > 1:
+        raise InvalidRequest(f"{where} has different number of variable-size dimensions for dims and reshape for {model}")
+    if counts != reshaped:
+        raise InvalidRequest(f"{where} has different size for dims and reshape for {model}")
+
+
+def _counts_between_variable(dims: Sequence[int]) -> list[int]:
+    """Return the elements of the parts into which dimensions of variable size cut a shape."""
+    counts = [1]
+    for size in dims:
+        if size == -1:
+            counts.append(1)
+        else:
+            counts[-1] *= size
+    return counts
 
 
 def ignored_settings(config: ModelConfig, *, has_cache: bool, has_rate_limiter: bool) -> list[str]:

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import contextmanager
 
-from dynamo.common.errors import DynamoError
+from dynamo.common.errors import DynamoError, Overloaded
+from dynamo.worker.engine.request_queue import QueueTimeout
 from dynamo.worker.repository.execution import ModelResult, closing
 
 
@@ -25,6 +26,8 @@ class ResponseOrder:
         with self._place() as is_first:
             try:
                 result = await response
+            except (QueueTimeout, Overloaded):  # the request has not left the queue
+                raise
             except DynamoError:
                 await is_first.wait()
                 raise

@@ -37,12 +37,7 @@ def check_sequences(config: ModelConfig) -> None:
     """Raises InvalidRequest for settings of sequence_batching that contradict themselves, naming the field."""
     batching = config.sequence_batching
     if batching.HasField("oldest"):
-        oldest = batching.oldest
-        if oldest.max_candidate_sequences < 1:
-            raise InvalidRequest(
-                f"sequence_batching.oldest.max_candidate_sequences must be at least 1, got {oldest.max_candidate_sequences}"
-            )
-        for size in oldest.preferred_batch_size:
+        for size in batching.oldest.preferred_batch_size:
             if not 1 <= size <= max(1, config.max_batch_size):
                 raise InvalidRequest(
                     f"sequence_batching.oldest.preferred_batch_size must be from 1 to {max(1, config.max_batch_size)}, got {size}"
@@ -156,8 +151,9 @@ class States:
         datatype = datatype_of_config(state.data_type)
         if datatype is None or not state.output_name:
             raise InvalidRequest(f"{name} needs an output_name and a data_type")
+        _check_initial_state(state)
         given = state.initial_state[0] if state.initial_state else None
-        dims = tuple(given.dims) if given is not None and given.dims else tuple(state.dims)
+        dims = tuple(state.dims if given is None else given.dims)
         shape = (*self._batch, *(max(1, size) if size < 0 else size for size in dims))
         element_count(shape, name)
         if given is None or given.WhichOneof("state_data") != "data_file":
@@ -167,3 +163,33 @@ class States:
             return to_numpy(path.read_bytes(), datatype.name, shape, name)
         except OSError as error:
             raise InvalidRequest(f"{name}: {STATE_FOLDER}/{given.data_file} cannot be read: {error.strerror}") from error
+
+
+def _check_initial_state(state: ModelSequenceBatching.State) -> None:
+    """Raises InvalidRequest, in Triton's words, for an initial state that is not one of this state."""
+    name, count = state.input_name, len(state.initial_state)
+    if count > 1:
+        raise InvalidRequest(
+            f"initial_state field for state input '{name}' must contain exactly one or zero element. Found '{count}' elements."
+        )
+    for given in state.initial_state:
+        if given.data_type != state.data_type:
+            raise InvalidRequest(
+                f"The data type used for 'initial_state' field of state '{name}' does not match the state data type."
+            )
+        if not given.name:
+            raise InvalidRequest(f"Field 'name' must be set when using initial_state for state input '{name}'.")
+        if len(given.dims) != len(state.dims):
+            raise InvalidRequest(
+                f"Number of dimensions in 'initial_state' doesn't match the size of 'state' dimensions for state input '{name}'. "
+                f"{len(given.dims)} != {len(state.dims)}"
+            )
+        for size, expected in zip(given.dims, state.dims, strict=True):
+            if size == -1:
+                raise InvalidRequest(f"'initial_state' field for state input name '{name}' contains variable dimensions.")
+            if expected not in (-1, size):
+                raise InvalidRequest(
+                    f"'initial_state' dim for input name '{name}' doesn't match 'state' dim description. {size} != {expected}"
+                )
+        if given.WhichOneof("state_data") is None:
+            raise InvalidRequest(f"initial_state setting expects state '{name}' to have state_data set")

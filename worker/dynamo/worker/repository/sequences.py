@@ -155,7 +155,9 @@ class SequenceModel:
         self._ids = itertools.count(1)
         """Of iterative sequences."""
         self._idle_s = batching.max_sequence_idle_microseconds / 1e6
-        slots = max(1, config.max_batch_size) if self._is_direct else batching.oldest.max_candidate_sequences
+        slots = max(1, config.max_batch_size)
+        if batching.oldest.max_candidate_sequences > 0:
+            slots = batching.oldest.max_candidate_sequences
         direct, oldest = batching.direct, batching.oldest
         delay_us = oldest.max_queue_delay_microseconds
         if self._is_direct:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,15 @@ from dynamo.common.tensors import Array, bf16_to_float32, datatype_of_config, el
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelWarmup
 from dynamo.worker.engine.base import Context
 from dynamo.worker.paths import relative_path
-from dynamo.worker.repository.execution import ModelRequest, closing
+from dynamo.worker.repository.execution import ModelRequest, Parameter, closing
 from dynamo.worker.repository.loaded import LoadedModel
+from dynamo.worker.repository.sequence_tensors import added_tensors
 
 FOLDER = "warmup"
 MAX_REQUESTS = 10_000
 MAX_BYTES = 2**30
+_SEQUENCE: Mapping[str, Parameter] = {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
+"""Makes a request a sequence of its own, before any other can be there."""
 
 
 async def warm_up(model: LoadedModel, folder: Path) -> None:
@@ -26,10 +29,11 @@ async def warm_up(model: LoadedModel, folder: Path) -> None:
     for warmup in model.config.model_warmup:
         try:
             inputs = dict(_inputs(model.config, warmup, folder))
+            parameters = _SEQUENCE if model.config.HasField("sequence_batching") else {}
             for version in model.card.versions:
                 for _ in range(min(max(1, warmup.count), MAX_REQUESTS)):
                     name = f"warmup {warmup.name}"
-                    request = ModelRequest(inputs, Context(name, version=version), id=name)
+                    request = ModelRequest(inputs, Context(name, version=version), (), parameters, name)
                     model.check(request, version)
                     async with closing(model.run(request)) as responses:
                         async for _ in responses:
@@ -39,10 +43,15 @@ async def warm_up(model: LoadedModel, folder: Path) -> None:
 
 
 def _inputs(config: ModelConfig, warmup: ModelWarmup, folder: Path) -> Iterator[tuple[str, Array]]:
+    """Yield the inputs of a request; those that sequence batching adds are left to it, as is the batch then."""
+    added, _ = added_tensors(config)
+    rows = 1 if config.HasField("sequence_batching") else max(1, warmup.batch_size)
     for name, given in warmup.inputs.items():
+        if name in added:
+            continue
         data = _data(name, given, folder)
         if config.max_batch_size:
-            data = np.repeat(data[np.newaxis], max(1, warmup.batch_size), axis=0)
+            data = np.repeat(data[np.newaxis], rows, axis=0)
         yield name, data
 
 
