@@ -184,6 +184,8 @@ def test_allowed_tools_are_those_of_the_chat_request() -> None:
     ("wrong", "param"),
     [
         ({"prompt": {"id": "p"}}, "prompt"),
+        ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+        ({"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": []}, "input"),

@@ -322,7 +322,7 @@ async def test_the_engine_reports_what_it_has_cached(started: Started) -> None:
     await until(lambda: all(block in kv for block in blocks))
     assert steps
     whole = sequence_hashes(pack_tokens(prompt + result.tokens()), size)
-    assert whole[3] in kv or started.kind == "llama", "what was made is cached, too"
+    await until(lambda: whole[3] in kv or started.kind == "llama")  # what was made is cached, too
 
 
 async def test_a_salt_keeps_prompts_apart(started: Started) -> None:

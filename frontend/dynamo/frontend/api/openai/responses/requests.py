@@ -180,6 +180,8 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     structured_outputs: StructuredOutputs | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-INT32, le=INT32, description="Higher is more important.")] | None = None
+    kv_transfer_params: Json | None = None
+    vllm_xargs: Json | None = None
     request_id: Annotated[str, Meta(max_length=MAX_ID_CHARS, description="Without the header `x-request-id`.")] | None = None
     session_id: (
         Annotated[str, Meta(max_length=MAX_ID_CHARS, description="Requests of one session go to one instance.")] | None
@@ -197,6 +199,8 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
             "moderation": (self.moderation, "moderation is not supported"),
             "access_programs": (self.access_programs, "there are no access programs"),
             "image": (self.image, "images are not generated"),
+            "kv_transfer_params": (self.kv_transfer_params, "transfers of KV caches are arranged by the server"),
+            "vllm_xargs": (self.vllm_xargs, "arguments for extensions of an engine are not passed on"),
         }
         for name, (value, message) in unsupported.items():
             if value:
