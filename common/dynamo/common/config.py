@@ -57,6 +57,10 @@ class FileSecret(str):
         secret.path = path
         return secret
 
+    def __reduce__(self) -> tuple[type[FileSecret], tuple[str, str]]:
+        """Return what a copy in another process is made of: `--processes` hands it the configuration."""
+        return FileSecret, (str(self), self.path)
+
     def current(self) -> FileSecret:
         """Read the file again. Raises ConfigError."""
         return _read_secret(self.path, "secret")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.common.config import ConfigError, group, load, markdown_table, option, parse_bytes, parse_port, variables
+from dynamo.common.config import ConfigError, FileSecret, group, load, markdown_table, option, parse_bytes, parse_port, variables
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 
 
@@ -254,3 +255,12 @@ def test_a_group_within_a_group_of_the_same_title_continues_it() -> None:
     table = markdown_table(Caching)
     flags = [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")]
     assert table.count("### Cache") == 1 and flags == ["--cache-name", "--cache-blocks", "--cache-folder"]
+
+
+def test_a_secret_from_a_file_reaches_another_process_with_its_path(tmp_path: Path) -> None:
+    """`--processes` hands the configuration to each process that it starts."""
+    file = tmp_path / "password"
+    file.write_text("old")
+    copy = pickle.loads(pickle.dumps(FileSecret("old", str(file))))
+    file.write_text("new")
+    assert (copy, copy.current()) == ("old", "new")
