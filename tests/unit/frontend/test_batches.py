@@ -438,3 +438,12 @@ async def test_without_jetstream_a_batch_goes_on_when_it_is_back(monkeypatch: py
                 await asyncio.sleep(0)
         done = await r.batches.read("", batch.id)
     assert (done.status, calls[0]) == ("completed", 2)
+
+
+async def test_a_batch_that_is_cancelled_before_it_began_says_how_many_lines_it_has() -> None:
+    async with running(prompt_of) as r:
+        batch = await r.create(lines_of(3))
+        await r.batches.change("", batch.id, lambda batch: replace(batch, status="cancelling"))
+        ended = await r.ended(batch)
+        assert (ended.status, ended.request_counts) == ("cancelled", RequestCounts(total=3))
+        assert len(await r.results(ended.error_file_id)) == 3

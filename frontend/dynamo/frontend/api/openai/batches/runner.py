@@ -166,10 +166,8 @@ class BatchRunner:
             return await self._failed(owner, batch, [Problem(str(error))])
 
         def started(batch: Batch) -> Batch:
-            if batch.status != "validating":
-                return batch
-            counts = RequestCounts(total=len(lines))
-            return replace(batch, status="in_progress", in_progress_at=now, request_counts=counts)
+            batch = replace(batch, request_counts=replace(batch.request_counts, total=len(lines)))
+            return replace(batch, status="in_progress", in_progress_at=now) if batch.status == "validating" else batch
 
         batch = await self._batches.change(owner, batch.id, started)
         done = await self._batches.segments(batch.id)
