@@ -130,6 +130,8 @@ class SharedVllm:
         self.stats = [RankStats() for _ in range(self.ranks)]
         self.kv = [KvState() for _ in range(self.ranks)]
         """What each rank caches."""
+        self.numbers = count()
+        """For ids of requests, which ranks must not share."""
         self.adapters = SharedAdapters(parsed.adapters, self.ranks, self._load_adapter, self._unload_adapter)
         self.sleeping = SharedSleep(self.ranks, self._fall_asleep, self._wake_up)
         self.opening = Shared(self._open)
@@ -233,7 +235,6 @@ class VllmEngine:
         self._context_length = 0
         self._takes_images = False
         self._traced = False
-        self._numbers = count()
         self._requests = OpenRequests()
         self._stack = AsyncExitStack()
 
@@ -340,8 +341,8 @@ class VllmEngine:
         return self.vllm.llm.generate(
             prompt,
             SamplingParams(output_kind=RequestOutputKind.DELTA, **settings),
-            # A request may come a second time, before vLLM has forgotten the first.
-            f"{context.request_id}-{next(self._numbers)}",
+            # A request may come a second time, also to another rank, before vLLM has forgotten the first.
+            f"{context.request_id}-{next(self.vllm.numbers)}",
             lora_request=None if adapter is None else _lora_request(adapter),
             trace_headers=_trace(context) if self._traced else None,
             priority=-request.priority,  # vLLM serves the lowest number first
