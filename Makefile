@@ -9,7 +9,7 @@
 # make fuzz         a million inputs for each decoder of untrusted input, guided by coverage; FLAGS="--seconds 20 gguf" for less
 # make drill        one fault after the other in real processes under load, and what callers see (25 minutes); FLAGS="nats etcd" for a part
 # make kills        processes that share memory are killed at 400 random moments of requests (a minute); KILLS=1000 for more of each
-# make differential the same 4,500 requests to a real Triton and to this project (5 minutes); TRITON: an environment with nvidia-pytriton
+# make differential the same 4,600 requests to a real Triton and to this project (5 minutes); TRITON: an environment with nvidia-pytriton
 # make triton-examples  Triton's own Python client examples, unmodified, against both (a minute); EXAMPLES: src/python/examples of its client repository
 # make lint         format, rules, types, import contracts
 # make docs         pages and tables that are generated from the code

@@ -298,6 +298,7 @@ def write_repository(folder: Path) -> list[str]:
         _model(
             folder, "versions", _EACH + _ECHO, _one("TYPE_FP32") + "version_policy { specific { versions: [ 1, 3 ] } }", version
         )
+    _model(folder, "overridden", _EACH + _ECHO, _one("TYPE_FP32", "1"), batch=4)
     _model(folder, "late", _EACH + _ECHO, _one("TYPE_FP32"))
     _model(folder, BROKEN, _BROKEN, _one("TYPE_FP32"))
     _ensemble(folder, "chain", "echo_fp32", "echo_fp32")

@@ -24,6 +24,7 @@ def all_cases() -> Iterator[Case]:
     """Yield every case. Those that change what later ones see are the last."""
     from tests.differential.cases import (
         calls,
+        configurations,
         control,
         grpc_infer,
         memory,
@@ -35,7 +36,19 @@ def all_cases() -> Iterator[Case]:
         stream,
     )
 
-    for module in (models, grpc_infer, rest_infer, stream, sequences, calls, python_api, settings, memory, control):
+    for module in (
+        models,
+        grpc_infer,
+        rest_infer,
+        stream,
+        sequences,
+        calls,
+        python_api,
+        settings,
+        memory,
+        control,
+        configurations,
+    ):
         yield from module.cases()
 
 
