@@ -395,7 +395,7 @@ async def test_each_rank_is_an_engine_with_a_cache_and_a_load_of_its_own(tmp_pat
     finally:
         for rank in engines:
             await rank.close()
-    assert set(multiprocessing.active_children()) <= before
+    await until(lambda: set(multiprocessing.active_children()) <= before, 30)  # which vLLM may have to kill
 
 
 async def test_a_start_that_is_given_up_ends_soon_and_leaves_nothing(tmp_path: Path) -> None:
