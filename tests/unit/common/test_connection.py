@@ -116,6 +116,19 @@ async def test_subscriptions_are_made_again_and_messages_reach_them() -> None:
     assert len(returned) == 1
 
 
+async def test_a_subscription_that_is_cancelled_while_it_is_made_is_none() -> None:
+    async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
+        subscribing = asyncio.create_task(connection.subscribe("a", lambda subject, reply, payload, no_responders: None))
+        await asyncio.sleep(0)
+        subscribing.cancel()
+        await asyncio.wait({subscribing})
+        await asyncio.wait_for(fake.received(b"UNSUB"), 5)
+        fake.clients[0].cut()
+        await back(connection, fake)
+        assert subscribing.cancelled()
+        assert not any(line.startswith(b"SUB") for line in fake.clients[1].lines)
+
+
 async def test_a_message_above_the_limit_is_not_sent_and_costs_no_connection(caplog: pytest.LogCaptureFixture) -> None:
     async with start_fake_nats(max_payload=1000) as fake, connect_nats(options(fake), "test") as connection:
         assert connection.max_payload == 1000

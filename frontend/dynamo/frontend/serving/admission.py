@@ -3,7 +3,7 @@
 Which instances are busy is for the router to say: it raises Overloaded when none may take more. Without a queue the request is
 refused then. With one, up to so many requests per model wait, and the first in line tries again whenever a request ends and
 every few milliseconds. Requests of different API keys have their turns in proportion to the weights of the keys, measured in
-tokens (see `fair_queue`). Which one of a key is first:
+tokens (see `fair_queue`), over all frontends together (see `turns`). Which one of a key is first:
 
 | policy | order |
 |---|---|
