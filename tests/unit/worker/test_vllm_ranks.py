@@ -159,6 +159,21 @@ def test_statistics_count_the_steps_of_a_rank() -> None:
     assert (totals.finished, totals.generated) == (1, 7)
     stats.record(step(1), ended)
     assert stats.totals.steps == 1, "a pause is no step"
+    stats.record(step(0), ended)
+    stats.request_sent()
+    stats.record(step(1), ended)
+    assert (stats.totals.steps, stats.totals.prefill_tokens) == (3, 18), "the first step after a pause computes a prompt"
+
+
+def test_a_request_that_is_gone_before_its_first_step_begins_none() -> None:
+    now = 0.0
+    stats = RankStats(lambda: now)
+    stats.request_sent()
+    now = 10.0
+    stats.request_sent()
+    now = 10.5
+    stats.record(step(1), SimpleNamespace(num_prompt_tokens=10, num_generation_tokens=3, finished_requests=[]))
+    assert stats.totals.seconds == 0.5
 
 
 class Ranked(EchoTokens):

@@ -313,6 +313,7 @@ class VllmEngine:
         try:
             images = await asyncio.to_thread(_read_images, request.media) if request.media else {}
             with self._requests.opened(request) as opened:
+                self._stats.request_sent()
                 async with aclosing(self._start_request(request, images, context)) as outputs:
                     async for output in outputs:
                         opened.prefilled()

@@ -60,7 +60,7 @@ class Shared(Generic[T]):
 class RankStats:
     """vLLM's statistics of one rank, which its engine process reports after each step: a stat logger, which vLLM calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.running = 0
         self.waiting = 0
         self.kv_usage = 0.0
@@ -70,11 +70,17 @@ class RankStats:
         self.callbacks: list[Callable[[], None]] = []
         """Called after each step."""
         self._stepped_at: float | None = None
-        """None while the rank has nothing to do."""
+        """When the current step began; None while the rank has nothing to do."""
+        self._clock = clock
 
     def stepped(self) -> None:
         for callback in self.callbacks:
             callback()
+
+    def request_sent(self) -> None:
+        """A request is on its way to the rank. If that has nothing to do, its next step begins now: most often, with a prompt."""
+        if not self.running:
+            self._stepped_at = self._clock()
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
         if scheduler_stats is None:
@@ -82,7 +88,7 @@ class RankStats:
         self.running = scheduler_stats.num_running_reqs
         self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         self.kv_usage = scheduler_stats.kv_cache_usage
-        now = time.monotonic()
+        now = self._clock()
         if self._stepped_at is not None:
             self.step_ms = (now - self._stepped_at) * 1e3
             if iteration_stats is not None:
