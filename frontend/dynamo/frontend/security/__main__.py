@@ -73,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--requests-per-s", type=float, metavar="N")
     add.add_argument("--concurrent-requests", type=int, metavar="N")
     add.add_argument("--tokens-per-minute", type=int, metavar="N", help="Read and generated, together.")
-    add.add_argument("--stored-bytes", metavar="SIZE", help="Of files, responses and conversations together; such as 10GiB.")
+    add.add_argument(
+        "--stored-bytes", metavar="SIZE", help="Of files, batches, responses and conversations together; such as 10GiB."
+    )
     add.add_argument(
         "--weight",
         type=float,
