@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ _FIRST_BACKOFF_S = 0.05
 # gRPC also gives up a connection attempt after its minimal reconnect time, and a starting etcd needs a while to accept one.
 _MIN_CONNECT_MS = 2_000
 _LAST_CALLS_S = 0.01
+_LAST_WAITS_S = 0.5
 # Ends a stream on a member that has lost its cluster; without it such a member keeps silent.
 _REQUIRE_LEADER = ("hasleader", "true")
 
@@ -199,8 +200,7 @@ class Transport:
             for link in links:
                 if link is not winner:
                     await link.channel.close()
-            # Closing ends them. Cancelled instead, their operations inside gRPC would outlive them, and perhaps the loop.
-            await asyncio.gather(*ready, return_exceptions=True)
+            await _ended(ready)
 
     async def _login(self, link: _Link) -> tuple[tuple[str, str], ...]:
         """Return the metadata that authenticate a call; empty without a user."""
@@ -219,6 +219,20 @@ class Transport:
                     return ()
                 self._token = response.token
             return (("token", self._token),)
+
+
+async def _ended(waits: Collection[asyncio.Task[None]]) -> None:
+    """Return when the waits for closed channels have ended.
+
+    Closing ends them. Cancelled instead, their operations inside gRPC would outlive them, and perhaps the loop. But a few, whose
+    channel changed its state as it was closed, never end by themselves (grpcio 1.85, 1 of 100 to a port that refuses).
+    """
+    try:
+        await asyncio.wait(waits, timeout=_LAST_WAITS_S)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    await asyncio.gather(*waits, return_exceptions=True)
 
 
 async def _call(
