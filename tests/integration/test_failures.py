@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.support.fleet import Client, Fleet, Text, connect, echo_request, text_request
+from tests.support.fleet import Client, Fleet, FleetWorker, Text, connect, echo_request, text_request
 from tests.support.gate import GATE, open_gate
 from tests.support.servers import EtcdServer, NatsServer
 
@@ -67,14 +67,18 @@ async def test_a_dead_worker_is_tried_once_and_with_none_left_requests_are_refus
         async with front.client() as client:
             for _ in fleet.workers:
                 await client.infer(echo_request())  # one that never responded might still be connecting
-            for dying, tries in zip(fleet.workers[:2], (1, 2), strict=True):
+
+            async def kill(dying: FleetWorker) -> None:
                 # Longer than changes of the fleet are collected for: the mark of the dead worker counts at once.
                 await client.infer(echo_request(delay_ms=100))
                 await dying.killed()
+
+            for dying, tries in zip(fleet.workers[:2], (1, 2), strict=True):
+                await kill(dying)
                 for _ in range(30):
                     await client.infer(echo_request())
                 assert await front.metric(RETRIES) == tries
-            await fleet.workers[2].killed()
+            await kill(fleet.workers[2])
             sentences = []
             for _ in range(2):
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
