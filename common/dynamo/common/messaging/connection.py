@@ -200,6 +200,15 @@ class Connection:
                 raise
         return Subscription(self, key)
 
+    @asynccontextmanager
+    async def subscribed(self, subject: str, on_message: OnMessage) -> AsyncIterator[None]:
+        """Subscribe while the body runs. Raises as `subscribe` does."""
+        subscription = await self.subscribe(subject, on_message)
+        try:
+            yield
+        finally:
+            await subscription.close()
+
     def _unsubscribe(self, key: bytes) -> None:
         self._fast.pop(key, None)
         if self._subscriptions.pop(key, None) is not None and self.is_connected:

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TypeVar
+
+import msgspec
+
+from dynamo.common.messaging.frames import Buffer
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +25,14 @@ class Unreadable:
         self._kind = kind
         self._loop = asyncio.get_running_loop()
         self._next_line_at = float("-inf")
+
+    def read(self, decoder: msgspec.msgpack.Decoder[T], subject: str, payload: Buffer) -> T | None:
+        """Return what a message says; None, and one more is counted, if it cannot be read."""
+        try:
+            return decoder.decode(payload)
+        except (ValueError, RecursionError) as error:
+            self.drop(subject, error)
+            return None
 
     def drop(self, subject: str, reason: Exception | str) -> None:
         """Count a message that is ignored."""

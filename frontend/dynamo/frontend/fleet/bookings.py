@@ -57,11 +57,9 @@ class Bookings:
         """
 
         def on_bookings(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-            try:
-                message = _decoder.decode(payload)
-            except (ValueError, RecursionError) as error:
-                return self._unreadable.drop(subject, error)
-            loads.apply(message, self._loop.time(), is_registered)
+            message = self._unreadable.read(_decoder, subject, payload)
+            if message is not None:
+                loads.apply(message, self._loop.time(), is_registered)
 
         def share() -> None:
             self._shared_at = self._loop.time()

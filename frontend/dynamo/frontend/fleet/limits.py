@@ -100,10 +100,9 @@ class LimitExchange:
         self._publish(self._table.used(self._used), leaves=True)
 
     def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        try:
-            message = _decoder.decode(payload)
-        except (ValueError, RecursionError) as error:
-            return self._unreadable.drop(subject, error)
+        message = self._unreadable.read(_decoder, subject, payload)
+        if message is None:
+            return
         now = self._loop.time()
         if self._fleet.is_isolated(now):
             self._rejoin()
@@ -166,12 +165,11 @@ class LimitExchange:
 async def open_limit_exchange(connection: Connection, namespace: str, fleet: Fleet, table: LimitTable) -> AsyncIterator[None]:
     """Share the limits of keys with the other frontends of the namespace while the body runs."""
     exchange = LimitExchange(connection, namespace, fleet, table)
-    subscription = await connection.subscribe(exchange.subject, exchange.on_message)
-    connection.on_reconnect(exchange.synchronize)
-    exchange.synchronize()
-    try:
-        async with running(exchange.beat(), "limits"):
-            yield
-    finally:
-        exchange.leave()
-        await subscription.close()
+    async with connection.subscribed(exchange.subject, exchange.on_message):
+        connection.on_reconnect(exchange.synchronize)
+        exchange.synchronize()
+        try:
+            async with running(exchange.beat(), "limits"):
+                yield
+        finally:
+            exchange.leave()

@@ -85,13 +85,12 @@ class ResponseChanges:
             except ValueError as error:
                 self._unreadable.drop(subject, error)
 
-        subscription = await self._connection.subscribe(stored_subject(self._namespace, id), on_message)
-        self._watches.add(watch)
-        try:
-            yield watch
-        finally:
-            self._watches.discard(watch)
-            await subscription.close()
+        async with self._connection.subscribed(stored_subject(self._namespace, id), on_message):
+            self._watches.add(watch)
+            try:
+                yield watch
+            finally:
+                self._watches.discard(watch)
 
     def _doubt(self) -> None:
         for watch in self._watches:

@@ -88,11 +88,8 @@ class Siblings:
         self._publish_all()
 
     def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        try:
-            message = _decoder.decode(payload)
-        except (ValueError, RecursionError) as error:
-            return self._unreadable.drop(subject, error)
-        if message.origin != self._origin:
+        message = self._unreadable.read(_decoder, subject, payload)
+        if message is not None and message.origin != self._origin:
             for event in message.events:
                 self._apply(event)
 
@@ -132,10 +129,7 @@ def _thresholds_changed(model: str, at_ms: int, thresholds: Thresholds) -> _Chan
 async def open_siblings(connection: Connection, namespace: str, thresholds: ThresholdTable) -> AsyncIterator[Siblings]:
     """Share state with the other frontends of the namespace while the body runs."""
     siblings = Siblings(connection, namespace, thresholds)
-    subscription = await connection.subscribe(siblings._subject, siblings.on_message)
-    connection.on_reconnect(siblings.synchronize)
-    siblings.synchronize()
-    try:
+    async with connection.subscribed(siblings._subject, siblings.on_message):
+        connection.on_reconnect(siblings.synchronize)
+        siblings.synchronize()
         yield siblings
-    finally:
-        await subscription.close()

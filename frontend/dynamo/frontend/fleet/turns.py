@@ -92,11 +92,8 @@ class TurnExchange:
             self._timer.cancel()
 
     def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        try:
-            message = _decoder.decode(payload)
-        except (ValueError, RecursionError) as error:
-            return self._unreadable.drop(subject, error)
-        if message.origin != self._origin:
+        message = self._unreadable.read(_decoder, subject, payload)
+        if message is not None and message.origin != self._origin:
             self._table.apply(message.origin, message.lines)
             self._schedule()
 
@@ -117,9 +114,8 @@ class TurnExchange:
 async def open_turn_exchange(connection: Connection, namespace: str, table: TurnTable) -> AsyncIterator[None]:
     """Share turns with the other frontends of the namespace while the body runs."""
     exchange = TurnExchange(connection, namespace, table)
-    subscription = await connection.subscribe(exchange.subject, exchange.on_message)
-    try:
-        yield
-    finally:
-        exchange.close()
-        await subscription.close()
+    async with connection.subscribed(exchange.subject, exchange.on_message):
+        try:
+            yield
+        finally:
+            exchange.close()
