@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.client import RequestClient
@@ -20,6 +21,8 @@ from dynamo.frontend.names.table import Change, NameTable
 from dynamo.frontend.router.thresholds import Thresholds
 from dynamo.frontend.security.ledger import Row
 from dynamo.frontend.security.sharing import Fleet
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -67,39 +70,27 @@ class Links:
 
     async def subscribe(self, subject: str, on_message: OnMessage) -> EventSubscription:
         """Subscribe to events. Raises Unavailable while there is no connection yet."""
-        if self.events is None:
-            raise Unavailable("there is no connection to NATS yet")
-        return await self.events.subscribe(subject, on_message)
+        return await _connected(self.events, "NATS").subscribe(subject, on_message)
 
     def set_thresholds(self, model: str, thresholds: Thresholds) -> None:
         """Set the busy thresholds of a model in all frontends of the namespace; raise Unavailable while NATS is not connected."""
-        if self.siblings is None:
-            raise Unavailable("there is no connection to NATS yet")
-        self.siblings.set_thresholds(model, thresholds)
+        _connected(self.siblings, "NATS").set_thresholds(model, thresholds)
 
     def stored_responses(self) -> RecordStore:
         """Return the store of responses. Raises Unavailable until there is a connection."""
-        if self.responses is None:
-            raise Unavailable("there is no connection to NATS yet")
-        return self.responses
+        return _connected(self.responses, "NATS")
 
     def changes_of_responses(self) -> ResponseChanges:
         """Return what announces changes of stored responses. Raises Unavailable until there is a connection."""
-        if self.response_changes is None:
-            raise Unavailable("there is no connection to NATS yet")
-        return self.response_changes
+        return _connected(self.response_changes, "NATS")
 
     def stored_batches(self) -> RecordStore:
         """Return the store of files and batches. Raises Unavailable until there is a connection."""
-        if self.batches is None:
-            raise Unavailable("there is no connection to NATS yet")
-        return self.batches
+        return _connected(self.batches, "NATS")
 
     def leases_of_batches(self) -> Leases:
         """Raises Unavailable until there is a connection."""
-        if self.batch_leases is None:
-            raise Unavailable("there is no connection to etcd yet")
-        return self.batch_leases
+        return _connected(self.batch_leases, "etcd")
 
     async def read_usage(self, first_day: str, last_day: str) -> list[Row]:
         """Return what the keys have used. Raises Unavailable."""
@@ -109,12 +100,15 @@ class Links:
 
     def server_settings(self) -> SettingsStore:
         """Return the trace and log settings. Raises Unavailable until there is a connection."""
-        if self.settings is None:
-            raise Unavailable("there is no connection to etcd yet")
-        return self.settings
+        return _connected(self.settings, "etcd")
 
     async def change_names(self, change: Change) -> None:
         """Change the names of models for all frontends of the namespace. Raises InvalidRequest, Unavailable."""
-        if self.names is None:
-            raise Unavailable("there is no connection to etcd yet")
-        await self.names.change(change)
+        await _connected(self.names, "etcd").change(change)
+
+
+def _connected(link: T | None, server: str) -> T:
+    """Return `link`. Raises Unavailable if it is not there yet."""
+    if link is None:
+        raise Unavailable(f"there is no connection to {server} yet")
+    return link
