@@ -25,6 +25,10 @@ Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 Text: TypeAlias = Annotated[str, Meta(min_length=1)]
 Json: TypeAlias = dict[str, Any]
+Metadata: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+"""What clients keep with a stored object."""
 
 
 class StreamOptions(Struct, kw_only=True, frozen=True):

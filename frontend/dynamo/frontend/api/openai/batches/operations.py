@@ -18,6 +18,7 @@ from dynamo.frontend.api.openai.batches.batch import ENDPOINTS, Batch, Batches
 from dynamo.frontend.api.openai.batches.files import MAX_FILE_BYTES, FileObject, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
 from dynamo.frontend.api.openai.pages import page, read_limit
+from dynamo.frontend.api.openai.requests import Metadata
 from dynamo.frontend.security.surfaces import Surface
 
 _FORM_BYTES = 64 * 1024
@@ -32,9 +33,7 @@ class BatchRequest(Struct, kw_only=True, frozen=True):
     input_file_id: Annotated[str, Meta(max_length=80)]
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: (
-        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
-    ) = None
+    metadata: Metadata | None = None
 
 
 class BatchOperations:

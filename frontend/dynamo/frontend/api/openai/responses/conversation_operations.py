@@ -12,12 +12,12 @@ from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.pages import listed, page_of_query
+from dynamo.frontend.api.openai.requests import Metadata
 from dynamo.frontend.api.openai.responses.conversations import Conversations
 from dynamo.frontend.api.openai.responses.requests import InputItem, conversation_items
 from dynamo.frontend.api.openai.responses.storage import Item, ItemIds
 from dynamo.frontend.api.openai.responses.stored import StoredResponses, new_response_id
 
-_Metadata = Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 _Items = Annotated[list[InputItem], Meta(max_length=20)]
 
 
@@ -25,13 +25,13 @@ class CreateConversation(Struct, kw_only=True, frozen=True):
     """POST /v1/conversations"""
 
     items: _Items | None = None
-    metadata: _Metadata | None = None
+    metadata: Metadata | None = None
 
 
 class UpdateConversation(Struct, kw_only=True, frozen=True):
     """POST /v1/conversations/{id}"""
 
-    metadata: _Metadata
+    metadata: Metadata
 
 
 class AddItems(Struct, kw_only=True, frozen=True):
