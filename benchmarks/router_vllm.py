@@ -68,11 +68,9 @@ class StepsMeasured:
         window = report.totals - before
         self._totals[row.instance] = report.totals
         if before.steps and window.steps > 0:
-            times = self._model.times
-            decoding_s = times.sequence * window.sequences + times.block * window.blocks
-            predicted_s = times.base * window.steps + times.token * window.prefill_tokens + decoding_s
-            self._measured.steps.append((predicted_s, window.seconds))
-            self._measured.work.append((window.steps, window.prefill_tokens, window.sequences, window.blocks))
+            work = (window.steps, window.prefill_tokens, window.sequences, window.blocks)
+            self._measured.steps.append((self._model.times.window_s(*work), window.seconds))
+            self._measured.work.append(work)
         self._model.report(row.instance, report.totals, now)
 
 

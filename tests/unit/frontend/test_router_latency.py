@@ -19,7 +19,7 @@ from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.goals import Demand
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.shared_bookings import InstanceBookings, SharedBookings
-from dynamo.frontend.router.traffic import Traffic
+from dynamo.frontend.router.traffic import FleetTraffic
 
 SIZE = 512
 CARD = ModelCard(
@@ -218,7 +218,7 @@ def test_goals_refuse_nothing_that_was_begun_or_that_names_its_instance(exempt: 
 
 def test_a_frontend_knows_the_traffic_of_the_others_by_the_reports_of_instances() -> None:
     """Of 8,000 tokens per second, it places a quarter itself."""
-    traffic = Traffic()
+    traffic = FleetTraffic()
     for second in range(100):
         traffic.report(A, computed=6_000 * second, queued=10_000, now=float(second))
         traffic.report(B, computed=0, queued=2_000 * second, now=float(second))
@@ -234,7 +234,7 @@ def test_a_frontend_knows_the_traffic_of_the_others_by_the_reports_of_instances(
 
 
 def test_where_instances_do_not_report_what_they_compute_frontends_are_taken_to_have_equal_shares() -> None:
-    traffic = Traffic()
+    traffic = FleetTraffic()
     traffic.add(2_000)
     assert traffic.of_fleet(frontends=3) == (pytest.approx(0.3), pytest.approx(600))
 

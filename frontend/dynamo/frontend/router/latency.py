@@ -37,7 +37,7 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.router.load import Load
 from dynamo.frontend.router.prompts import Prompt
 from dynamo.frontend.router.step_model import StepModel
-from dynamo.frontend.router.traffic import Traffic
+from dynamo.frontend.router.traffic import FleetTraffic
 
 _MISS_WEIGHT = 10.0
 _MOST_PREFILL = 0.95
@@ -60,7 +60,7 @@ class LatencyModel:
 
     def __init__(self) -> None:
         self.steps = StepModel()
-        self._traffic = Traffic()
+        self._traffic = FleetTraffic()
         self._output = self.steps.times.output_tokens
         """The mean of outputs that are limited to `_max_output` tokens, by the times `_output_of`."""
         self._max_output = 0

@@ -50,6 +50,10 @@ class StepTimes(msgspec.Struct, frozen=True, gc=False):
     block: float
     output_tokens: float
 
+    def window_s(self, steps: int, prefill_tokens: int, sequences: int, blocks: int) -> float:
+        """Return the duration of so many steps, which computed so much in all."""
+        return self.base * steps + self.token * prefill_tokens + self.sequence * sequences + self.block * blocks
+
     def step_s(self, sequences: float, blocks: float) -> float:
         """Return the duration of a step that computes no prompt."""
         return self.base + self.sequence * sequences + self.block * blocks
@@ -95,8 +99,7 @@ class StepModel:
     def _learn(self, window: StepTotals) -> None:
         self.observations += 1
         work = (window.steps, max(window.prefill_tokens, 0), max(window.sequences, 0), max(window.blocks, 0))
-        coefficients = [self.times.base, self.times.token, self.times.sequence, self.times.block]
-        predicted = _product(coefficients, work)
+        predicted = self.times.window_s(*work)
         scale = max(predicted, window.seconds)
         error = abs(predicted - window.seconds) / scale
         weight = 1.0 if error <= _HUBER else _HUBER / error
@@ -109,6 +112,7 @@ class StepModel:
             weighted = weight * value
             moments[i] = decay * moments[i] + weighted * target
             gram[i] = [decay * old + weighted * other for old, other in zip(gram[i], row, strict=True)]
+        coefficients = [self.times.base, self.times.token, self.times.sequence, self.times.block]
         self._descend(coefficients)
         self._learn_output(window)
         base, token, sequence, block = coefficients

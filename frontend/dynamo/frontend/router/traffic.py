@@ -17,19 +17,12 @@ _MEMORY_S = 10.0
 class Traffic:
     """Rates over about the last ten seconds."""
 
-    __slots__ = ("_at", "_reported", "accepted_per_s", "queued", "requests_per_s", "tokens_per_s")
+    __slots__ = ("_at", "requests_per_s", "tokens_per_s")
 
     def __init__(self) -> None:
         self.requests_per_s = 0.0
-        """Placed by this frontend."""
         self.tokens_per_s = 0.0
         """Prompt tokens that instances have to compute for these."""
-        self.accepted_per_s = 0.0
-        """Prompt tokens that instances have accepted from all frontends."""
-        self._reported: dict[InstanceId, tuple[int, int]] = {}
-        """Tokens that each instance has computed since it started, and those that it has still to compute, by its last report."""
-        self.queued = 0
-        """The sum of the latter."""
         self._at = 0.0
 
     def pass_time(self, now: float) -> None:
@@ -37,13 +30,31 @@ class Traffic:
         decay = math.exp((self._at - now) / _MEMORY_S)
         self.requests_per_s *= decay
         self.tokens_per_s *= decay
-        self.accepted_per_s *= decay
         self._at = now
 
     def add(self, tokens: float) -> None:
         """Count a request that was placed now."""
         self.requests_per_s += 1.0 / _MEMORY_S
         self.tokens_per_s += tokens / _MEMORY_S
+
+
+class FleetTraffic(Traffic):
+    """What this frontend places, and what instances accept from all of them."""
+
+    __slots__ = ("_reported", "accepted_per_s", "queued")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accepted_per_s = 0.0
+        """Prompt tokens that instances have accepted."""
+        self._reported: dict[InstanceId, tuple[int, int]] = {}
+        """Tokens that each instance has computed since it started, and those that it has still to compute, by its last report."""
+        self.queued = 0
+        """The sum of the latter."""
+
+    def pass_time(self, now: float) -> None:
+        self.accepted_per_s *= math.exp((self._at - now) / _MEMORY_S)
+        super().pass_time(now)
 
     def report(self, instance: InstanceId, computed: int, queued: int, now: float) -> None:
         """Count what an instance has accepted since its last report. Of its first one, nobody knows how long that took.
