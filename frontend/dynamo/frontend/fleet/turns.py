@@ -1,7 +1,7 @@
 """Exchanges between the frontends of a namespace which API keys wait in line; `serving.turns` says what each makes of it.
 
-A process publishes while somebody waits, here or elsewhere, and nothing otherwise. A message that gets lost is made up for by
-the next; no message has a time.
+A frontend publishes while requests wait, at itself or at another, and nothing otherwise. Each message is complete, so that a lost
+one does no harm; no message has a time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TurnTable(Protocol):
         ...
 
     def published(self) -> list[LineTurns]:
-        """Return what other processes have to know; [] while nobody waits."""
+        """Return what other processes have to know; [] while no request waits."""
         ...
 
     def apply(self, origin: str, lines: Iterable[LineTurns]) -> None:

@@ -1,10 +1,11 @@
-"""Turns of API keys that wait at several frontends: who is held back here because somebody else is before him elsewhere.
+"""Turns of API keys that wait at several frontends: which requests are held back here for requests of another frontend.
 
-Each process is fair between the keys that wait in its own lines (`fair_queue`). But whoever's request ends notices first that
-there is room, so a frontend with many requests would take all of it, and a key that waits at another one would starve. So
-processes tell each other which keys wait in each line, and what they have served of each key lately (`fleet.turns`). A process
-whose next request belongs to a key that was served more, in the fleet, than one that waits elsewhere leaves the room for that
-one. It tries all the same every `HOLD_S`, and if there is room that the other did not use, goes on without it for `IGNORE_S`.
+Each frontend is fair between the keys that wait in its own lines (`fair_queue`). But the frontend whose request ends is the first
+to notice that an instance has room. So one with many requests would take all of it, and a key that waits at another would starve.
+Therefore frontends publish which keys wait in each line, and what they have served of each key lately (`fleet.turns`). If its
+next request is of a key that the fleet has served more than a key that waits elsewhere, a frontend holds the request back, and
+leaves the room to the other frontend. Every `HOLD_S` it tries all the same; if the other one has not used the room by then, it
+holds nothing back for `IGNORE_S`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ HOLD_S = 0.2
 IGNORE_S = 1.0
 """For so long others that did not use the room are not waited for."""
 FRESH_S = 0.2
-"""What others published is forgotten after this; while somebody waits, they publish four times as often."""
+"""What others published is forgotten after this; while requests wait, they publish four times as often."""
 _MEMORY_S = 2.0
 """What was served so long ago counts for 1/e: a key that comes back is first for about so long."""
 _CLOSE = 0.9
@@ -100,7 +101,7 @@ class Line:
         self._elsewhere[origin] = now, keys
 
     def published(self) -> list[KeyTurns]:
-        """Return what other processes have to know; [] while nobody waits."""
+        """Return what other processes have to know; [] while no request waits."""
         waiting = dict(self.heads())
         if not waiting and not self._waits_elsewhere():
             return []
@@ -113,7 +114,7 @@ class Line:
         return any(key.rank is not None for keys in self._fresh() for key in keys)
 
     def served_in_all(self) -> dict[str, float]:
-        """Return what all processes have served of each key lately; {} while nobody waits elsewhere."""
+        """Return what all processes have served of each key lately; {} while no request waits elsewhere."""
         if not self._elsewhere:
             return {}
         total = self._served_here()
@@ -167,7 +168,7 @@ class Turns:
         return line
 
     def published(self) -> list[LineTurns]:
-        """Return what other processes have to know; [] while nobody waits."""
+        """Return what other processes have to know; [] while no request waits."""
         lines = ((model, role, line.published()) for (model, role), line in self._lines.items())
         return [LineTurns(model, role, keys) for model, role, keys in lines if keys]
 
