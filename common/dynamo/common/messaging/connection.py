@@ -260,7 +260,12 @@ class Connection:
             client = Client()
             try:
                 tls = nats_tls_context(self._options)
-                transport = SocketTransport(self._fast, demands_tls=tls is not None, messages_per_turn=self._messages_per_turn)
+                transport = SocketTransport(
+                    self._fast,
+                    demands_tls=tls is not None,
+                    has_certificate=self._options.tls_cert_file is not None,
+                    messages_per_turn=self._messages_per_turn,
+                )
                 client._transport = transport
             except InvalidRequest as error:  # a certificate that is just being replaced
                 self._warn(error)

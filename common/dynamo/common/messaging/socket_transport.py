@@ -38,17 +38,19 @@ def _ignore(subject: str, reply: str, payload: memoryview, no_responders: bool) 
     """Handle a message that was on its way when its subscription ended."""
 
 
-def _offers_tls(info: bytes) -> bool:
-    try:
-        return msgspec.json.decode(info[4:].strip(), type=_Info).tls_required
-    except msgspec.MsgspecError:
-        return False
-
-
 class _Info(msgspec.Struct):
     """What nats-server says of itself, in part."""
 
     tls_required: bool = False
+    tls_verify: bool = False
+    """Clients must show a certificate."""
+
+
+def _decode_info(line: bytes) -> _Info:
+    try:
+        return msgspec.json.decode(line[4:].strip(), type=_Info)
+    except msgspec.MsgspecError:  # nats-py refuses it
+        return _Info()
 
 
 class SocketTransport(Transport, asyncio.BufferedProtocol):
@@ -59,7 +61,12 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, fast: Mapping[bytes, OnMessage], *, demands_tls: bool = False, messages_per_turn: int | None = None
+        self,
+        fast: Mapping[bytes, OnMessage],
+        *,
+        demands_tls: bool = False,
+        has_certificate: bool = False,
+        messages_per_turn: int | None = None,
     ) -> None:
         self.lost = asyncio.Event()
         """The connection that stood is gone."""
@@ -70,6 +77,7 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
         self._per_turn = sys.maxsize if messages_per_turn is None else messages_per_turn
         self._loop = asyncio.get_running_loop()
         self._demands_tls = demands_tls
+        self._has_certificate = has_certificate
         self._transport: asyncio.Transport | None = None
         self._reset()
 
@@ -87,6 +95,9 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
         self._queued: list[bytes] = []
         self._eof = False
         self._failure: Exception | None = None
+        self._over_tls = False
+        self._corked: list[bytes] | None = None
+        """Pieces that wait for one write together."""
         self._reader: asyncio.Future[None] | None = None
         self._writable: asyncio.Future[None] | None = None
         self._paused = False
@@ -111,6 +122,10 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
             transport = await loop.start_tls(self._transport, self, ssl_context, server_hostname=host)
         assert transport is not None
         self._transport = transport
+        self._over_tls = True
+        # In TLS 1.3 a server refuses our certificate after our side of the handshake is done: it sends an alert and closes.
+        # Of two writes to a closed socket the second fails, and asyncio drops what is unread. After one it reads the alert.
+        self._corked = []
 
     @property
     def is_open(self) -> bool:
@@ -118,7 +133,9 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
         return self._transport is not None and not self._eof and not self._transport.is_closing()
 
     def write(self, payload: bytes) -> None:
-        if self.is_open:
+        if self._corked is not None:
+            self._corked.append(payload)
+        elif self.is_open:
             assert self._transport is not None
             self._transport.write(payload)
 
@@ -129,27 +146,40 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
 
     async def drain(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise self._failure if self._scanning else self._refused()
         if self._paused:
             if self._writable is None:
                 self._writable = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._writable)
 
     async def readline(self) -> bytes:
+        if self._corked is not None:
+            corked, self._corked = self._corked, None
+            self.write(b"".join(corked))
         while True:
             end = self._buffer.find(b"\n", self._begin, self._end)
             if end >= 0:
                 line = bytes(self._view[self._begin : end + 1])
                 self._begin = end + 1
-                if self._demands_tls and line.startswith(b"INFO") and not _offers_tls(line):
-                    # nats-py would go on in plain text, with our password: anyone on the way could make it do so.
-                    raise NatsError("nats-server does not offer TLS, but TLS is required")
+                if line.startswith(b"INFO"):
+                    self._check(_decode_info(line))
                 return line
             if self._eof:  # nats-py would take an empty read for success
-                raise ConnectionResetError(
-                    f"nats-server closed the connection during the handshake ({self._failure or 'no reason'})"
-                )
+                raise self._refused()
             await self._more()
+
+    def _check(self, info: _Info) -> None:
+        """Raise NatsError for a server that our options do not fit."""
+        if self._demands_tls and not info.tls_required:
+            # nats-py would go on in plain text, with our password: anyone on the way could make it do so.
+            raise NatsError("nats-server does not offer TLS, but TLS is required")
+        if info.tls_verify and not self._has_certificate:
+            raise NatsError("nats-server requires a client certificate, but --nats-tls-cert-file is not set")
+
+    def _refused(self) -> ConnectionResetError:
+        """Say that nats-server ended the connection before it accepted the login."""
+        stage = "right after the TLS handshake; it may have refused the client certificate" if self._over_tls else "at once"
+        return ConnectionResetError(f"nats-server closed the connection {stage} ({self._failure or 'no reason given'})")
 
     async def read(self, buffer_size: int) -> bytes:
         if not self._scanning:
