@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from dynamo.common.errors import Unauthenticated
@@ -182,8 +183,17 @@ async def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         await gone(children)
 
 
-async def test_nothing_is_left_behind_when_the_launcher_is_killed(tmp_path: Path) -> None:
+async def test_what_is_said_to_be_served_is_and_nothing_is_left_behind_when_the_launcher_is_killed(tmp_path: Path) -> None:
     async with launched(command(tmp_path, "--model", "echo", "--no-ask")) as local:
+        await local.read_until("workers      1")
+        frontend = next(pid for pid in local.children() if b"dynamo.frontend" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(frontend, signal.SIGSTOP)  # it is up later than the worker
+        await local.read_until("1 of 1 ready")
+        os.kill(frontend, signal.SIGCONT)
+        await local.read_until("Serving")
+        http = next(line.split()[-1] for line in local.lines if "HTTP at" in line)
+        async with httpx2.AsyncClient(base_url=http) as client:
+            assert (await client.get("/v2/models/echo/ready")).status_code == 200
         await local.read_until(RUNNING)
         children = local.children()
         local.process.kill()

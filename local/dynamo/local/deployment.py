@@ -9,10 +9,11 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from dynamo.common.config import ConfigError
 from dynamo.common.discovery import Instance
@@ -24,7 +25,7 @@ from dynamo.local.config import LocalConfig
 from dynamo.local.logins import Login, make_login
 from dynamo.local.servers import HOST, EtcdServer, NatsServer, free_ports
 from dynamo.local.supervisor import Report, Supervisor
-from dynamo.local.view import read_instances, ready_workers
+from dynamo.local.view import read_instances, ready_workers, served_models
 from dynamo.worker.config import TextOptions
 
 HTTP_PORT, GRPC_PORT = 8000, 8001
@@ -43,12 +44,12 @@ class Backend:
 
 
 class NotReady(DynamoError):
-    """The workers did not come up in time."""
+    """The workers did not come up in time, or the frontend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A running deployment, all of whose workers have registered."""
+    """A running deployment, all of whose workers have registered, and whose frontend serves their models."""
 
     http: str
     """`http://127.0.0.1:8000`"""
@@ -80,6 +81,7 @@ async def start_deployment(config: LocalConfig, supervisor: Supervisor, report: 
         report(f"frontend     KServe v2 over gRPC at {HOST}:{grpc}, HTTP at http://{HOST}:{http}")
         report(f"workers      {config.workers}, loading {', '.join(config.models)}")
         instances = await supervisor.unless_died(_all_ready(client, config, others, report))
+    await supervisor.unless_died(_all_served(http, [model.card.name for model in served_models(instances)], config))
     return Deployment(f"http://{HOST}:{http}", f"{HOST}:{grpc}", logs, tuple(instances))
 
 
@@ -121,6 +123,36 @@ async def _all_ready(client: Etcd, config: LocalConfig, others: frozenset[Instan
     except TimeoutError:
         text = f"only {ready} of {config.workers} workers were ready after {config.start_timeout_s:g} s"
         raise NotReady(f"{text}; --start-timeout allows more, and {config.folder}/logs may show why") from None
+
+
+async def _all_served(http_port: int, models: Sequence[str], config: LocalConfig) -> None:
+    pending = list(models)
+    try:
+        async with asyncio.timeout(config.start_timeout_s):
+            while True:
+                pending = [model for model in pending if not await _is_served(http_port, model)]
+                if not pending:
+                    return
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        text = f"the frontend did not serve {', '.join(pending)} within {config.start_timeout_s:g} s"
+        raise NotReady(f"{text}; {config.folder}/logs may show why") from None
+
+
+async def _is_served(http_port: int, model: str) -> bool:
+    """Return whether the frontend says that a model is ready; True, too, if it tells only who has a certificate or a key."""
+    try:
+        reader, writer = await asyncio.open_connection(HOST, http_port)
+    except OSError:
+        return False
+    try:
+        writer.write(f"GET /v2/models/{quote(model, safe='')}/ready HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode())
+        line = await reader.readline()
+    except OSError:
+        line = b""
+    finally:
+        writer.transport.abort()
+    return not line.startswith(b"HTTP/") or line.split()[1] in (b"200", b"401", b"403")
 
 
 def worker_command(config: LocalConfig, etcd: Backend, nats: Backend) -> list[str]:
