@@ -18,7 +18,7 @@ from dynamo.common.generation import unpack_text
 from dynamo.common.http_client import HttpClient
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
 from dynamo.frontend.config import FrontendConfig, MediaOptions, TextLimits
-from dynamo.frontend.preprocess.media import Lookups, MediaUrls, is_public
+from dynamo.frontend.preprocess.media import Lookups, MediaUrls, is_public, media_length
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.plain import PlainTextModel
 from dynamo.frontend.preprocess.text import TextRequest
@@ -205,6 +205,18 @@ async def test_text_that_is_the_url_of_an_image_stays_text() -> None:
         named = TextRequest(model="seer", messages=[{"role": "user", "content": [text, image]}], media=(image,))
         inlined = await site.media().inlined(named, ("image",))
         assert inlined.messages == [{"role": "user", "content": [text, {"type": "image_url", "image_url": data_url()}]}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [("image_url", "image_url"), ("input_image", "image_url"), ("image", "image"), ("image", "url")]
+)
+async def test_the_url_of_an_image_may_be_written_as_other_servers_have_it(kind: str, field: str) -> None:
+    async with serving() as site:
+        site.pages = {"/a": page()}
+        part = {"type": kind, field: "http://images.example.com/a"}
+        inlined = await site.media().inlined(TextRequest(model="seer", messages=(), media=(part,)), ("image",))
+    assert inlined.media == ({"type": kind, field: data_url()},)
+    assert media_length(inlined.media) == len(data_url())
 
 
 async def test_name_servers_that_do_not_respond_hold_no_threads_of_others() -> None:

@@ -104,6 +104,7 @@ async def test_images_come_over_kserve_in_conversations() -> None:
         {"type": "input_image", "image_url": url_of(b"one")},
         {"type": "image", "image": url_of(b"one")},
         {"type": "image", "url": url_of(b"one")},
+        {"type": "image", "image": url_of(b"one"), "image_url": url_of(b"two")},
     ],
 )
 async def test_an_image_may_be_written_as_other_servers_have_it(part: dict[str, Any]) -> None:

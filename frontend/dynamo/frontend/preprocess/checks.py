@@ -21,6 +21,24 @@ _URL_FIELDS = frozenset((*MODALITIES, "url"))
 """Where servers look for the URL of a part, or for an object that has it."""
 
 
+def url_field(part: Mapping[str, Any]) -> str | None:
+    """Return the field of a medium that has its URL, or an object with it: the one named like its type before the others.
+
+    Parts of type `image_url` have an object there, those of type `input_image` a string in `image_url`, and others have `url`.
+    """
+    kind = part["type"]
+    alike = (field for field, modality in MODALITIES.items() if modality == MODALITIES[kind])
+    return next((field for field in (kind, *alike, "url") if part.get(field) is not None), None)
+
+
+def url_of(part: Mapping[str, Any]) -> str:
+    """Return the URL of a medium, with the content if it is a data URL; empty if it has none."""
+    field = url_field(part)
+    value = None if field is None else part[field]
+    url = value.get("url") if isinstance(value, Mapping) else value
+    return url if isinstance(url, str) else ""
+
+
 def check_text_request(request: TextRequest, info: LlmInfo, limits: TextLimits) -> None:
     """Raises InvalidRequest for a request with two prompts or none, media that the model does not take, or bad stop strings."""
     if (request.prompt is None) == (request.messages is None):

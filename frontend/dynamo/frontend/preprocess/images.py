@@ -12,11 +12,9 @@ from typing import Any
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import GenerateRequest, image_part, pack_tokens
-from dynamo.frontend.preprocess.checks import MODALITIES
+from dynamo.frontend.preprocess.checks import MODALITIES, url_of
 
 _PLACE = {"type": "image"}
-_FIELDS = ("image_url", "input_image", "image", "url")
-"""Of a content part: its URL, or an object that has it."""
 
 
 def with_places(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,9 +95,8 @@ def prompt_of_contents(request: GenerateRequest, image_token: int | None) -> byt
 
 
 def _decoded(part: Mapping[str, Any]) -> bytes:
-    value = next((part[field] for field in _FIELDS if part.get(field) is not None), None)
-    url = value.get("url") if isinstance(value, Mapping) else value
-    head, _, data = url.partition(",") if isinstance(url, str) else ("", "", "")
+    url = url_of(part)
+    head, _, data = url.partition(",")
     if not data or not head.endswith(";base64"):
         raise InvalidRequest(f"an image must be a data URL, data:…;base64,…; got {url!r:.80}", param="messages")
     try:

@@ -23,7 +23,7 @@ import msgspec
 from dynamo.common.errors import DynamoError, InvalidRequest, Overloaded, RateLimited
 from dynamo.common.http_client import HttpClient, HttpResponse
 from dynamo.frontend.config import MediaOptions
-from dynamo.frontend.preprocess.checks import MODALITIES
+from dynamo.frontend.preprocess.checks import MODALITIES, url_field, url_of
 from dynamo.frontend.preprocess.text import TextRequest
 
 _MAX_URLS = 32
@@ -239,20 +239,13 @@ def _http_url(part: Mapping[str, Any], modalities: Sequence[str]) -> str | None:
     kind = part.get("type")
     if not isinstance(kind, str) or MODALITIES.get(kind) not in modalities:
         return None
-    url = _url(part)
+    url = url_of(part)
     return url if url.lower().startswith(("http://", "https://")) else None
-
-
-def _url(part: Mapping[str, Any]) -> str:
-    """Return the URL in a part, with the content if it is a data URL; empty if there is none."""
-    value = part.get(part["type"])
-    url = value.get("url") if isinstance(value, Mapping) else value
-    return url if isinstance(url, str) else ""
 
 
 def media_length(media: Sequence[Mapping[str, Any]]) -> int:
     """Return the length of media: of their URLs, with the content of data URLs, or of the bytes that were decoded."""
-    return sum(len(data if isinstance(data := part.get("data"), bytes) else _url(part)) for part in media)
+    return sum(len(data if isinstance(data := part.get("data"), bytes) else url_of(part)) for part in media)
 
 
 def _with_fetched(message: Mapping[str, Any], fetched: Mapping[str, str], modalities: Sequence[str]) -> Mapping[str, Any]:
@@ -267,6 +260,7 @@ def _part_with_fetched(part: dict[str, Any], fetched: Mapping[str, str], modalit
     url = _http_url(part, modalities)
     if url is None or url not in fetched:
         return part
-    kind = part["type"]
-    value = part[kind]
-    return {**part, kind: {**value, "url": fetched[url]} if isinstance(value, Mapping) else fetched[url]}
+    field = url_field(part)
+    assert field is not None
+    value = part[field]
+    return {**part, field: {**value, "url": fetched[url]} if isinstance(value, Mapping) else fetched[url]}
