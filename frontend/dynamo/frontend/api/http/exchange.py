@@ -113,6 +113,8 @@ class Exchange:
         self.body_read_ns = self.began_ns
         """When its body had been read, once it was."""
         self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.scanned: bytes | None = None
+        """The JSON body, which `scanned_body` returned to a handler that leaves the request to another one."""
         self.body_bytes = 0
         """Length of the request's body, once it was read."""
         self.request_id = ""
@@ -128,7 +130,6 @@ class Exchange:
         self.cors: tuple[Header, ...] = ()
         """Headers of the response that let a page of another site read it."""
         self._account: Account | None = None
-        self._unread: bytes | None = None
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -206,18 +207,11 @@ class Exchange:
 
     async def body(self) -> bytes:
         """Return the request's JSON body, which has no tensors in it. Raises as `decompressed_body` does."""
-        if self._unread is not None:
-            body, self._unread = self._unread, None
-            return body
         kind = self.headers.get("content-type")
         if kind is not None and not _is_json(kind):
             raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
         options = self.settings.options
         return await self.decompressed_body(min(options.max_json_bytes, options.max_body_bytes))
-
-    def unread(self, body: bytes) -> None:
-        """Have the next call of `body` return what an earlier one did."""
-        self._unread = body
 
     async def decompressed_body(self, max_bytes: int | None = None) -> bytes:
         """Return the request's body. `max_bytes`, by default `max_body_bytes`, is its limit both compressed and decompressed.

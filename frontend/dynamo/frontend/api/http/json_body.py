@@ -46,6 +46,9 @@ async def read_json(exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
 
 async def scanned_body(exchange: Exchange) -> bytes:
     """Return the JSON body of `exchange`, within the bounds on depth and values. Raises as `Exchange.body` does."""
+    if exchange.scanned is not None:
+        body, exchange.scanned = exchange.scanned, None
+        return body
     body = await exchange.body()
     options = exchange.settings.options
     await scan_json(body, max_depth=options.max_json_depth, max_values=options.max_json_values)

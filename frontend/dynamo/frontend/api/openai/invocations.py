@@ -58,7 +58,7 @@ class Invocations:
         if endpoint == "embeddings" and self._classifies(exchange, decode(self._request, body, max_depth).model):
             endpoint = "classify"
         exchange.endpoint = endpoint
-        exchange.unread(body)
+        exchange.scanned = body
         await self._handlers[endpoint](exchange)
 
     def _classifies(self, exchange: Exchange, name: str | None) -> bool:
