@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,18 @@ def test_every_field_of_openai_is_declared(ours: type[msgspec.Struct], theirs: t
         ),
         ({"functions": []}, "functions", "'functions' is deprecated; use 'tools'"),
         ({"modalities": ["audio"]}, "modalities", "responses are text; 'modalities' must be [\"text\"]"),
-        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type", "'tool_choice.type' must not be 'mcp'"),
+        (
+            {"tool_choice": {"type": "mcp"}},
+            "tool_choice.type",
+            "'tool_choice.type' must be 'function' or 'allowed_tools', got 'mcp'",
+        ),
+        ({"tool_choice": "never"}, "tool_choice", "'tool_choice' must be 'auto', 'none' or 'required', got 'never'"),
+        ({"tools": [{"type": "web"}]}, "tools[0].type", "'tools[0].type' must be 'function', got 'web'"),
+        (
+            {"nvext": {"extra_fields": ["cost"]}},
+            "nvext.extra_fields[0]",
+            "'nvext.extra_fields[0]' must be 'completion_token_ids', 'timing' or 'worker_id', got 'cost'",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "'tool_choice' requires a call, but there are no tools"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "'guided_regex' and 'guided_choice' cannot be combined"),
         ({"guided_json": "{"}, "guided_json", None),
@@ -131,15 +143,29 @@ async def test_a_word_for_a_number_is_rejected_by_the_name_of_its_field(word: st
         assert error["param"] == "temperature"
 
 
-async def test_a_response_longer_than_the_context_has_room_for_is_rejected() -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": "hello"}, "max_tokens"),
+        (CHAT, {"messages": HELLO["messages"]}, "max_tokens"),
+        (CHAT, {"messages": HELLO["messages"]}, "max_completion_tokens"),
+        ("/v1/responses", {"input": "hello"}, "max_output_tokens"),
+        ("/v1/messages", {"messages": HELLO["messages"]}, "max_tokens"),
+    ],
+)
+async def test_a_response_longer_than_the_context_has_room_for_is_rejected(path: str, body: dict[str, Any], field: str) -> None:
+    body = {"model": "talker", **body}
     async with open_http_edge(respond=Speaker()) as edge:
-        error = await edge.error("/v1/completions", {"model": "talker", "prompt": "hello", "max_tokens": 1_000_000})
-        assert error["message"] == (
-            "'max_tokens' is 1000000, but the prompt's 5 tokens leave room for 4091; "
-            "this model's maximum context length is 4096 tokens"
+        error = await edge.error(path, body | {field: 1_000_000})
+        match = re.fullmatch(
+            f"'{field}' is 1000000, but the prompt's [0-9]+ tokens leave room for ([0-9]+); "
+            "this model's maximum context length is 4096 tokens",
+            error["message"],
         )
-        assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
-        assert (await edge.post("/v1/completions", {"model": "talker", "prompt": "hello", "max_tokens": 4091})).status_code == 200
+        assert match is not None, error
+        if path != "/v1/messages":
+            assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+        assert (await edge.post(path, body | {field: int(match[1])})).status_code == 200
 
 
 async def test_a_body_of_another_content_type_is_rejected() -> None:

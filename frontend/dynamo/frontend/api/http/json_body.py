@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.http.allowed_values import allowed_values
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_scan import scan_json, too_deep
 
@@ -60,7 +61,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes, max_depth: int) -> T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise invalid(str(error)) from None
+        raise invalid(str(error), decoder.type) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _infinite(body, str(error)) or InvalidRequest(f"the body is not JSON: {error}") from None
     except RecursionError:
@@ -78,8 +79,8 @@ def _infinite(body: bytes, problem: str) -> InvalidRequest | None:
     return InvalidRequest(f"{what} must be a finite number, got {word.group().decode()}", param=name or None)
 
 
-def invalid(problem: str, params: Mapping[str, str] | None = None) -> InvalidRequest:
-    """Return the error for a message of msgspec, in the words of this server."""
+def invalid(problem: str, kind: type | None = None) -> InvalidRequest:
+    """Return the error for a message of msgspec about a request of type `kind`, in the words of this server."""
     position = _AT.search(problem)
     path = position.group(1).lstrip(".") if position else ""
     problem = problem[: position.start()] if position else problem
@@ -90,6 +91,8 @@ def invalid(problem: str, params: Mapping[str, str] | None = None) -> InvalidReq
         field = f"{path}.{match.group(1)}" if path else match.group(1)
         return InvalidRequest(f"the field '{field}' is missing", param=field)
     what = f"'{_short(path)}'" if path else "the body"
+    if (match := _VALUE.fullmatch(problem)) and kind is not None and (values := allowed_values(kind, path)):
+        return InvalidRequest(f"{what} must be {_listed(values)}, got {_short(match.group(1))}", param=_short(path))
     return InvalidRequest(f"{what} {_sentence(problem)}", param=_short(path) or None)
 
 
@@ -104,6 +107,11 @@ def _sentence(problem: str) -> str:
     if match := _VALUE.fullmatch(problem):
         return f"must not be {_short(match.group(1))}"
     return f"is invalid: {_short(problem)}"
+
+
+def _listed(values: Sequence[object]) -> str:
+    *others, last = map(repr, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _short(text: str) -> str:

@@ -14,6 +14,7 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import ChatChunks, Details, Head, encode, finish_reason, token_ids
 from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_running_usage, wants_usage, write_stream
+from dynamo.frontend.api.openai.field_names import fields_named
 from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, chat_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest, NamedToolChoice
 from dynamo.frontend.api.openai.response_objects import (
@@ -55,8 +56,9 @@ class ChatCompletions:
             named = request if request.model == model else msgspec.structs.replace(request, model=model)
             await self._serve(exchange, named, caller, started)
 
-        session, user = session_of(request), request.user
-        await serve_by_name(edge.plane, caller, request.model_name, attempt, exchange.has_begun, session=session, user=user)
+        session, user, name = session_of(request), request.user, request.model_name
+        with fields_named(request.field_names):
+            await serve_by_name(edge.plane, caller, name, attempt, exchange.has_begun, session=session, user=user)
 
     async def _serve(self, exchange: Exchange, request: ChatRequest, caller: Caller, started: float) -> None:
         edge = self._edge

@@ -348,6 +348,12 @@ class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True):
     add_generation_prompt: bool | None = None
     continue_final_message: Annotated[bool, Meta(description="Continue the last message.")] | None = None
 
+    @property
+    def field_names(self) -> dict[str, str]:
+        """The names that this request has for fields which errors name otherwise."""
+        is_new = self.max_completion_tokens is not None and self.max_tokens is None
+        return {"max_tokens": "max_completion_tokens"} if is_new else {}
+
     def unsupported_fields(self) -> dict[str, str]:
         messages = {
             "functions": "'functions' is deprecated; use 'tools'" if self.functions is not None else "",

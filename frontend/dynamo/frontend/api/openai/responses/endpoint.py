@@ -17,6 +17,7 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.field_names import fields_named
 from dynamo.frontend.api.openai.logprobs import chat_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_objects import InputTokens, TokenLogprob
@@ -38,6 +39,14 @@ from dynamo.frontend.serving.call import Progress
 from dynamo.frontend.serving.data_plane import Generation
 
 log = logging.getLogger(__name__)
+
+_FIELDS = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+"""By their names in the chat request that a response is generated for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +135,7 @@ class Responses:
         request = await self._reader.read(exchange)
         request = msgspec.structs.replace(request, store=False, background=None)
         continued, *_ = await self._with_history(exchange, request, new_response_id())
-        with exchange.account.occupy():
+        with exchange.account.occupy(), fields_named(_FIELDS):
             chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, continued.to_chat), exchange.account)
             card = edge.plane.card(exchange.account, chat.model_name)
             is_large = exchange.has_large_body
@@ -196,14 +205,15 @@ class Responses:
         edge, request = self._edge, work.request
         chat = msgspec.structs.replace(work.chat, model=model)
         card = edge.plane.card(work.account, model)
-        prepared = await edge.offload.run_if(work.is_large, chat_to_text, chat, card, edge.parsers, edge.limits)
-        text = msgspec.structs.replace(prepared.texts[0], drops_messages=request.truncation == "auto")
-        async with edge.plane.generate(text, call_of(chat, caller, work.endpoint)) as generation:
-            texts = None
-            if request.wants_logprobs:
-                texts = TokenTexts((await edge.plane.text_model(work.account, model)).tokenizer)
-            parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
-            yield generation, _Feeder(work.response(model), request, parser, texts)
+        with fields_named(_FIELDS):
+            prepared = await edge.offload.run_if(work.is_large, chat_to_text, chat, card, edge.parsers, edge.limits)
+            text = msgspec.structs.replace(prepared.texts[0], drops_messages=request.truncation == "auto")
+            async with edge.plane.generate(text, call_of(chat, caller, work.endpoint)) as generation:
+                texts = None
+                if request.wants_logprobs:
+                    texts = TokenTexts((await edge.plane.text_model(work.account, model)).tokenizer)
+                parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
+                yield generation, _Feeder(work.response(model), request, parser, texts)
 
     async def _complete(self, work: _Work, generation: Generation, feeder: _Feeder) -> ResponseObject:
         """Return the whole response, stored if it is to be."""

@@ -43,7 +43,7 @@ from dynamo.frontend.api.openai.requests import (
 from dynamo.frontend.api.openai.responses.storage import ItemIds
 
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = frozenset({_LOGPROBS, "reasoning.encrypted_content"})
+_INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
 """Clients that store nothing send the second one; there is no such content."""
 
 
@@ -207,7 +207,8 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
                 raise InvalidRequest(f"'{name}' is not supported: {message}", param=name)
         for wanted in self.include or ():
             if wanted not in _INCLUDED:
-                raise InvalidRequest(f"'include' of {wanted[:80]!r} is not supported", param="include")
+                allowed = " and ".join(map(repr, _INCLUDED))
+                raise InvalidRequest(f"'include' may have {allowed}, got {wanted[:80]!r}", param="include")
         if self.conversation is not None and self.previous_response_id is not None:
             raise InvalidRequest("'conversation' and 'previous_response_id' exclude each other", param="conversation")
         if self.background and self.store is False:
