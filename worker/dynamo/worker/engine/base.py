@@ -49,6 +49,17 @@ class RequestTimings:
     """Not finding it there, and adding it; above 0 only if it was not there."""
 
 
+def count_execution(batch: Sequence[tuple[RequestTimings, bool]], rows: int) -> None:
+    """Have one request of a batch count as its execution of so many rows. Each comes with whether its caller still waits.
+
+    It is one whose caller does, since the others are counted already.
+    """
+    leader = next((timings for timings, waits in batch if waits), batch[0][0])
+    leader.execution_rows = rows
+    for timings, _ in batch:
+        timings.batched = True
+
+
 @dataclass(slots=True)
 class Context:
     """One request as an engine sees it."""

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from dynamo.common.background import Tasks
 from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest
-from dynamo.worker.engine.base import Context
+from dynamo.worker.engine.base import Context, count_execution
 from dynamo.worker.engine.request_queue import NO_OPTIONS, Queued, QueueOptions, QueuePolicies, RequestQueue
 
 Array: TypeAlias = NDArray[Any]
@@ -152,9 +152,8 @@ class Batch:
         The execution keeps its slot until it ends.
         """
         self.is_handed_over = True
-        _leader(self._jobs).context.timings.execution_rows = self.rows
+        _count_execution(self._jobs, self.rows)
         for job in self._jobs:
-            job.context.timings.batched = True
             if not job.response.done():
                 job.response.set_result(job.request)
 
@@ -439,17 +438,15 @@ class Batcher:
             return
         for job in jobs:
             timings = job.context.timings
-            timings.batched = True
             timings.queue_ns += batch.queue_ns
             timings.input_ns += batch.input_ns
             timings.infer_ns = batch.infer_ns
             timings.output_ns = output_ns
-        _leader(jobs).context.timings.execution_rows = batch.rows
+        _count_execution(jobs, batch.rows)
 
 
-def _leader(jobs: Sequence[_Job]) -> _Job:
-    """Return the request that counts as the execution: one that still waits, since one whose caller has left is counted."""
-    return next((job for job in jobs if not job.response.done()), jobs[0])
+def _count_execution(jobs: Sequence[_Job], rows: int) -> None:
+    count_execution([(job.context.timings, not job.response.done()) for job in jobs], rows)
 
 
 def _fail(jobs: Sequence[_Job], error: Exception) -> None:

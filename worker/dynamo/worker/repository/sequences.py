@@ -37,6 +37,7 @@ from dynamo.common.background import Tasks
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.engine.base import count_execution
 from dynamo.worker.repository.decoupled import DecoupledRequest, StreamsBatches
 from dynamo.worker.repository.execution import ModelRequest, ModelResult, SequenceInstance, closing
 from dynamo.worker.repository.pipeline import NoProcess
@@ -493,12 +494,8 @@ def _stop_timer(lane: _Lane) -> None:
 
 
 def _count_execution(rows: Sequence[_Row]) -> None:
-    """Have one request of a batch count as its execution in the statistics: one that still waits, since others are counted."""
     jobs = [row[1] for row in rows if row is not None]
-    leader = next((job for job in jobs if not job.has_left), jobs[0])
-    leader.request.context.timings.execution_rows = len(rows)
-    for job in jobs:
-        job.request.context.timings.batched = True
+    count_execution([(job.request.context.timings, not job.has_left) for job in jobs], len(rows))
 
 
 def _free(lane: _Lane) -> int:
