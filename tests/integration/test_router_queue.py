@@ -13,6 +13,7 @@ from tests.support.servers import EtcdServer, NatsServer
 
 QUEUE = ("--router-mode", "kv", "--active-decode-blocks-threshold", "0.01", "--router-queue-size", "1")
 BUSY = {"model": "sim", "prompt": "some words that fill blocks, " * 20, "max_tokens": 8_000, "ignore_eos": True, "stream": True}
+IN_BACKGROUND = {"model": "sim", "input": "others", "max_output_tokens": 2, "background": True}
 SHORT = {"model": "sim", "prompt": "others", "max_tokens": 2}
 
 
@@ -43,10 +44,11 @@ async def test_one_waits_until_there_is_room_and_one_more_is_told_to_come_back(
             async with asyncio.timeout(20):
                 while await waiting(client) != 1:
                     await asyncio.sleep(0.02)
-            refused = await client.post("/v1/completions", json=SHORT)
-            assert refused.status_code == 503
-            assert int(refused.headers["retry-after"]) >= 1
-            assert refused.json()["error"]["message"] == "the queue for model 'sim' is full: 1 waiting"
+            for path, request in (("/v1/completions", SHORT), ("/v1/responses", IN_BACKGROUND)):
+                refused = await client.post(path, json=request)
+                assert refused.status_code == 503
+                assert int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"]["message"] == "the queue for model 'sim' is full: 1 waiting"
             assert not in_line.done()
         assert (await in_line).status_code == 200  # the long one was left: there is room
         assert await waiting(client) == 0

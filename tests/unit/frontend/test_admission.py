@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +23,7 @@ from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.data_plane import open_data_plane
-from dynamo.frontend.serving.dispatch import Dispatcher
+from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.fair_queue import FairQueue
 from dynamo.frontend.serving.fair_slots import FairSlots
 from dynamo.frontend.serving.line_order import MOST_PASSES
@@ -60,12 +61,14 @@ class Fleet:
         self.dispatcher = Dispatcher(self.directory, self.client, FakeLink(), self.router, queue=self.queue)
         self.done: list[str] = []
 
-    def send(self, name: str, *, prompt: int = 1, account: Account = ANONYMOUS, **call: object) -> asyncio.Task[None]:
+    def stream(self, name: str, *, prompt: int = 1, account: Account = ANONYMOUS, **call: object) -> DispatchedStream:
         body, tokens = name.encode(), bytes(4 * prompt)
         work = Work(model="adder", verb="infer", body=body, metrics=self.metrics, prompt=tokens, cache_salt=name)
+        return self.dispatcher.stream(work, Call(account=account, request_id=name, **call))  # type: ignore[arg-type]
 
+    def send(self, name: str, **request: Any) -> asyncio.Task[None]:
         async def sent() -> None:
-            await self.dispatcher.call(work, Call(account=account, request_id=name, **call))  # type: ignore[arg-type]
+            await self.stream(name, **request).result()
             self.done.append(name)
 
         return asyncio.create_task(sent())
@@ -176,6 +179,23 @@ async def test_one_more_than_may_wait_is_refused_at_once_with_a_time_to_retry() 
     for _ in tasks:
         await fleet.respond()
     assert fleet.done == list("abc")
+
+
+@in_virtual_time
+async def test_a_line_can_be_checked_without_waiting_in_it() -> None:
+    fleet = Fleet(2)
+    tasks = [fleet.send("a")]
+    await asyncio.sleep(0.1)
+    for name in "bc":
+        fleet.stream("unimportant").check_line()
+        tasks.append(fleet.send(name))
+        await asyncio.sleep(0.1)
+    assert fleet.queue.waiting("adder") == 2
+    with pytest.raises(Overloaded, match="the queue for model 'adder' is full: 2 waiting"):
+        fleet.stream("unimportant").check_line()
+    fleet.stream("important", priority=1).check_line()
+    await serve_all(fleet, tasks)
+    assert fleet.done == list("abc"), "nothing has made room for a request that was only checked"
 
 
 @in_virtual_time

@@ -15,6 +15,7 @@ from dynamo.frontend.api.openai.responses.events import ResponseObject
 from dynamo.frontend.api.openai.responses.stored import LOST_S, ResponseNotFound, new_response_id
 from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.serving.dispatch import DispatchedStream
 from tests.support.fake_records import FakeRecords
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import Speaker
@@ -174,14 +175,15 @@ async def test_a_response_in_the_background_is_read_when_it_is_done() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_response_in_the_background_that_a_limit_refuses_is_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
+@pytest.mark.parametrize(("refusing", "check"), [(type(ANONYMOUS), "admit"), (DispatchedStream, "check_line")])
+async def test_a_response_in_the_background_that_a_limit_or_a_full_line_refuses_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, stream: bool, refusing: type, check: str
 ) -> None:
-    def refuse(account: object, model: str, request: object, sequences: int = 1) -> NoReturn:
+    def refuse(*arguments: object, **options: object) -> NoReturn:
         raise RateLimited("too many a second", retry_after_s=3)
 
     async with storing(Speaker()) as s:
-        monkeypatch.setattr(type(ANONYMOUS), "admit", refuse)
+        monkeypatch.setattr(refusing, check, refuse)
         refused = await s.edge.post(PATH, HELLO | {"background": True, "stream": stream})
         assert s.records.records == {}
         metrics = s.edge.registry.collect()

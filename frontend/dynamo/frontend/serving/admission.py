@@ -44,7 +44,20 @@ _PACE_WEIGHT = 0.2
 class Place:
     """One request's place in line; a context manager, at whose end the next request gets its turn."""
 
-    __slots__ = ("_deadline", "_line", "_loop", "_order", "_turn", "key", "missing_tokens", "number", "rank", "tokens", "weight")
+    __slots__ = (
+        "_deadline",
+        "_line",
+        "_loop",
+        "_order",
+        "_turn",
+        "displaced",
+        "key",
+        "missing_tokens",
+        "number",
+        "rank",
+        "tokens",
+        "weight",
+    )
 
     def __init__(
         self,
@@ -57,6 +70,8 @@ class Place:
         missing_tokens: Callable[[], int | None],
     ) -> None:
         """`rank` is compared with those of other keys, `order` with those of the same key."""
+        self.displaced: tuple[Place, Overloaded] | None = None
+        """The one that has to leave a full line for this one, and why."""
         self.missing_tokens = missing_tokens
         self.number = order[1]
         self.key = account.name
@@ -73,6 +88,8 @@ class Place:
         return isinstance(other, Place) and self._order < other._order
 
     def __enter__(self) -> Self:
+        if self.displaced is not None:
+            self._line.displace(*self.displaced)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -136,19 +153,21 @@ class _Line:
         """Return about how many requests have their turn earlier."""
         return self._waiting.before(place) + (self._trying is not None)
 
-    def make_room(self, place: Place, error: Overloaded) -> bool:
-        """Let a less important request leave instead of `place`, or the last one of the key with the most.
+    def less_important(self, place: Place) -> Place | None:
+        """Return a less important request than `place`, or the last one of the key with the most.
 
-        Return False if there is neither: all are as important, and `place`'s own key has as many.
+        None if there is neither: all are as important, and `place`'s own key has as many.
         """
         last = max(self._waiting, key=lambda each: (each.rank, each.tokens), default=None)
         if last is None or last.rank <= place.rank:
             last = self._waiting.last_of_longest(place)
-        if last is None:
-            return False
-        self._waiting.remove(last)
-        last.refuse(error)
-        return True
+        return last
+
+    def displace(self, place: Place, error: Overloaded) -> None:
+        """Let a request leave the line, with an error."""
+        self.refused("full")
+        self._waiting.remove(place)
+        place.refuse(error)
 
     def enter(self, place: Place) -> None:
         """A place waits for its turn, for the first time or after a try that failed."""
@@ -262,7 +281,7 @@ class AdmissionQueue:
         deadline: float | None,
         missing_tokens: Callable[[], int | None] = lambda: None,
     ) -> Place:
-        """Return a place in line. Raises Overloaded.
+        """Return a place in line, for which another request has to leave a full one when it is entered. Raises Overloaded.
 
         `tokens` are those of the prompt and of the expected response; `missing_tokens`: see `line_order`.
         """
@@ -282,9 +301,10 @@ class AdmissionQueue:
         if len(line) >= self._size:
             wait_s = len(line) * line.interval_s
             full = Overloaded(f"the queue for model '{model}' is full: {len(line)} waiting", retry_after_s=max(1.0, wait_s))
-            line.refused("full")
-            if not line.make_room(place, full):
+            if (displaced := line.less_important(place)) is None:
+                line.refused("full")
                 raise full
+            place.displaced = displaced, full
         return place
 
     def poke(self) -> None:

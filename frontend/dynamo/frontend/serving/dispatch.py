@@ -28,7 +28,7 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.config import ServingOptions
 from dynamo.frontend.router.base import Router, RoutingDecision
 from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES
-from dynamo.frontend.serving.admission import AdmissionQueue
+from dynamo.frontend.serving.admission import AdmissionQueue, Place
 from dynamo.frontend.serving.booking import Booker, Booking
 from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
 from dynamo.frontend.serving.candidates import Candidates
@@ -236,6 +236,15 @@ class DispatchedStream:
             booking.first_token()
         return bodies
 
+    def check_line(self) -> None:
+        """Raise Overloaded if the request, which has not been read, would have to wait now and has no place in line.
+
+        A line may be full a moment later nevertheless.
+        """
+        queue, work, call = self._shared.queue, self._work, self._call
+        if queue is not None and call.instance is None and queue.must_wait(work.model, work.role, call.account, call.priority):
+            self._place(queue)
+
     async def result(self) -> Buffer:
         """Return the one response of a request that has just one; however this ends, so does the stream. Raises DynamoError."""
         while True:
@@ -437,7 +446,18 @@ class DispatchedStream:
         shared, work, call = self._shared, self._work, self._call
         if queue.looks_at_caches:
             await shared.booker.hash_prompt(work, shared.candidates.select(work, call, self._attempts.failed))
-        place = queue.place(
+        with self._place(queue) as place:
+            while True:
+                await place.turn()
+                candidates = shared.candidates.select(work, call, self._attempts.failed)
+                if not candidates or not shared.link.is_connected:
+                    return None
+                with contextlib.suppress(Overloaded):
+                    return self._book_one_of(candidates)
+
+    def _place(self, queue: AdmissionQueue) -> Place:
+        work, call = self._work, self._call
+        return queue.place(
             work.model,
             work.role,
             account=call.account,
@@ -446,14 +466,6 @@ class DispatchedStream:
             deadline=self._deadline,
             missing_tokens=self._missing_tokens_with_room,
         )
-        with place:
-            while True:
-                await place.turn()
-                candidates = shared.candidates.select(work, call, self._attempts.failed)
-                if not candidates or not shared.link.is_connected:
-                    return None
-                with contextlib.suppress(Overloaded):
-                    return self._book_one_of(candidates)
 
     def _missing_tokens_with_room(self) -> int | None:
         """Return how many tokens of the prompt an instance would have to compute; None: unknown, or all instances are busy."""

@@ -221,6 +221,10 @@ class Generation:
         finally:
             self._scope.__exit__(kind, error, traceback)
 
+    def check_line(self) -> None:
+        """Raise Overloaded if the request would have to wait for an instance now, and has no place in line."""
+        self._stream.check_line()
+
     async def read(self) -> list[TextDelta]:
         """Return all text that became certain since the last call, at least one delta; [] at the end. Raises DynamoError."""
         try:

@@ -2,7 +2,7 @@
 
 | until | status |
 |---|---|
-| the caller's account has admitted the request and its prompt is ready; a failure is that of the request | none: not stored |
+| the account admits the request, its prompt is ready, and the line has room; a failure is the request's | none: not stored |
 | it is sent to an instance | `queued` |
 | it has ended | `in_progress` |
 """
@@ -43,7 +43,7 @@ class Stages:
         self._is_stored = asyncio.Event()
 
     async def admitted(self) -> None:
-        """The caller's account has admitted the request, and its prompt is ready. Return when the response is stored."""
+        """Nothing refuses the request at the door any more. Return when the response is stored."""
         if not self.is_admitted.done():
             self.is_admitted.set_result(None)
         await self._is_stored.wait()

@@ -181,6 +181,7 @@ class Responses:
         async def generate(stages: Stages) -> ResponseObject:
             async def attempt(model: str, caller: Caller) -> ResponseObject:
                 async with self._generating(work, model, caller) as (generation, feeder):
+                    generation.check_line()
                     await stages.admitted()
                     if not work.request.stream:
                         return await _read_all(generation, feeder, edge.clock)
