@@ -189,9 +189,12 @@ def test_allowed_tools_are_those_of_the_chat_request() -> None:
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"input": []}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]}, "input"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}, "tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
     ],
 )
-async def test_unsupported_fields_are_rejected(wrong: dict[str, Any], param: str) -> None:
+async def test_fields_that_are_wrong_or_not_supported_are_named(wrong: dict[str, Any], param: str) -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         error = await edge.error(PATH, HELLO | wrong)
     assert error["param"] == param

@@ -429,4 +429,6 @@ def _named(choice: ResponseToolChoice) -> NamedToolChoice:
 def _format(format: TextFormat) -> ResponseFormat:
     if format.type != "json_schema":
         return ResponseFormat(type=format.type)
+    if format.schema is None:
+        raise InvalidRequest("'text.format' of type 'json_schema' needs 'schema'", param="text.format.schema")
     return ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(name=format.name or "answer", schema=format.schema))
