@@ -19,6 +19,7 @@ from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.goals import Demand
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.shared_bookings import InstanceBookings, SharedBookings
+from dynamo.frontend.router.thresholds import Thresholds, ThresholdTable
 from dynamo.frontend.router.traffic import FleetTraffic
 
 SIZE = 512
@@ -34,9 +35,10 @@ A, B, C, D = (instance.id for instance in FLEET)
 class Situation:
     """A router whose clock the test sets."""
 
-    def __init__(self, options: KvRouterOptions | None = None) -> None:
+    def __init__(self, options: KvRouterOptions | None = None, busy_from: float | None = None) -> None:
         self.now = 100.0
-        self.router = KvRouter(options, rng=random.Random(0), clock=lambda: self.now)
+        thresholds = ThresholdTable(Thresholds(active_decode_blocks=busy_from))
+        self.router = KvRouter(options, thresholds, rng=random.Random(0), clock=lambda: self.now)
         self._bookings = 0
 
     def store(self, instance: InstanceId, prompt: bytes) -> None:
@@ -83,6 +85,47 @@ def test_a_burst_of_siblings_lands_together_only_while_that_pays() -> None:
     assert siblings == {first}, "the prefix takes 2 s, of which one has passed"
     rest = Counter(s.send(prompt(32) + prompt(1, number)).instance.id for number in range(3, 200))
     assert max(rest.values()) < 0.4 * rest.total(), "a hundred more would wait for each other"
+
+
+def test_a_request_passes_a_queue_by_where_as_much_of_its_prompt_is_cached() -> None:
+    """A has the lowest cost, but B, with one request more and no queue, gives the first token earlier."""
+    for cached, blocks, running, chosen in (((), 0, 9, B), ((A, B), 8, 9, B), ((A,), 8, 9, A), ((A,), 1, 9, A), ((), 0, 12, A)):
+        s = Situation()
+        for instance in cached:
+            s.store(instance, prompt(blocks))
+        s.report(A, running=8, queued_prefill_tokens=2 * SIZE)
+        s.report(B, running=running)
+        decision = s.send(prompt(9), 2)
+        assert decision.instance.id == chosen, f"{blocks} blocks cached at {cached}, {running} requests at B"
+        assert (decision.reason == "kv: shorter queue") == (chosen == B)
+
+
+def test_a_request_passes_no_queue_by_where_that_would_miss_a_goal_or_the_other_is_busy() -> None:
+    s = Situation(KvRouterOptions(itl_goal_s=0.0092))
+    s.report(A, running=8, queued_prefill_tokens=2 * SIZE)
+    s.report(B, running=9)
+    assert s.send(prompt(1), 2).instance.id == A
+    s = Situation(busy_from=0.5)
+    s.report(A, running=8, queued_prefill_tokens=2 * SIZE)
+    s.report(B, running=9, active_blocks=501)
+    assert s.send(prompt(1), 2).instance.id == A
+
+
+def test_requests_do_not_crowd_where_a_prefix_is_cached_while_few_prompts_are_computed() -> None:
+    def chosen(running: int, arrivals_per_s: float, blocks: int = 1, cached: int = 8) -> InstanceId:
+        s = Situation()
+        for number in range(100):
+            s.now += 1 / arrivals_per_s
+            s.send(prompt(blocks, number % 4 + 1), 2)
+            s.router.finished(str(number + 1))
+        s.store(A, prompt(cached))
+        s.report(A, running=running)
+        s.report(B)
+        return s.send(prompt(9), 2).instance.id
+
+    assert [chosen(running, 0.5) for running in (1, 2)] == [A, B]
+    assert [chosen(running, 10.0) for running in (1, 2)] == [A, A], "many steps compute prompts"
+    assert [chosen(2, 0.5, 100, cached) for cached in (8, 0)] == [A, B], "prompts take most of the time"
 
 
 @pytest.mark.parametrize("fields", [{"pinned": A}, {"preferred": A}])

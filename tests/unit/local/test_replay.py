@@ -233,7 +233,7 @@ def test_several_frontends_do_not_admit_more_than_one_would() -> None:
 def test_important_requests_are_served_in_place_of_others() -> None:
     goodput = past_saturation(12.0, important=0.2)
     assert goodput[1] / 0.2 > 2.0 * goodput[0] / 0.8, "of the others, a much smaller share"
-    assert sum(goodput.values()) > 0.9 * past_saturation(12.0)[0]
+    assert sum(goodput.values()) > 0.7 * past_saturation(12.0)[0]
 
 
 def test_learned_step_times_predict_the_first_token() -> None:

@@ -53,6 +53,8 @@ _OVERRIDDEN = {
 """Settings of one request → the options that they change."""
 _WEIGHTS = frozenset({"overlap_score_weight", "prefill_load_scale"})
 """Options that only the cost by weights has: a request that changes one is routed by it."""
+_MOVED = "kv: shorter queue"
+"""The reason of a decision for another instance than the cheapest one."""
 
 
 class _Model:
@@ -176,6 +178,7 @@ class KvRouter:
         overlaps, confirmed = self._overlaps(model, prompt, candidates, now)
         predicted: Predictions | None = None
         spread: _Spread | None = None
+        misses: Sequence[float] = ()
         latency = model.latency(rows)
         if config.cost is KvCost.WEIGHTS or not prompt.block_size:
             costs = weighted_costs(config, prompt, loads, overlaps)
@@ -192,31 +195,36 @@ class KvRouter:
             costs = predicted.costs
             if config.has_goals:
                 latency.count_unreported(loads, self.loads.frontends)
-                latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
+                misses = latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
                 check_goals(request, config, prompt, loads, overlaps, predicted, latency, model.demand, now)
             if overlaps and not request.is_prefilled:
                 spread = _Spread.find(prompt, loads, overlaps, predicted, latency)
                 if spread is not None:
                     model.credits.discount(spread.prefix, costs, spread.position, spread.premium_s)
+        busy_ones = busy(loads, self.thresholds.of(request.model))
         position = None if request.pinned is None else pinned(request, candidates)
         if position is not None:
             reason = "pinned"
         else:
-            position, reason = self._choose(request, candidates, config, loads, costs)
+            position, reason = self._choose(request, candidates, config, costs, busy_ones)
+            may_move = not reason and not request.is_prefilled and config.temperature == 0.0
+            if predicted is not None and may_move and loads[position].prefill_tokens:
+                cheapest = position
+                position = latency.shorter_queue(prompt, loads, overlaps, predicted, cheapest, misses, busy_ones)
+                reason = "" if position == cheapest else _MOVED
         instance, overlap = candidates[position], overlaps.get(position, 0)
         prefill_tokens = self._book(request, config, prompt, instance.id, overlap, now)
         if predicted is not None:
             latency.placed(prefill_tokens)
             if config.has_goals:
                 model.demand.place(request.priority, prefill_tokens, now)
-            if spread is not None and not reason:
+            if spread is not None and (not reason or reason == _MOVED):
                 spread.settle(model.credits, position, costs[position], latency.idle)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)
             self.loads.share_prompt(instance.id, hashes)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
-            busy_ones = busy(loads, self.thresholds.of(request.model))
             latencies = None if predicted is None else partial(_latencies, prompt, loads, predicted, latency)
             explanation = _explain(candidates, overlaps, loads, costs, position, busy_ones, latencies)
         reason = reason or ("kv" if overlap else self._reason_without_overlap())
@@ -290,14 +298,13 @@ class KvRouter:
         request: RouteRequest,
         candidates: Sequence[Instance],
         config: KvRouterOptions,
-        loads: Sequence[Load],
         costs: list[float],
+        busy_ones: Sequence[bool] | None,
     ) -> tuple[int, str]:
         """Return the position of the chosen candidate, and the reason, which is empty if the cost decided.
 
         Raises Overloaded if all are busy.
         """
-        busy_ones = busy(loads, self.thresholds.of(request.model))
         if busy_ones is not None and any(busy_ones):
             if all(busy_ones):
                 raise all_busy(request.model)

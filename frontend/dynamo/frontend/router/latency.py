@@ -17,6 +17,13 @@ instance do not suffice for the prompt, it waits until enough of the requests th
 The first token of a prompt that waits for others also comes 1.5 steps later: for the step that runs, and the one with the others.
 That is predicted, but costs nothing: prompts that are computed in one step save those that run there a step.
 
+While few steps compute prompts, what makes tokens late on an instance is how many requests run there. Then, where it is more than
+one, each above the mean of the fleet costs extra (`_add_crowding`).
+
+If prompts wait at the cheapest instance, the cost is compared once more, among those that have as much of the prompt cached
+(`shorter_queue`). That some of them have more requests than others hardly matters there: requests that come later level it, the
+sooner, the less it is. What one waits for others is not levelled.
+
 Goals, where they are given, add to the cost of an instance that misses them: `_MISS_WEIGHT` times the excess over the goal, for
 the time to first token once, for the time between tokens for each token of this request and of those that run there.
 
@@ -44,6 +51,14 @@ _MOST_PREFILL = 0.95
 """Upper bound of the share of its time that an instance computes prompts."""
 _KV_FULL_FROM = 0.5
 """Below this share of blocks in use, no prompt is expected to wait for blocks."""
+_QUIET_STEPS = 0.01
+"""While less than this share of steps compute prompts, these do not show in the 99th percentile of the time between tokens."""
+_QUIET_PREFILLING = 0.4
+"""Above this share of their time that instances compute prompts, caches decide how late tokens are."""
+_CROWDING_WEIGHT = 40.0
+"""How much more than otherwise the decoding that one more request slows down counts then."""
+_CROWDING_TOKENS = 32_768
+"""It counts at most like computing so many tokens: a longer prefix is worth going where it is cached."""
 _BATCH_TOKENS = 8192
 """Of prompts that wait, at most these have been computed since the last report: engines report after each step."""
 
@@ -131,7 +146,74 @@ class LatencyModel:
                 ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
             costs.append(ttft + output * step + prefill * (requests + arrivals * ttft) + requests * more_s)
             ttfts.append(ttft + delay)
+        if arrivals * base < _QUIET_STEPS and self.prefilling < _QUIET_PREFILLING:
+            self._add_crowding(costs, loads, output * sequence + more_s)
         return Predictions(costs, ttfts)
+
+    def shorter_queue(
+        self,
+        prompt: Prompt,
+        loads: Sequence[Load],
+        overlaps: Mapping[int, int],
+        predicted: Predictions,
+        chosen: int,
+        misses: Sequence[float],
+        busy: Sequence[bool] | None,
+    ) -> int:
+        """Return where a request goes if prompts wait at the chosen instance: there, or to another one with the same overlap.
+
+        `misses`: what goals add to the cost of each; empty if there are none. `busy`: which of them may get no request.
+        """
+        overlap, longest = overlaps.get(chosen, 0), predicted.ttft_s[chosen]
+        rivals = [
+            position
+            for position, ttft_s in enumerate(predicted.ttft_s)
+            if ttft_s < longest and overlaps.get(position, 0) == overlap and not (busy and busy[position])
+        ]
+        if not rivals:
+            return chosen
+        requests = blocks = 0
+        for load in loads:
+            requests += load.requests
+            blocks += load.decode_blocks
+        mean, mean_blocks = requests / len(loads), blocks / len(loads)
+        times, output, arrivals = self.steps.times, self._output, self._arrivals
+        more_s = output * (times.sequence + times.block * prompt.blocks)
+        prefill_s = (prompt.tokens - overlap * prompt.block_size) * times.token
+        best, least = chosen, math.inf
+        for position in (chosen, *rivals):
+            load, ttft_s = loads[position], predicted.ttft_s[position]
+            excess = load.requests - mean
+            # Without new requests, the excess would be gone after this share of the time that a request takes.
+            lasting = min(1.0, abs(excess) / max(mean, 1.0))
+            levelled = mean + excess * lasting
+            step = times.step_s(levelled, mean_blocks + (load.decode_blocks - mean_blocks) * lasting)
+            prefill = prefill_s + times.step_s(load.requests, load.decode_blocks)
+            cost = ttft_s + output * step + prefill * (levelled + arrivals * ttft_s) + levelled * more_s
+            if misses:
+                cost += misses[position]
+            if cost < least:
+                best, least = position, cost
+        return best
+
+    def _add_crowding(self, costs: list[float], loads: Sequence[Load], decoding_s: float) -> None:
+        """Add to the costs of instances that have more requests than the mean, if prompts are computed in few steps.
+
+        It adds nothing where prompts wait: what makes tokens late there is these, and siblings of a burst stay together.
+
+        `decoding_s`: by how much two requests beside each other slow down each other.
+        """
+        mean = sum([load.requests for load in loads]) / len(loads)
+        times = self.steps.times
+        quiet = 1.0 - self._arrivals * (times.base + times.sequence * mean) / _QUIET_STEPS
+        if quiet <= 0.0:
+            return
+        free = 1.0 - self.prefilling / _QUIET_PREFILLING
+        most = max(mean, 1.0)  # that two requests run beside each other happens whatever one does
+        each_s = quiet * free * min(_CROWDING_WEIGHT * decoding_s, _CROWDING_TOKENS * times.token)
+        for position, load in enumerate(loads):
+            if load.requests > most and not load.prefill_tokens:
+                costs[position] += each_s * (load.requests - mean)
 
     def premium_s(self, prompt: Prompt, load: Load, ttft_s: float, overlap: int, most: int) -> float:
         """Return how much less an instance with an overlap would cost if it were `most` blocks. `ttft_s` is the predicted one."""
@@ -162,19 +244,22 @@ class LatencyModel:
 
     def add_misses(
         self, predicted: Predictions, prompt: Prompt, loads: Sequence[Load], ttft_goal_s: float | None, itl_goal_s: float | None
-    ) -> None:
-        """Add to the costs of instances that miss a goal."""
-        costs = predicted.costs
+    ) -> Sequence[float]:
+        """Add to the costs of instances that miss a goal. Return what was added to each."""
+        misses = [0.0] * len(loads)
         if ttft_goal_s is not None:
             for position, ttft_s in enumerate(predicted.ttft_s):
                 if ttft_s > ttft_goal_s:
-                    costs[position] += _MISS_WEIGHT * (ttft_s - ttft_goal_s)
+                    misses[position] += _MISS_WEIGHT * (ttft_s - ttft_goal_s)
         if itl_goal_s is not None:
             output = self.steps.times.output_tokens
             for position, load in enumerate(loads):
                 excess_s = self.itl_s(prompt, load, self.prefilling) - itl_goal_s
                 if excess_s > 0.0:
-                    costs[position] += _MISS_WEIGHT * excess_s * output * (load.requests + 1)
+                    misses[position] += _MISS_WEIGHT * excess_s * output * (load.requests + 1)
+        for position, miss in enumerate(misses):
+            predicted.costs[position] += miss
+        return misses
 
     def placed(self, tokens: int) -> None:
         """Count a request for which an instance has to compute so many tokens of its prompt."""
