@@ -187,6 +187,7 @@ class KvRouter:
                 prompt,
                 loads,
                 overlaps,
+                confirmed,
                 now,
                 is_prefilled=request.is_prefilled,
                 max_output=request.expected_output_tokens,

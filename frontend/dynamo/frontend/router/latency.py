@@ -35,7 +35,7 @@ others that have it, or earlier, see `spreading.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import msgspec
 
@@ -100,14 +100,15 @@ class LatencyModel:
         prompt: Prompt,
         loads: Sequence[Load],
         overlaps: Mapping[int, int],
+        confirmed: Mapping[int, int],
         now: float,
         *,
         is_prefilled: bool,
         max_output: int,
         frontends: int,
     ) -> Predictions:
-        """Return predictions for a request that arrives now. `overlaps`: in blocks by position; `max_output`: 0
-        for no limit; `frontends`: how many get such requests.
+        """Return predictions for a request that arrives now. `overlaps`: in blocks by position, `confirmed`: without those
+        that are being computed; `max_output`: 0 for no limit; `frontends`: how many get such requests.
         """
         times = self.steps.times
         token, base, sequence, block = times.token, times.base, times.sequence, times.block
@@ -147,7 +148,8 @@ class LatencyModel:
             costs.append(ttft + output * step + prefill * (requests + arrivals * ttft) + requests * more_s)
             ttfts.append(ttft + delay)
         if arrivals * base < _QUIET_STEPS and self.prefilling < _QUIET_PREFILLING:
-            self._add_crowding(costs, loads, output * sequence + more_s)
+            coming = {position for position, blocks in overlaps.items() if blocks > confirmed.get(position, 0)}
+            self._add_crowding(costs, loads, output * sequence + more_s, coming)
         return Predictions(costs, ttfts)
 
     def shorter_queue(
@@ -196,12 +198,11 @@ class LatencyModel:
                 best, least = position, cost
         return best
 
-    def _add_crowding(self, costs: list[float], loads: Sequence[Load], decoding_s: float) -> None:
+    def _add_crowding(self, costs: list[float], loads: Sequence[Load], decoding_s: float, exempt: Container[int]) -> None:
         """Add to the costs of instances that have more requests than the mean, if prompts are computed in few steps.
 
-        It adds nothing where prompts wait: what makes tokens late there is these, and siblings of a burst stay together.
-
-        `decoding_s`: by how much two requests beside each other slow down each other.
+        `decoding_s`: by how much two requests beside each other slow down each other; `exempt`: where the prefix is being
+        computed, so that siblings of a burst stay together.
         """
         mean = sum([load.requests for load in loads]) / len(loads)
         times = self.steps.times
@@ -212,7 +213,7 @@ class LatencyModel:
         most = max(mean, 1.0)  # that two requests run beside each other happens whatever one does
         each_s = quiet * free * min(_CROWDING_WEIGHT * decoding_s, _CROWDING_TOKENS * times.token)
         for position, load in enumerate(loads):
-            if load.requests > most and not load.prefill_tokens:
+            if load.requests > most and position not in exempt:
                 costs[position] += each_s * (load.requests - mean)
 
     def premium_s(self, prompt: Prompt, load: Load, ttft_s: float, overlap: int, most: int) -> float:
