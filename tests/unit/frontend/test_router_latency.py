@@ -294,6 +294,33 @@ def test_prompts_placed_since_the_last_report_count_before_the_next_one() -> Non
         s.send(prompt(1, 1), 1)
 
 
+@pytest.mark.parametrize(("seconds", "is_refused"), [(1, True), (30, False)])
+def test_the_first_seconds_of_traffic_count_as_if_it_lasted(seconds: int, is_refused: bool) -> None:
+    """One second has brought 7,500 tokens, of 8,000 that the instance computes in a second; thirty seconds, no more than that."""
+    s = Situation(KvRouterOptions(itl_goal_s=0.02))
+    s.send(prompt(1), 1)
+    for second in range(seconds + 1):
+        s.now += second > 0
+        s.report(A, running=1, totals=StepTotals(1 + second, 0.1, prefill_tokens=7_500 * (second > 0)))
+    if is_refused:
+        with pytest.raises(Overloaded):
+            s.send(prompt(1, 1), 1)
+    else:
+        s.send(prompt(1, 1), 1)
+
+
+def test_being_short_does_not_make_a_request_pass_the_goal_between_tokens() -> None:
+    """Instances compute prompts for four fifths of their time, most of them long."""
+    s = Situation(KvRouterOptions(itl_goal_s=0.02))
+    for second in range(60):
+        s.now += 1.0
+        s.report(A, running=1, totals=StepTotals(1 + second, 0.1, prefill_tokens=6_500 * second))
+        s.send(prompt(12, second), 1, was_admitted=True)
+        s.router.first_token(str(second + 1))
+    with pytest.raises(Overloaded):
+        s.send(prompt(1, 60), 1)
+
+
 def test_a_goal_is_stricter_for_a_request_while_more_important_ones_need_much_of_the_time() -> None:
     for priority, is_refused in ((0, True), (1, False), (2, False)):
         s = Situation(KvRouterOptions(ttft_goal_s=2.0))

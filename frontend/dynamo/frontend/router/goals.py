@@ -6,7 +6,8 @@ find room, too; those that are less important will be refused in its place. So
 - of the TTFT goal, it may use the part that more important prompts leave of the instances' time, and
 - the time between tokens is predicted as if instances also computed the more important prompts that have been refused of late,
   but none of the less important ones, and as if as many tokens had to be computed for each prompt as for this one, within limits:
-  long ones are refused first. Being short does not help a request while more important ones are refused.
+  long ones are refused first. A short one counts for a little more than the mean: prompts come in bunches, and where the mean
+  time between tokens just reaches the goal, half of the requests miss it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from dynamo.frontend.router.load import Load
 from dynamo.frontend.router.prompts import Prompt
 from dynamo.frontend.router.traffic import Traffic
 
-_UNFAIRNESS = 2.0
-"""By how much at most a request counts for longer or shorter than the mean."""
+_SHORTEST = 1.1
+"""For which part of the mean a request counts at least. If short ones counted for less, those alone could fill the fleet."""
+_LONGEST = 1.5
+"""For which part of the mean a request counts at most: a prefix that is nowhere cached must get its turn."""
 _MOST_PRIORITIES = 32
 """Clients choose priorities: above that many, the one with the least traffic is forgotten."""
 
@@ -109,12 +112,11 @@ def check_goals(
     goal_s = math.inf if config.ttft_goal_s is None else config.ttft_goal_s
     longest_s = goal_s * max(0.0, 1.0 - above - refused_above) if above or refused_above else goal_s
     slowest_s = math.inf if config.itl_goal_s is None else config.itl_goal_s
-    shortest = 1.0 if refused_above else 1.0 / _UNFAIRNESS
     mean = competition.mean_tokens
     for position, (ttft_s, load) in enumerate(zip(predicted.ttft_s, loads, strict=True)):
         if ttft_s <= longest_s:
             tokens = prompt.tokens - overlaps.get(position, 0) * prompt.block_size
-            ratio = min(max(tokens / mean, shortest), _UNFAIRNESS) if mean else 1.0
+            ratio = min(max(tokens / mean, _SHORTEST), _LONGEST) if mean else 1.0
             if latency.itl_s(prompt, load, (latency.prefilling - below) * ratio + refused_above) <= slowest_s:
                 return
     missing_tokens = prompt.tokens - max(overlaps.values(), default=0) * prompt.block_size

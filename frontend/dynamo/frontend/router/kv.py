@@ -195,7 +195,7 @@ class KvRouter:
             )
             costs = predicted.costs
             if config.has_goals:
-                latency.count_unreported(loads, self.loads.frontends)
+                latency.anticipate(loads, self.loads.frontends)
                 misses = latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
                 check_goals(request, config, prompt, loads, overlaps, predicted, latency, model.demand, now)
             if overlaps and not request.is_prefilled:

@@ -237,11 +237,15 @@ class LatencyModel:
             self._max_output, self._output_of = max_output, times
         return self._output
 
-    def count_unreported(self, loads: Sequence[Load], frontends: int) -> None:
-        """Include in `prefilling` what was placed after the last reports: within one step, too many requests may be admitted."""
+    def anticipate(self, loads: Sequence[Load], frontends: int) -> None:
+        """Make `prefilling` what it soon will be, so that not too many requests are admitted before they show in the rates.
+
+        It then includes what was placed after the last reports, which come once per step, and, while the rates have
+        just begun, what they will have counted when the present traffic has lasted.
+        """
         unreported = sum(load.prefill_tokens for load in loads) - self._traffic.queued
         _, tokens_per_s = self._traffic.of_fleet(frontends, max(0, unreported))
-        self.prefilling = tokens_per_s / len(loads) * self.steps.times.token
+        self.prefilling = tokens_per_s / self._traffic.counted_share / len(loads) * self.steps.times.token
 
     def add_misses(
         self, predicted: Predictions, prompt: Prompt, loads: Sequence[Load], ttft_goal_s: float | None, itl_goal_s: float | None

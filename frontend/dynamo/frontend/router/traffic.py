@@ -12,6 +12,8 @@ import math
 from dynamo.common.names import InstanceId
 
 _MEMORY_S = 10.0
+_SHORTEST_S = 1.0
+"""Before that, too little has been counted to tell a rate."""
 
 
 class Traffic:
@@ -41,7 +43,7 @@ class Traffic:
 class FleetTraffic(Traffic):
     """What this frontend places, and what instances accept from all of them."""
 
-    __slots__ = ("_reported", "accepted_per_s", "queued")
+    __slots__ = ("_began_at", "_reported", "accepted_per_s", "queued")
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +53,11 @@ class FleetTraffic(Traffic):
         """Tokens that each instance has computed since it started, and those that it has still to compute, by its last report."""
         self.queued = 0
         """The sum of the latter."""
+        self._began_at: float | None = None
 
     def pass_time(self, now: float) -> None:
+        if self._began_at is None:
+            self._began_at = now
         self.accepted_per_s *= math.exp((self._at - now) / _MEMORY_S)
         super().pass_time(now)
 
@@ -71,6 +76,12 @@ class FleetTraffic(Traffic):
 
     def remove_instance(self, instance: InstanceId) -> None:
         self.queued -= self._reported.pop(instance, (0, 0))[1]
+
+    @property
+    def counted_share(self) -> float:
+        """The share of a steady rate that has been counted since the beginning: all of it, but for the first seconds."""
+        counted_s = 0.0 if self._began_at is None else self._at - self._began_at
+        return 1.0 - math.exp(-max(counted_s, _SHORTEST_S) / _MEMORY_S)
 
     def of_fleet(self, frontends: int, unreported: float = 0.0) -> tuple[float, float]:
         """Return how many requests all frontends place per second, and how many tokens instances have to compute for them.
