@@ -328,7 +328,7 @@ class ModelMetrics:
         self._all.router_queue.labels(self.label).set(waiting)
 
     def queue_refused(self, reason: str) -> None:
-        """Count a request that may not wait (longer) in the router's queue: `full`, `late` or `expired`."""
+        """Count a request that may not wait (longer) in the router's queue: `full`, `late`, `expired` or `goal`."""
         self._all.queue_refusals.labels(self.label, reason).inc()
 
     def set_left_out(self, count: int) -> None:

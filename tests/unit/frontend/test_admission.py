@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from dynamo.common.names import InstanceId
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.config import QueueOptions, QueuePolicy, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.router.base import RouteRequest, RoutingDecision
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision, TooLate
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.admission import AdmissionQueue
@@ -38,6 +39,7 @@ class OneAtATime(RecordingRouter):
     def __init__(self, room: int = 1) -> None:
         super().__init__()
         self.room = room
+        self.ttft_goal_s = math.inf
         self.missing: dict[str, int] = {}
         """By name, which is the salt of the prompt."""
 
@@ -45,6 +47,8 @@ class OneAtATime(RecordingRouter):
         return self.missing.get(request.cache_salt) if with_room and len(self.open) < self.room else None
 
     def pick(self, request, candidates, *, explain=False) -> RoutingDecision:  # type: ignore[no-untyped-def]
+        if request.waited_s > self.ttft_goal_s:
+            raise TooLate("no instance can begin in time")
         if len(self.open) >= self.room:
             raise Overloaded("all instances are busy", retry_after_s=1)
         return super().pick(request, candidates, explain=explain)
@@ -56,7 +60,13 @@ class Fleet:
     def __init__(self, size: int, policy: QueuePolicy = QueuePolicy.FCFS) -> None:
         self.directory, self.client, self.router = FakeDirectory(instance(1)), FakeClient(lambda stream: None), OneAtATime()
         self.waiting: list[int] = []
-        self.queue = AdmissionQueue(size, policy, lambda model, waiting: self.waiting.append(waiting))
+        self.refused: list[str] = []
+        self.queue = AdmissionQueue(
+            size,
+            policy,
+            changed=lambda model, waiting: self.waiting.append(waiting),
+            refused=lambda model, reason: self.refused.append(reason),
+        )
         self.metrics = FrontendMetrics(CollectorRegistry()).for_model("adder")
         self.dispatcher = Dispatcher(self.directory, self.client, FakeLink(), self.router, queue=self.queue)
         self.done: list[str] = []
@@ -321,6 +331,33 @@ async def test_busy_decode_instances_do_not_delay_requests_for_a_prefill_instanc
         assert (queue.waiting("talker", Role.DECODE), queue.waiting("talker", Role.PREFILL)) == (1, 0)
         with queue.place("talker", Role.PREFILL, priority=0, tokens=1, deadline=None) as other:
             await other.turn()
+
+
+@in_virtual_time
+async def test_what_has_waited_too_long_for_its_goal_is_refused_and_the_next_has_its_turn() -> None:
+    fleet = Fleet(10)
+    fleet.router.ttft_goal_s = 2.0
+    running, early = fleet.send("running"), fleet.send("early")
+    await asyncio.sleep(1.5)
+    late = fleet.send("late")
+    await asyncio.sleep(1.0)
+    with pytest.raises(TooLate):
+        await early
+    assert fleet.refused == ["goal"]
+    await fleet.respond()
+    await fleet.respond()
+    await asyncio.gather(running, late)
+    assert fleet.done == ["running", "late"]
+    assert fleet.waiting[-1] == 0
+
+
+@in_virtual_time
+async def test_what_no_instance_can_begin_in_time_does_not_wait() -> None:
+    fleet = Fleet(10)
+    fleet.router.ttft_goal_s = -1.0
+    with pytest.raises(TooLate):
+        await fleet.stream("hopeless").result()
+    assert not fleet.waiting
 
 
 @in_virtual_time

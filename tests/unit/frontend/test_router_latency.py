@@ -15,7 +15,7 @@ from dynamo.common.kv.hashes import pack_hashes, sequence_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.config import KvCost, KvRouterOptions
-from dynamo.frontend.router.base import RouteRequest, RoutingDecision
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision, TooLate
 from dynamo.frontend.router.goals import Demand
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.shared_bookings import InstanceBookings, SharedBookings
@@ -292,6 +292,27 @@ def test_prompts_placed_since_the_last_report_count_before_the_next_one() -> Non
     )
     with pytest.raises(Overloaded):
         s.send(prompt(1, 1), 1)
+
+
+def test_the_time_that_a_request_has_waited_counts_for_its_goal() -> None:
+    s = Situation(KvRouterOptions(ttft_goal_s=2.0))
+    s.report(A, running=1, queued_prefill_tokens=8_000)
+    with pytest.raises(TooLate):
+        s.send(prompt(1), 1, waited_s=1.5)
+    s.send(prompt(1), 1, waited_s=0.5)
+
+
+def test_where_instances_compute_too_many_prompts_short_requests_may_wait_and_long_ones_may_not() -> None:
+    s = Situation(KvRouterOptions(ttft_goal_s=2.0, itl_goal_s=0.02))
+    for number in range(3):
+        s.send(prompt(4, number), 1, was_admitted=True)
+        s.router.first_token(str(number + 1))
+    s.report(A, running=45)
+    with pytest.raises(TooLate):
+        s.send(prompt(12, 3), 1)
+    with pytest.raises(Overloaded) as refused:
+        s.send(prompt(1, 4), 1)
+    assert not isinstance(refused.value, TooLate)
 
 
 @pytest.mark.parametrize(("seconds", "is_refused"), [(1, True), (30, False)])

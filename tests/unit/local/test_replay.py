@@ -210,18 +210,25 @@ def test_what_cannot_be_done_is_one_sentence(flags: list[str], sentence: str, ca
 GOALS = KvRouterOptions(ttft_goal_s=2.0, itl_goal_s=0.03)
 
 
-def past_saturation(arrivals: float, frontends: int = 1, important: float = 0.0, *, sync: bool = True) -> dict[int, float]:
+def past_saturation(
+    arrivals: float, frontends: int = 1, important: float = 0.0, *, sync: bool = True, queue: int = 0
+) -> dict[int, float]:
     """Return the goodput of two workers by priority; `important` is the share of requests that have priority 1."""
     workload = Workload(groups=40, prefix_blocks=12, own_blocks=2, output_tokens=150, skew=0.0, arrivals_per_s=arrivals)
     rng = random.Random(1)
     rows = [msgspec.structs.replace(row, priority=int(rng.random() < important)) for row in workload.rows(400, 1)]
     router = RouterOptions(kv=GOALS, replica_sync=sync)
-    figures = run(ReplayConfig(workers=2, blocks=600, frontends=frontends, router=router), rows=rows)
+    config = ReplayConfig(workers=2, blocks=600, frontends=frontends, router=router, queue=QueueOptions(size=queue))
+    figures = run(config, rows=rows)
     return {priority: count / figures.virtual_s for priority, count in figures.good.items()}
 
 
 def test_goodput_does_not_fall_when_more_arrives_than_can_be_served_in_time() -> None:
     assert past_saturation(16.0)[0] > 0.9 * past_saturation(8.0)[0]
+
+
+def test_a_queue_does_not_lower_goodput_that_counts_from_arrival() -> None:
+    assert past_saturation(8.0, queue=40)[0] > 0.9 * past_saturation(8.0)[0]
 
 
 def test_several_frontends_do_not_admit_more_than_one_would() -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DynamoError
+from dynamo.common.errors import DynamoError, Overloaded
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.hashing import PromptHashes
@@ -42,10 +42,16 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Per-request router settings, see `overrides.py`."""
     hashes: PromptHashes | None = None
     """The hashes of `prompt`, if they were computed before. Must not be modified."""
+    waited_s: float = 0.0
+    """How long it has waited for an instance: that counts for the time to first token."""
     request_id: str = ""
     """The id under which the client knows the request; `booking_id` names its booking."""
     explanation: Explanation | None = None
     """Collects the decision, if the client requested an explanation."""
+
+
+class TooLate(Overloaded):
+    """No instance is predicted to reach the goals, and waiting would not help: it takes as much of the time left as it gains."""
 
 
 class RoutingDecision(msgspec.Struct, frozen=True, gc=False):

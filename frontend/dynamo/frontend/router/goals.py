@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo.common.errors import Overloaded
 from dynamo.frontend.config import KvRouterOptions
-from dynamo.frontend.router.base import RouteRequest
+from dynamo.frontend.router.base import RouteRequest, TooLate
 from dynamo.frontend.router.latency import LatencyModel, Predictions
 from dynamo.frontend.router.load import Load
 from dynamo.frontend.router.prompts import Prompt
@@ -102,27 +102,34 @@ def check_goals(
     demand: Demand,
     now: float,
 ) -> None:
-    """Raises Overloaded if no instance is predicted to reach the goals."""
+    """Raises Overloaded if no instance is predicted to reach the goals.
+
+    What the request has waited counts for its time to first token. With a goal for that it is TooLate if no instance can reach
+    it any more, and also if the request is a long one: at the head of a line it would keep short ones from the room there is.
+    """
     if request.pinned is not None or request.is_prefilled or request.was_admitted:
         return
     competition = demand.competition(request.priority, now)
     above, refused_above, below = (
         latency.share_of_time(rate, len(loads)) for rate in (competition.above, competition.refused_above, competition.below)
     )
-    goal_s = math.inf if config.ttft_goal_s is None else config.ttft_goal_s
+    goal_s = math.inf if config.ttft_goal_s is None else config.ttft_goal_s - request.waited_s
     longest_s = goal_s * max(0.0, 1.0 - above - refused_above) if above or refused_above else goal_s
     slowest_s = math.inf if config.itl_goal_s is None else config.itl_goal_s
     mean = competition.mean_tokens
+    may_wait = config.ttft_goal_s is None
     for position, (ttft_s, load) in enumerate(zip(predicted.ttft_s, loads, strict=True)):
         if ttft_s <= longest_s:
             tokens = prompt.tokens - overlaps.get(position, 0) * prompt.block_size
             ratio = min(max(tokens / mean, _SHORTEST), _LONGEST) if mean else 1.0
             if latency.itl_s(prompt, load, (latency.prefilling - below) * ratio + refused_above) <= slowest_s:
                 return
+            may_wait = may_wait or ratio <= _SHORTEST
     missing_tokens = prompt.tokens - max(overlaps.values(), default=0) * prompt.block_size
     demand.refuse(request.priority, missing_tokens, now, request.request_id)
     best_s = min(predicted.ttft_s)
-    raise Overloaded(
+    refusal = Overloaded if may_wait else TooLate
+    raise refusal(
         f"no instance of model '{request.model}' is predicted to reach the goals: the first token would come after "
         f"about {best_s:.2f} s",
         retry_after_s=max(1.0, best_s - longest_s),

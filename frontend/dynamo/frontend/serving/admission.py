@@ -31,6 +31,7 @@ from typing import Self
 from dynamo.common.errors import DeadlineExceeded, Overloaded
 from dynamo.common.model_card import Role
 from dynamo.frontend.config import QueuePolicy
+from dynamo.frontend.router.base import TooLate
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.serving.fair_queue import FairQueue
 from dynamo.frontend.serving.line_order import nearest_to_caches, rank_and_order, rank_of
@@ -93,6 +94,8 @@ class Place:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, TooLate):
+            self._line.refused("goal")
         self._line.leave(self, served=kind is None)
 
     async def turn(self) -> None:
@@ -236,7 +239,8 @@ class AdmissionQueue:
     """The lines of all models.
 
     `size` requests may wait in each. `changed` is called with how many wait for a model, and `refused` with why one may not:
-    `full`, `late` (it would have its turn after its deadline) or `expired` (the deadline passed in line).
+    `full`, `late` (it would have its turn after its deadline), `expired` (the deadline passed in line) or `goal` (it has waited
+    too long to reach its latency goals).
     """
 
     def __init__(

@@ -79,7 +79,14 @@ class Booker:
         self._numbers = itertools.count()
 
     def book(
-        self, work: Work, call: Call, candidates: Sequence[Instance], *, deadline: float | None, failed_attempts: int
+        self,
+        work: Work,
+        call: Call,
+        candidates: Sequence[Instance],
+        *,
+        deadline: float | None,
+        failed_attempts: int,
+        waited_s: float = 0.0,
     ) -> Booking:
         """Book the request on one of `candidates` and send it there. Raises DynamoError, Overloaded if none may take more."""
         booking_id = f"{self._origin}-{next(self._numbers):x}"
@@ -95,6 +102,7 @@ class Booker:
                 is_prefilled=work.is_prefilled,
                 was_admitted=failed_attempts > 0,
                 priority=call.priority,
+                waited_s=waited_s,
                 pinned=call.instance,
                 session=call.session,
                 sequence=work.sequence,

@@ -26,7 +26,7 @@ from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import ServingOptions
-from dynamo.frontend.router.base import Router, RoutingDecision
+from dynamo.frontend.router.base import Router, RoutingDecision, TooLate
 from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES
 from dynamo.frontend.serving.admission import AdmissionQueue, Place
 from dynamo.frontend.serving.booking import Booker, Booking
@@ -169,6 +169,7 @@ class DispatchedStream:
         "_ended",
         "_failure",
         "_shared",
+        "_tried_at",
         "_work",
         "decision",
         "started",
@@ -183,6 +184,8 @@ class DispatchedStream:
         self._attempts = attempts
         self._booking: Booking | None = None
         """None before the first `read`, between two attempts, and at the end."""
+        self._tried_at: float | None = None
+        """When an instance was first looked for; None if one was there at once."""
         self._ended = False
         self._failure: DynamoError | None = None
         self.decision: RoutingDecision | None = None
@@ -402,6 +405,8 @@ class DispatchedStream:
 
     async def _booked(self) -> Booking:
         shared, call = self._shared, self._call
+        if self._tried_at is None:
+            self._tried_at = shared.clock()
         while True:
             now = shared.clock()
             if self._deadline is not None and now >= self._deadline:
@@ -415,11 +420,10 @@ class DispatchedStream:
                     continue  # meanwhile, others had their turns
                 if queue is None or call.instance is not None:
                     return self._book_one_of(candidates)
-                if not queue.must_wait(work.model, work.role, call.account, call.priority):
-                    with contextlib.suppress(Overloaded):  # from here on in line
-                        booking = self._book_one_of(candidates)
-                        queue.sent_at_once(work.model, work.role, call.account, _cost(work))
-                        return booking
+                must_wait = queue.must_wait(work.model, work.role, call.account, call.priority)
+                if not must_wait and (booking := self._book_unless_busy(candidates)) is not None:
+                    queue.sent_at_once(work.model, work.role, call.account, _cost(work))
+                    return booking
                 if (in_turn := await self._booked_in_turn(queue)) is not None:
                     return in_turn
                 continue
@@ -441,7 +445,8 @@ class DispatchedStream:
     async def _booked_in_turn(self, queue: AdmissionQueue) -> Booking | None:
         """Book when some instance may take more and it is this request's turn. None: there is no candidate or no link any more.
 
-        Raises Overloaded if too many requests wait already, or for too long, and DeadlineExceeded.
+        Raises Overloaded if too many requests wait already, or for too long, TooLate if this one has waited too long for its
+        goals, and DeadlineExceeded.
         """
         shared, work, call = self._shared, self._work, self._call
         if queue.looks_at_caches:
@@ -452,8 +457,8 @@ class DispatchedStream:
                 candidates = shared.candidates.select(work, call, self._attempts.failed)
                 if not candidates or not shared.link.is_connected:
                     return None
-                with contextlib.suppress(Overloaded):
-                    return self._book_one_of(candidates)
+                if (booking := self._book_unless_busy(candidates)) is not None:
+                    return booking
 
     def _place(self, queue: AdmissionQueue) -> Place:
         work, call = self._work, self._call
@@ -472,9 +477,24 @@ class DispatchedStream:
         candidates = self._shared.candidates.select(self._work, self._call, self._attempts.failed)
         return self._shared.booker.missing_tokens_with_room(self._work, candidates) if candidates else None
 
+    def _book_unless_busy(self, candidates: Sequence[Instance]) -> Booking | None:
+        """Book the request; None: it may wait in line. Raises TooLate if that would not help."""
+        try:
+            return self._book_one_of(candidates)
+        except TooLate:
+            raise
+        except Overloaded:
+            return None
+
     def _book_one_of(self, candidates: Sequence[Instance]) -> Booking:
-        self._booking = booking = self._shared.booker.book(
-            self._work, self._call, candidates, deadline=self._deadline, failed_attempts=self._attempts.number
+        shared = self._shared
+        self._booking = booking = shared.booker.book(
+            self._work,
+            self._call,
+            candidates,
+            deadline=self._deadline,
+            failed_attempts=self._attempts.number,
+            waited_s=0.0 if self._tried_at is None else shared.clock() - self._tried_at,
         )
         self.decision = booking.decision
         if (on_sent := self._call.progress.on_sent) is not None:

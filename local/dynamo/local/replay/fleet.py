@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, Overloaded
 from dynamo.common.kv.events import KvState, LoadReport, request_key
@@ -19,7 +21,7 @@ from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.config import QueuePolicy, RouterMode, RouterOptions
-from dynamo.frontend.router.base import Router, RouteRequest
+from dynamo.frontend.router.base import Router, RouteRequest, TooLate
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
@@ -199,10 +201,14 @@ class Replay:
 
     def _place(self, arrival: _Arrival) -> bool:
         """Route a request. Return whether it is over with it: False if it may wait in the queue."""
-        request, router, figures = arrival.request, arrival.router, self._figures
+        router, figures = arrival.router, self._figures
+        request = msgspec.structs.replace(arrival.request, waited_s=self._now - arrival.arrived_at)
         begin = time.thread_time()
         try:
             choice = router.pick(request, self._instances)
+        except TooLate:
+            figures.rejected += 1
+            return True
         except Overloaded:
             return False
         figures.pick_s.append(time.thread_time() - begin)
