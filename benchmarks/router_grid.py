@@ -1,7 +1,7 @@
 """Where routing by caches gains and where it loses: router modes on made-up workloads, in virtual time.
 
     python -m benchmarks.router_grid --seeds 3
-    python -m benchmarks.router_grid --workloads few4,decode --rates 24
+    python -m benchmarks.router_grid --workloads few4 decode24 --rates 24
 
 Eight workers of 600 blocks of 512 tokens get 90 s of requests, at most 2,500. Shown is how many times better `kv` is than the
 better of `round-robin` and `least-loaded` in goodput (TTFT up to 2 s and a mean of 30 ms between tokens; the router knows nothing
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 
 from benchmarks.measuring import table
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
@@ -84,11 +85,13 @@ def shown(ratio: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
-    parser.add_argument("--rates", default="4,8,16,24")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--rates", nargs="+", type=float, default=[4.0, 8.0, 16.0, 24.0])
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
-    cells = [(name, float(rate)) for name in options.workloads.split(",") for rate in options.rates.split(",")]
+    if min(options.rates) <= 0.0 or options.seeds < 1:
+        parser.error("rates and seeds must be above 0")
+    cells = list(product(options.workloads, options.rates))
     runs = [(cell, seed, mode) for cell in cells for seed in range(options.seeds) for mode in MODES]
     with ProcessPoolExecutor() as pool:
         results = dict(zip(runs, pool.map(replayed, runs), strict=True))

@@ -315,6 +315,20 @@ def test_where_instances_compute_too_many_prompts_short_requests_may_wait_and_lo
     assert not isinstance(refused.value, TooLate)
 
 
+@pytest.mark.parametrize(
+    ("goal_s", "overrides", "may_wait"),
+    [(0.02, {}, True), (0.001, {}, False), (None, {"itl_goal": 0.02}, False), (None, {"itl_goal": 0.001}, False)],
+)
+def test_nobody_waits_behind_a_request_for_what_no_instance_reaches_or_only_it_demands(
+    goal_s: float | None, overrides: dict[str, float], may_wait: bool
+) -> None:
+    s = Situation(KvRouterOptions(itl_goal_s=goal_s))
+    s.report(A, running=45)
+    with pytest.raises(Overloaded) as refused:
+        s.send(prompt(1), 1, overrides=overrides)
+    assert isinstance(refused.value, TooLate) is not may_wait
+
+
 @pytest.mark.parametrize(("seconds", "is_refused"), [(1, True), (30, False)])
 def test_the_first_seconds_of_traffic_count_as_if_it_lasted(seconds: int, is_refused: bool) -> None:
     """One second has brought 7,500 tokens, of 8,000 that the instance computes in a second; thirty seconds, no more than that."""
