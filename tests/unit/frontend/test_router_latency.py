@@ -363,6 +363,7 @@ def test_a_goal_is_stricter_for_a_request_while_more_important_ones_need_much_of
             s.now += 1.0
             s.send(prompt(10, number), 1, priority=1)
             s.router.first_token(str(number + 1))
+            s.router.finished(str(number + 1))
         s.report(A, running=1, queued_prefill_tokens=12_000)
         if is_refused:
             with pytest.raises(Overloaded):

@@ -72,6 +72,16 @@ def test_a_booking_counts_until_it_is_finished() -> None:
     assert len(table) == 0
 
 
+@pytest.mark.parametrize(("running", "tokens"), [(2, 110), (3, 250)])
+def test_what_a_prompt_shares_with_one_that_is_computed_before_it_waits_only_once(running: int, tokens: int) -> None:
+    """An engine reports 200 tokens, 250 with one of somebody else, of whom the frontend does not know what is cached."""
+    table = LoadTable()
+    table.book("first", A, 0.0, prefill_tokens=100, blocks=[1, 2])
+    table.book("sibling", A, 0.0, prefill_tokens=10, blocks=[1, 3])
+    table.report(A, reported("first", "sibling", running=running, queued_prefill_tokens=200 if running == 2 else 250), 0.0)
+    assert read(table)[0][:2] == (running, tokens)
+
+
 @pytest.mark.parametrize("reports", [False, True])
 def test_prompts_that_wait_are_computed_one_after_the_other(reports: bool) -> None:
     """Each since it was booked, or since the one before it was done."""
