@@ -197,6 +197,8 @@ def test_the_command_speaks_json_and_takes_the_options_of_a_router(capsys: pytes
         (["--requests=3", "--plot=picture.wrong"], "wrong"),
         (["--requests=3", "--timing=nowhere.csv"], "timing table nowhere.csv cannot be read"),
         (["--blokcs=3"], "--blocks"),
+        (["--rates=4,0"], "--rates: 0 is below 0.001"),
+        (["--groups=5", "--skew=1e9"], "--skew: 1e9 is above 10"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,8 +32,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     instance: str
     """The instance id in hex."""
     reason: str
-    overlap_blocks: int = 0
-    cost: float = 0.0
+    overlap_blocks: int
+    cost: float
     ttft_ms: float | None = None
     """The predicted time to first token."""
     instances: int

@@ -31,7 +31,9 @@ class WorkloadOptions:
     prefix_blocks: int = option(8, env=(), file_key=(), minimum=0, help="Blocks that all prompts of a group begin with.")
     own_blocks: int = option(2, env=(), file_key=(), minimum=1, help="Blocks of each prompt after these.")
     output_tokens: int = option(300, env=(), file_key=(), minimum=1, help="Mean length of outputs.")
-    skew: float = option(0.0, env=(), file_key=(), minimum=0, help="Zipf's exponent: above 0, some groups get more requests.")
+    skew: float = option(
+        0.0, env=(), file_key=(), minimum=0, maximum=10, help="Zipf's exponent: above 0, some groups get more requests."
+    )
     arrivals: float = option(8.0, env=(), file_key=(), minimum=0.001, help="Requests per second.")
 
 
@@ -53,6 +55,7 @@ class ReplayConfig:
         env=(),
         file_key=(),
         repeatable=True,
+        minimum=0.001,
         help="Several of these: replay once for each, and plot goodput over the rate of requests.",
     )
     frontends: int = option(
