@@ -183,6 +183,23 @@ async def test_an_engine_that_fails_to_wake_serves_nothing_and_may_be_woken_agai
     await worker.send_request()
 
 
+async def test_a_worker_that_ends_leaves_no_change_behind_that_waits_for_etcd() -> None:
+    worker = Worker()
+    waiting = asyncio.Event()
+
+    async def hide(hidden: bool) -> bool:
+        waiting.set()
+        await asyncio.Event().wait()
+        return False
+
+    sleeper = Sleeper([worker.engine], worker.service, worker, hide, drain_timeout_s=0.01)
+    change = asyncio.create_task(sleeper.sleep())
+    await waiting.wait()
+    async with asyncio.timeout(5):
+        await sleeper.close()
+    assert change.cancelled()
+
+
 async def test_a_worker_that_ends_changes_no_more() -> None:
     worker = Worker()
     await worker.sleeper.close()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from dynamo.common.errors import ShuttingDown, Unavailable, Unsupported
@@ -19,6 +20,9 @@ from dynamo.worker.engine.base import Sleeps
 from dynamo.worker.serve import ServedModel, Service
 
 log = logging.getLogger(__name__)
+
+_CANCEL_S = 1.0
+"""A change that is cancelled gets this long to end."""
 
 
 class Requests(Protocol):
@@ -53,6 +57,8 @@ class Sleeper:
         self._models: tuple[ServedModel, ...] = ()
         """The models to serve again."""
         self._turn = asyncio.Lock()
+        self._changing: asyncio.Task[object] | None = None
+        """The task that has the turn."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -65,8 +71,7 @@ class Sleeper:
         Unsupported if an engine cannot sleep, Unavailable while etcd is away, and the error of an engine, after waking all.
         """
         engines = [_sleeping(engine) for engine in self._engines]
-        async with self._turn:
-            self._check_open()
+        async with self._alone():
             if self.is_sleeping:
                 return
             self.is_away = True
@@ -88,8 +93,7 @@ class Sleeper:
 
     async def wake(self) -> None:
         """Return when requests are served again. Raises the error of an engine: then the worker stays deregistered."""
-        async with self._turn:
-            self._check_open()
+        async with self._alone():
             if self.is_away:
                 await self._wake()
 
@@ -106,14 +110,25 @@ class Sleeper:
         log.info("awake: requests are served again")
 
     async def close(self) -> None:
-        """Wait for the change in progress. No other begins after it."""
+        """Wait for the change in progress; past the drain timeout, cancel it. No other begins after it."""
         self._closed = True
         if await within(self._drain_timeout_s, self._turn.acquire(), "falling asleep or waking"):
             self._turn.release()
+        elif self._changing is not None:
+            self._changing.cancel()
+            await asyncio.wait({self._changing}, timeout=_CANCEL_S)
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ShuttingDown("the worker")
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Hold the turn. Raises ShuttingDown once the worker is closed."""
+        async with self._turn:
+            if self._closed:
+                raise ShuttingDown("the worker")
+            self._changing = asyncio.current_task()
+            try:
+                yield
+            finally:
+                self._changing = None
 
 
 def _sleeping(engine: object) -> Sleeps:
