@@ -40,6 +40,8 @@ WORKLOADS = {  # groups, blocks of their prefix, blocks of each prompt's own, me
     "decode6": (6, 4, 1, 900, 0.0),
     "own80": (80, 3, 6, 150, 0.7),
 }
+RATES = (4.0, 8.0, 16.0, 24.0)
+WORKERS = 8
 MODES = (ReplayMode.ROUND_ROBIN, ReplayMode.LEAST_LOADED, ReplayMode.KV)
 FIGURES = ("goodput_rps", "ttft_p90_ms", "itl_p99_ms", "e2e_mean_ms")
 LEAST = 0.98
@@ -61,12 +63,15 @@ class UnknownGoals(ReplayConfig):
         return 0.03
 
 
+def workload(name: str, rate: float) -> Workload:
+    groups, prefix, own, output, skew = WORKLOADS[name]
+    return Workload(groups=groups, prefix_blocks=prefix, own_blocks=own, output_tokens=output, skew=skew, arrivals_per_s=rate)
+
+
 def replayed(run: tuple[Cell, int, ReplayMode]) -> Summary:
     (name, rate), seed, mode = run
-    groups, prefix, own, output, skew = WORKLOADS[name]
-    workload = Workload(groups=groups, prefix_blocks=prefix, own_blocks=own, output_tokens=output, skew=skew, arrivals_per_s=rate)
-    rows = workload.rows(min(_MOST_REQUESTS, int(rate * _SECONDS)), seed)
-    return summary(Replay(rows, mode, UnknownGoals(workers=8, blocks=600, seed=seed)).run())
+    rows = workload(name, rate).rows(min(_MOST_REQUESTS, int(rate * _SECONDS)), seed)
+    return summary(Replay(rows, mode, UnknownGoals(workers=WORKERS, blocks=600, seed=seed)).run())
 
 
 def ratios(means: Mapping[tuple[ReplayMode, str], float]) -> Iterator[float]:
@@ -86,7 +91,7 @@ def shown(ratio: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--rates", nargs="+", type=float, default=[4.0, 8.0, 16.0, 24.0])
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
     if min(options.rates) <= 0.0 or options.seeds < 1:

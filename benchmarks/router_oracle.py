@@ -21,7 +21,7 @@ from itertools import product
 
 import numpy as np
 
-from benchmarks.router_grid import WORKLOADS
+from benchmarks import router_grid
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.fleet import Replay
 from dynamo.local.replay.trace import Row, Workload
@@ -31,16 +31,8 @@ WORKERS = 3
 
 def grid_case(rng: random.Random, requests: int) -> list[Row]:
     """Return requests of a workload of the grid, at one of its rates for each worker."""
-    groups, prefix, own, output, skew = rng.choice(list(WORKLOADS.values()))
-    workload = Workload(
-        groups=groups,
-        prefix_blocks=prefix,
-        own_blocks=own,
-        output_tokens=output,
-        skew=skew,
-        arrivals_per_s=rng.choice([4.0, 8.0, 16.0, 24.0]) * WORKERS / 8,
-    )
-    return workload.rows(requests, rng.randrange(1 << 30))
+    name, rate = rng.choice(list(router_grid.WORKLOADS)), rng.choice(router_grid.RATES) * WORKERS / router_grid.WORKERS
+    return router_grid.workload(name, rate).rows(requests, rng.randrange(1 << 30))
 
 
 def short_case(rng: random.Random, requests: int) -> list[Row]:

@@ -74,7 +74,7 @@ def test_a_booking_counts_until_it_is_finished() -> None:
 
 @pytest.mark.parametrize(("running", "tokens"), [(2, 110), (3, 250)])
 def test_what_a_prompt_shares_with_one_that_is_computed_before_it_waits_only_once(running: int, tokens: int) -> None:
-    """An engine reports 200 tokens, 250 with one of somebody else, of whom the frontend does not know what is cached."""
+    """The frontend knows what is cached of its own two prompts. The third one, of 50 tokens, comes from another frontend."""
     table = LoadTable()
     table.book("first", A, 0.0, prefill_tokens=100, blocks=[1, 2])
     table.book("sibling", A, 0.0, prefill_tokens=10, blocks=[1, 3])

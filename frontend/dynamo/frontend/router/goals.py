@@ -104,9 +104,10 @@ def check_goals(
 ) -> None:
     """Raises Overloaded if no instance is predicted to reach the goals.
 
-    What the request has waited counts for its time to first token. With a goal for that it is TooLate if no instance can reach
-    it any more, and also if the request is a long one: at the head of a line it would keep short ones from the room there is. So
-    would one whose time between tokens is a goal of its own, or one that not even an idle instance reaches.
+    What the request has waited counts for its time to first token. It is TooLate, so that it does not wait, if
+    - no instance can reach its goal for that any more,
+    - it has such a goal and is a long one, which at the head of a line would keep short ones from the room there is, or
+    - not even an idle instance reaches its goal between tokens, or it brought that along: others would wait behind it.
     """
     if request.pinned is not None or request.is_prefilled or request.was_admitted:
         return
@@ -118,15 +119,15 @@ def check_goals(
     longest_s = goal_s * max(0.0, 1.0 - above - refused_above) if above or refused_above else goal_s
     slowest_s = math.inf if config.itl_goal_s is None else config.itl_goal_s
     mean = competition.mean_tokens
-    is_attainable = latency.steps.times.step_s(1, prompt.blocks) <= slowest_s and "itl_goal" not in request.overrides
-    may_wait = config.ttft_goal_s is None and is_attainable
+    helps_to_wait = latency.steps.times.step_s(1, prompt.blocks) <= slowest_s and "itl_goal" not in request.overrides
+    may_wait = config.ttft_goal_s is None and helps_to_wait
     for position, (ttft_s, load) in enumerate(zip(predicted.ttft_s, loads, strict=True)):
         if ttft_s <= longest_s:
             tokens = prompt.tokens - overlaps.get(position, 0) * prompt.block_size
             ratio = min(max(tokens / mean, _SHORTEST), _LONGEST) if mean else 1.0
             if latency.itl_s(prompt, load, (latency.prefilling - below) * ratio + refused_above) <= slowest_s:
                 return
-            may_wait = may_wait or (ratio <= _SHORTEST and is_attainable)
+            may_wait = may_wait or (ratio <= _SHORTEST and helps_to_wait)
     missing_tokens = prompt.tokens - max(overlaps.values(), default=0) * prompt.block_size
     demand.refuse(request.priority, missing_tokens, now, request.request_id)
     best_s = min(predicted.ttft_s)

@@ -53,8 +53,6 @@ _OVERRIDDEN = {
 """Settings of one request → the options that they change."""
 _WEIGHTS = frozenset({"overlap_score_weight", "prefill_load_scale"})
 """Options that only the cost by weights has: a request that changes one is routed by it."""
-_MOVED = "kv: shorter queue"
-"""The reason of a decision for another instance than the cheapest one."""
 
 
 class _Model:
@@ -208,18 +206,19 @@ class KvRouter:
             reason = "pinned"
         else:
             position, reason = self._choose(request, candidates, config, costs, busy_ones)
-            may_move = not reason and not request.is_prefilled and config.temperature == 0.0
-            if predicted is not None and may_move and loads[position].prefill_tokens:
-                cheapest = position
-                position = latency.shorter_queue(prompt, loads, overlaps, predicted, cheapest, misses, busy_ones)
-                reason = "" if position == cheapest else _MOVED
+        cost_decides = not reason
+        may_move = cost_decides and not request.is_prefilled and config.temperature == 0.0
+        if predicted is not None and may_move and loads[position].prefill_tokens:
+            cheapest = position
+            position = latency.shorter_queue(prompt, loads, overlaps, predicted, cheapest, misses, busy_ones)
+            reason = "" if position == cheapest else "kv: shorter queue"
         instance, overlap = candidates[position], overlaps.get(position, 0)
         prefill_tokens = self._book(request, config, prompt, instance.id, overlap, now)
         if predicted is not None:
             latency.placed(prefill_tokens)
             if config.has_goals:
                 model.demand.place(request.priority, prefill_tokens, now)
-            if spread is not None and (not reason or reason == _MOVED):
+            if spread is not None and cost_decides:
                 spread.settle(model.credits, position, costs[position], latency.idle)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             self._predicted.add(instance.id, hashes, now)

@@ -130,10 +130,10 @@ class InstanceLoad:
         requests = report.waiting + report.running + len(self.unreflected) + shared.unreflected_requests
         tokens = report.queued_prefill_tokens + self.unreflected_prefill_tokens + shared.unreflected_prefill_tokens
         since = self.reported_at if report.queued_prefill_tokens else self._prefilling_since(self.unreflected)
-        booked = self.booked_prefill_tokens + shared.prefill_tokens
-        if booked < tokens and self._all_are_booked(report):
+        if self.booked_prefill_tokens + shared.prefill_tokens < tokens and self._all_are_booked(report):
             # Engines count prompts that wait as a whole, although some of their blocks are cached or will be.
-            tokens, since = booked, self._prefilling_since(self.bookings.values())
+            booked = self.booked or self.add_up_bookings()
+            tokens, since = booked.prefill_tokens, booked.queued_since
         self.estimated = load = Load(requests, tokens, blocks, self._usage(blocks), since)
         return load
 
@@ -168,10 +168,9 @@ class InstanceLoad:
 
     def _all_are_booked(self, report: LoadReport) -> bool:
         """Return whether each request that the report counts is one of the known bookings."""
-        reported = report.waiting + report.running
-        return (
-            0 < reported <= len(self.bookings) - len(self.unreflected) + self.shared.requests - self.shared.unreflected_requests
-        )
+        own = len(self.bookings) - len(self.unreflected)
+        siblings = self.shared.requests - self.shared.unreflected_requests
+        return 0 < report.waiting + report.running <= own + siblings
 
     def _prefilling_since(self, bookings: Iterable[_Booking]) -> float:
         """Return since when the instance computes the first of the prompts that are not computed; infinity if all are."""
