@@ -6,8 +6,11 @@
 Prompts of 1024 tokens share 960 with others of their group, of which there are 24; four workers have 512 blocks of 16 tokens
 each, so that caches hold all groups once and not much more. Two parts:
 
-    gain    engines at the pace of the peer's, 16 clients: how much of the prompts was cached, and what that does to TTFT
+    gain    engines that take time, 16 clients: how much of the prompts was cached, and what that does to TTFT and latency
     cost    engines that take no time, one client and 16: what a decision adds to TTFT and to the frontend's CPU
+
+The simulated engines of both take the same times: 6 ms a step, 0.03 ms for each prompt token and 4 ms for each sequence that
+decodes.
 
 Each round runs every system in turn, so that a machine whose speed drifts treats all alike; the tables give medians over rounds.
 """
@@ -27,6 +30,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import uvloop
 
 from benchmarks.deployment import System, make_model, ours, peer, words_of
@@ -40,6 +44,9 @@ WORKERS = 4
 BLOCKS = 512
 BLOCK_SIZE = 16
 MODES = ("round-robin", "kv")
+STEP_MS = 6.0
+PREFILL_TOKEN_MS = 0.03
+SEQUENCE_MS = 4.0
 
 _PROMPT = re.compile(rb'"prompt_tokens":(\d+)')
 _CACHED = re.compile(rb'"cached_tokens":(\d+)')
@@ -145,23 +152,33 @@ def _number(pattern: re.Pattern[bytes], text: bytes) -> int:
     return int(match[1]) if match else 0
 
 
-def write_timing(path: Path) -> None:
-    """Durations of steps as the peer's simulated engine has them, for ours to be fitted to: see `engine/sim/timing.py`."""
-    with path.open("w", newline="") as file:
+def write_timing(folder: Path) -> None:
+    """Write durations of steps: `timing.csv` for our simulated engine (`engine/sim/timing.py`), `timing.npz` for the peer's.
+
+    The peer's computes prompts and decodes one after the other in a step, and looks up how long each takes. What a step takes
+    whatever it does is counted with the decoding, because almost every step decodes.
+    """
+    with (folder / "timing.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(("prefill_tokens", "decoding", "step_ms"))
-        for prefill_tokens in (0, 64, 512, 1024):
-            for decoding in range(6):
-                if prefill_tokens or decoding:
-                    rows.writerow((prefill_tokens, decoding, _peer_step_ms(prefill_tokens, decoding)))
+        for prefill_tokens in (0, PROMPT_TOKENS):
+            for decoding in (1, 4):
+                rows.writerow((prefill_tokens, decoding, _step_ms(prefill_tokens, decoding)))
+    prompts_of = np.linspace(0, 16 * PROMPT_TOKENS, 257)
+    lengths = np.linspace(BLOCK_SIZE, 2 * PROMPT_TOKENS, 2 * PROMPT_TOKENS // BLOCK_SIZE)
+    held = np.linspace(0, 2 * BLOCKS * BLOCK_SIZE, 257)
+    np.savez(
+        folder / "timing.npz",
+        prefill_isl=prompts_of,
+        prefill_ttft_ms=prompts_of * PREFILL_TOKEN_MS,
+        decode_active_kv_tokens=held,
+        decode_context_length=lengths,
+        decode_itl=STEP_MS + SEQUENCE_MS * held[:, None] / lengths,
+    )
 
 
-def _peer_step_ms(prefill_tokens: int, decoding: int) -> float:
-    """As observed with one client and with 16: a token of one sequence 12 ms, one of each of four 27 ms; a prompt 16 ms and
-    0.015 for each of its tokens."""
-    step_ms = 16.5 + 0.0152 * prefill_tokens if prefill_tokens else 0.0
-    used = decoding * PROMPT_TOKENS / BLOCK_SIZE / BLOCKS
-    return step_ms + (5.7 + 54.0 * used - 25.7 * used**2 if decoding else 0.0)
+def _step_ms(prefill_tokens: int, decoding: int) -> float:
+    return STEP_MS + PREFILL_TOKEN_MS * prefill_tokens + SEQUENCE_MS * decoding
 
 
 @asynccontextmanager
@@ -184,7 +201,7 @@ async def systems(part_is_timed: bool, folder: Path, python: str | None) -> Asyn
             if python is None:
                 continue
             mocker = ("--num-workers", str(WORKERS), "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", str(BLOCKS))
-            speed = ("--speedup-ratio", "1" if part_is_timed else "1000000")
+            speed = ("--planner-profile-data", f"{folder}/timing.npz") if part_is_timed else ("--speedup-ratio", "1000000")
             other = peer(python, "mocker", frontend_flags=("--router-mode", mode), mocker_flags=(*mocker, *speed))
             running["peer", mode] = await stack.enter_async_context(other)
         yield running
@@ -243,7 +260,7 @@ async def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="bench-router-") as name:
         folder = Path(name)
         await make_model(sys.executable, folder)
-        write_timing(folder / "timing.csv")
+        write_timing(folder)
         texts = prompts(folder / "model" / "tokenizer.json")
         for group in ((GAIN,), COSTS):
             parts = tuple(part for part in group if arguments.part in part.name)
