@@ -149,7 +149,7 @@ def measure_shared_bookings(size: int, per_s: int) -> None:
                 instance, hashes = rng.choice(instances).id, [rng.getrandbits(64) for _ in range(blocks)]
                 here.loads.book(str(number), instance, number / per_s, prefill_tokens=blocks * 16, blocks=hashes)
                 began = time.thread_time()
-                here.loads.share_prompt(instance, hashes)
+                here.loads.share_prompt(instance, hashes, 0.5)
                 sent += time.thread_time() - began
                 if number >= per_s:
                     here.loads.finished(str(number - per_s))

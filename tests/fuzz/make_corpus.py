@@ -121,7 +121,7 @@ def _bookings() -> list[bytes]:
     pack = msgspec.msgpack.encode
     return [
         pack(SharedBookings("other", [InstanceBookings(1, 2, 64, 3, 1, 32, 2)], first=0, last=LAST_ID)),
-        pack(SharedBookings("other", prompts=[SharedPrompt(1, pack_hashes([1, 2]))])),
+        pack(SharedBookings("other", prompts=[SharedPrompt(1, pack_hashes([1, 2]), 1)])),
     ]
 
 

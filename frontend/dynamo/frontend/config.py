@@ -846,7 +846,9 @@ class KvRouterOptions:
         0.8, minimum=0.01, maximum=1, help="Without KV events: share of guesses that pruning leaves."
     )
     speculative_ttl_s: float = option(
-        2.0, minimum=0, help="With KV events: seconds for which a decision counts as cached before events confirm it."
+        2.0,
+        minimum=0,
+        help="With KV events: how many seconds a prompt counts as cached without them, after it should have been computed.",
     )
     track_active_blocks: bool = option(
         True, help="Count blocks held by running requests into the cost; off: prefill alone counts."

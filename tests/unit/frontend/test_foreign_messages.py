@@ -83,14 +83,14 @@ async def test_bookings_never_make_a_message_that_nats_refuses() -> None:
     ours, theirs = FakeConnection(bus), FakeConnection(bus)
     loads, applied = LoadTable("us"), LoadTable("them")
     prompts: list[InstanceId] = []
-    applied.on_sibling_prompt(lambda instance, blocks, now: prompts.append(instance))
+    applied.on_sibling_prompt(lambda instance, blocks, computed_at: prompts.append(instance))
     async with (
         Bookings(theirs, endpoint).exchanged(applied, lambda id_: True),
         Bookings(ours, endpoint).exchanged(loads, lambda id_: True),
     ):
         for number in range(1, 5000):
             loads.book(f"r{number}", InstanceId(number), 0.0, prefill_tokens=128_000, blocks=range(number, number + 200))
-            loads.share_prompt(InstanceId(number), range(number, number + 190_000))
+            loads.share_prompt(InstanceId(number), range(number, number + 190_000), 60.0)
         await asyncio.sleep(0.1)
         assert len(applied) == len(prompts) == 4999
         for number in range(1, 5000, 2):

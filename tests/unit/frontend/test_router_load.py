@@ -370,12 +370,12 @@ def test_a_change_is_announced_once_until_it_is_taken() -> None:
     table, announced = LoadTable("here"), []
     table.on_unshared(lambda: announced.append(True))
     table.book("r", A, 0.0, prefill_tokens=10)
-    table.share_prompt(A, [1, 2])
+    table.share_prompt(A, [1, 2], 2.5)
     table.finished("r")
     assert len(announced) == 1
     [rows, prompts] = table.take_unshared(100)
     assert rows.instances == [InstanceBookings(A, 0, 0, 0, 0, 0, 0)]
-    assert prompts.prompts == [SharedPrompt(A, pack_hashes([1, 2]))]
+    assert prompts.prompts == [SharedPrompt(A, pack_hashes([1, 2]), 3)]
     assert table.take_unshared(100) == []
     table.first_token("r", 0.0)
     assert len(announced) == 1

@@ -30,23 +30,23 @@ def overlap(held: set[int], blocks: list[int]) -> int:
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("add"), st.integers(0, 2), PATHS),
-            st.tuples(st.just("leave"), st.integers(0, 2), st.just([0])),
-            st.tuples(st.just("wait"), st.integers(1, 8), st.just([0])),
+            st.tuples(st.just("add"), st.integers(0, 2), PATHS, st.integers(0, 20)),
+            st.tuples(st.just("leave"), st.integers(0, 2), st.just([0]), st.just(0)),
+            st.tuples(st.just("wait"), st.integers(1, 8), st.just([0]), st.just(0)),
         ),
         max_size=40,
     ),
     PATHS,
 )
-def test_predictions_equal_the_decisions_within_the_ttl(events: list[tuple[str, int, list[int]]], prompt: list[int]) -> None:
+def test_predictions_equal_the_decisions_within_the_ttl(events: list[tuple[str, int, list[int], int]], prompt: list[int]) -> None:
     predicted, now = PredictedIndex(TTL_S), 0.0
     decisions: list[tuple[float, InstanceId, list[int]]] = []
-    for kind, number, path in events:
+    for kind, number, path, wait_s in events:
         if kind == "wait":
             now += number
         elif kind == "add":
-            predicted.add(FLEET[number].id, chained(path), now)
-            decisions.append((now + TTL_S, FLEET[number].id, chained(path)))
+            predicted.add(FLEET[number].id, chained(path), now + wait_s)
+            decisions.append((now + wait_s + TTL_S, FLEET[number].id, chained(path)))
         else:
             predicted.remove_instance(FLEET[number].id)
             decisions = [each for each in decisions if each[1] != FLEET[number].id]

@@ -32,6 +32,7 @@ from dynamo.frontend.router.load import InstanceLoad, Load, LoadTable, all_busy,
 from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.prompts import Prompt
 from dynamo.frontend.router.rows import RowCache
+from dynamo.frontend.router.shared_bookings import MAX_WAIT_S
 from dynamo.frontend.router.simple import pinned, position_of, position_of_least
 from dynamo.frontend.router.spreading import PrefixCredits, cheapest_without
 from dynamo.frontend.router.thinning import SPARSE
@@ -221,8 +222,9 @@ class KvRouter:
             if spread is not None and cost_decides:
                 spread.settle(model.credits, position, costs[position], latency.idle)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
-            self._predicted.add(instance.id, hashes, now)
-            self.loads.share_prompt(instance.id, hashes)
+            wait_s = 0.0 if predicted is None else min(predicted.ttft_s[position], MAX_WAIT_S)
+            self._predicted.add(instance.id, hashes, now + wait_s)
+            self.loads.share_prompt(instance.id, hashes, wait_s)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
             latencies = None if predicted is None else partial(_latencies, prompt, loads, predicted, latency)

@@ -360,18 +360,24 @@ class LoadTable:
     # Bookings of siblings
 
     def on_sibling_prompt(self, callback: OnSiblingPrompt) -> None:
-        """Call `callback(instance, blocks, now)` with the kept blocks of every prompt that a sibling has sent to an instance."""
+        """Call `callback(instance, blocks, computed_at)` for every prompt that a sibling has sent to an instance.
+
+        `blocks`: the kept ones; `computed_at`: when the instance is expected to have computed them.
+        """
         self._on_sibling_prompt.append(callback)
 
     def on_unshared(self, callback: Callable[[], None]) -> None:
         """Collect what siblings must know. Call `callback`, synchronously, at the first change after each `take_unshared`."""
         self._on_unshared = callback
 
-    def share_prompt(self, instance: InstanceId, blocks: Sequence[int]) -> None:
-        """Have `take_unshared` return a prompt that was sent to an instance, if bookings are shared."""
+    def share_prompt(self, instance: InstanceId, blocks: Sequence[int], wait_s: float) -> None:
+        """Have `take_unshared` return a prompt that was sent to an instance, if bookings are shared.
+
+        `wait_s`: until the instance has computed it, at most MAX_WAIT_S.
+        """
         if self._on_unshared is not None:
             self._notify_unshared(self._on_unshared)
-            self._unshared_prompts[SharedPrompt(instance, pack_hashes(SPARSE.kept(blocks)))] = None
+            self._unshared_prompts[SharedPrompt(instance, pack_hashes(SPARSE.kept(blocks)), math.ceil(wait_s))] = None
 
     def take_unshared(self, most: int) -> list[SharedBookings]:
         """Return what has changed since the last call, in messages of `most` instances and prompts each."""
@@ -426,7 +432,7 @@ class LoadTable:
             if is_registered(instance):
                 blocks = list(dict.fromkeys(unpack_hashes(prompt.blocks)))  # a block counts once, whatever others send
                 for callback in self._on_sibling_prompt:
-                    callback(instance, blocks, now)
+                    callback(instance, blocks, now + prompt.wait_s)
 
     def expire_siblings(self, now: float) -> None:
         """Release the bookings of siblings from which no message came for `sibling_ttl_s`."""

@@ -8,8 +8,8 @@ A prediction need not be exact to the block: see `thinning.py`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.index import Match, PrefixIndex
@@ -17,15 +17,15 @@ from dynamo.frontend.router.prefixes import PrefixCounts
 from dynamo.frontend.router.thinning import REGULAR, Thinning
 
 _MAX_LISTED = 8
-"""How many decisions may list a prediction, on average, before the oldest decisions are evicted early."""
+"""How many decisions may list a prediction, on average, before decisions are evicted early."""
 _BLOCKS_PER_TURN = 256
 """About how many expired predictions one call drops, so that no request waits for all of them after a pause."""
 
 
 class PredictedIndex:
-    """Predicted prefixes, each kept until `ttl_s` after the last decision that used it.
+    """Predicted prefixes, each kept until `ttl_s` after its instance is expected to have computed it.
 
-    Keeps at most `max_blocks` (block, instance) pairs; above that, the oldest decisions are evicted until `prune_ratio` of the
+    Keeps at most `max_blocks` (block, instance) pairs; above that, those that expire first are evicted until `prune_ratio` of the
     maximum is left.
     """
 
@@ -36,8 +36,10 @@ class PredictedIndex:
         self._prune_to = int(max_blocks * prune_ratio)
         self._pruning = False
         self.index = PrefixIndex()
-        self._decisions: deque[tuple[float, InstanceId, PrefixCounts, Sequence[int]]] = deque()
-        """(expires at, instance, its counts, kept blocks), oldest first."""
+        self._decisions: list[tuple[float, int, InstanceId, PrefixCounts, Sequence[int]]] = []
+        """A heap of (expires at, its number, instance, its counts, kept blocks)."""
+        self._decided = 0
+        """How many decisions there have been."""
         self._counts: dict[InstanceId, PrefixCounts] = {}
         self._size = 0
         self._listed = 0
@@ -50,11 +52,14 @@ class PredictedIndex:
     def __repr__(self) -> str:
         return f"<PredictedIndex pairs={self._size} decisions={len(self._decisions)} ttl_s={self.ttl_s:g}>"
 
-    def add(self, instance: InstanceId, blocks: Sequence[int], now: float) -> None:
-        """Record that `instance` was chosen for a prompt of these blocks. `now` is in seconds of a monotonic clock."""
-        self.add_kept(instance, self._thinning.kept(blocks), now)
+    def add(self, instance: InstanceId, blocks: Sequence[int], computed_at: float) -> None:
+        """Record that `instance` was chosen for a prompt of these blocks.
 
-    def add_kept(self, instance: InstanceId, blocks: Sequence[int], now: float) -> None:
+        `computed_at`: when it is expected to have computed them, in seconds of a monotonic clock.
+        """
+        self.add_kept(instance, self._thinning.kept(blocks), computed_at)
+
+    def add_kept(self, instance: InstanceId, blocks: Sequence[int], computed_at: float) -> None:
         """Do the same as `add` for a prompt that is thinned out already."""
         if not blocks:
             return
@@ -65,7 +70,8 @@ class PredictedIndex:
         if held < len(blocks):
             self._size += len(blocks) - held
             self.index.store(instance, blocks[held:])
-        self._decisions.append((now + self.ttl_s, instance, counts, blocks))
+        self._decided += 1
+        heappush(self._decisions, (computed_at + self.ttl_s, self._decided, instance, counts, blocks))
         self._listed += len(blocks)
         self._prune()
 
@@ -79,7 +85,7 @@ class PredictedIndex:
         """Drop expired predictions, only some of them if there are many."""
         stop = self._listed - _BLOCKS_PER_TURN
         while self._decisions and self._decisions[0][0] <= now and self._listed > stop:
-            self._drop_oldest()
+            self._drop_first()
         self.index.sweep(1)
 
     def remove_instance(self, instance: InstanceId) -> None:
@@ -90,18 +96,18 @@ class PredictedIndex:
         if self._size > self._max_blocks:
             self._pruning = True
             while self._size > self._max_blocks:
-                self._drop_oldest()
+                self._drop_first()
         stop = self._listed - _BLOCKS_PER_TURN
         while self._pruning and self._listed > stop:
             self._pruning = self._size > self._prune_to
             if self._pruning:
-                self._drop_oldest()
+                self._drop_first()
         while self._listed > _MAX_LISTED * self._max_blocks:  # the same prefixes over and over
-            self._drop_oldest()
+            self._drop_first()
 
-    def _drop_oldest(self) -> None:
-        """Drop the blocks of the oldest decision, except those that a later decision used as well."""
-        _, instance, counts, blocks = self._decisions.popleft()
+    def _drop_first(self) -> None:
+        """Drop the blocks of the decision that expires first, except those that another one used as well."""
+        _, _, instance, counts, blocks = heappop(self._decisions)
         self._listed -= len(blocks)
         if self._counts.get(instance) is not counts:  # the instance left since
             return

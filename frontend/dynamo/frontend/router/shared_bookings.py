@@ -17,6 +17,8 @@ SHARE_S = 0.05
 """Changes are published at most this often."""
 LAST_ID = (1 << 63) - 1
 MAX_PROMPT_BYTES = 24 * HASH_BYTES
+MAX_WAIT_S = 60
+"""Longer waits for a prompt to be computed count as this one."""
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Id: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LAST_ID)]
 
@@ -40,6 +42,8 @@ class SharedPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
     instance: _Id
     blocks: Annotated[bytes, msgspec.Meta(max_length=MAX_PROMPT_BYTES)]
     """Sequence hashes of some of its blocks, packed; see `thinning.SPARSE`."""
+    wait_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0
+    """Until the instance is expected to have computed the prompt."""
 
 
 class SharedBookings(msgspec.Struct, frozen=True, array_like=True):
