@@ -121,19 +121,27 @@ def check_goals(
     mean = competition.mean_tokens
     helps_to_wait = latency.steps.times.step_s(1, prompt.blocks) <= slowest_s and "itl_goal" not in request.overrides
     may_wait = config.ttft_goal_s is None and helps_to_wait
+    least_itl_s = math.inf
     for position, (ttft_s, load) in enumerate(zip(predicted.ttft_s, loads, strict=True)):
         if ttft_s <= longest_s:
             tokens = prompt.tokens - overlaps.get(position, 0) * prompt.block_size
             ratio = min(max(tokens / mean, _SHORTEST), _LONGEST) if mean else 1.0
-            if latency.itl_s(prompt, load, (latency.prefilling - below) * ratio + refused_above) <= slowest_s:
+            itl_s = latency.itl_s(prompt, load, (latency.prefilling - below) * ratio + refused_above)
+            if itl_s <= slowest_s:
                 return
+            least_itl_s = min(least_itl_s, itl_s)
             may_wait = may_wait or (ratio <= _SHORTEST and helps_to_wait)
     missing_tokens = prompt.tokens - max(overlaps.values(), default=0) * prompt.block_size
     demand.refuse(request.priority, missing_tokens, now, request.request_id)
     best_s = min(predicted.ttft_s)
     refusal = Overloaded if may_wait else TooLate
+    missed = (
+        f"the first token would come after about {best_s:.2f} s"
+        if least_itl_s == math.inf
+        else f"a token would come every {least_itl_s * 1e3:.0f} ms on average"
+    )
+    idle = ", although an instance is idle" if any(not load.requests for load in loads) else ""
     raise refusal(
-        f"no instance of model '{request.model}' is predicted to reach the goals: the first token would come after "
-        f"about {best_s:.2f} s",
+        f"no instance of model '{request.model}' is predicted to reach the goals{idle}: {missed}",
         retry_after_s=max(1.0, best_s - longest_s),
     )

@@ -10,9 +10,12 @@
             + prefill · arrivals per second · (wait + prefill)    so do those that come until it is done
             + output · requests there · (sequence + block · prompt blocks)    one more sequence makes every step longer
 
-`token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`). As requests that end make
-room for others, the instance is taken to have as many of them as now for the whole time of this one. If the KV blocks of the
+`token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`). If the KV blocks of the
 instance do not suffice for the prompt, it waits until enough of the requests there have ended.
+
+While this request decodes, requests that end make room for others, which level the fleet: an instance that runs `excess` more
+than the mean runs `excess² / (1.5 · mean)` more on average, or `excess` where that is less, and so with its KV blocks. It is this
+number that the two terms with `output` take for the requests there.
 
 The first token of a prompt that waits for others also comes 1.5 steps later: for the step that runs, and the one with the others.
 That is predicted, but costs nothing: prompts that are computed in one step save those that run there a step.
@@ -51,7 +54,7 @@ _MOST_PREFILL = 0.95
 """Upper bound of the share of its time that an instance computes prompts."""
 _KV_FULL_FROM = 0.5
 """Below this share of blocks in use, no prompt is expected to wait for blocks."""
-_QUIET_STEPS = 0.01
+_QUIET_STEPS = 0.015
 """While less than this share of steps compute prompts, these do not show in the 99th percentile of the time between tokens."""
 _QUIET_PREFILLING = 0.4
 """Above this share of their time that instances compute prompts, caches decide how late tokens are."""
@@ -59,6 +62,8 @@ _CROWDING_WEIGHT = 40.0
 """How much more than otherwise the decoding that one more request slows down counts then."""
 _CROWDING_TOKENS = 32_768
 """It counts at most like computing so many tokens: a longer prefix is worth going where it is cached."""
+_LEVELLED = 1.5
+"""An excess of so many times the mean of the fleet's requests lasts as long as a request; a smaller one, for that part of it."""
 _BATCH_TOKENS = 8192
 """Of prompts that wait, at most these have been computed since the last report: engines report after each step."""
 
@@ -125,11 +130,20 @@ class LatencyModel:
         if block_s:
             for position, blocks in overlaps.items():
                 prefills[position] -= blocks * block_s
+        mean, mean_blocks = _means(loads)
+        levelling = 1.0 / (_LEVELLED * max(mean, 1.0))
         costs: list[float] = []
         ttfts: list[float] = []
         for load, prefill in zip(loads, prefills, strict=True):
-            requests, tokens = load.requests, load.prefill_tokens
-            step = base + sequence * requests + block * load.decode_blocks
+            requests, blocks, tokens = load.requests, load.decode_blocks, load.prefill_tokens
+            step = base + sequence * requests + block * blocks
+            excess = requests - mean
+            lasting = abs(excess) * levelling
+            if lasting < 1.0:
+                levelled = mean + excess * lasting
+                later_step = base + sequence * levelled + block * (mean_blocks + (blocks - mean_blocks) * lasting)
+            else:
+                levelled, later_step = requests, step
             prefill += step
             delay = 0.0
             if tokens:
@@ -145,7 +159,7 @@ class LatencyModel:
                 ttft = prefill
             if load.usage > _KV_FULL_FROM:
                 ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
-            costs.append(ttft + output * step + prefill * (requests + arrivals * ttft) + requests * more_s)
+            costs.append(ttft + output * later_step + prefill * (requests + arrivals * ttft) + levelled * more_s)
             ttfts.append(ttft + delay)
         if arrivals * base < _QUIET_STEPS and self.prefilling < _QUIET_PREFILLING:
             coming = {position for position, blocks in overlaps.items() if blocks > confirmed.get(position, 0)}
@@ -174,11 +188,7 @@ class LatencyModel:
         ]
         if not rivals:
             return chosen
-        requests = blocks = 0
-        for load in loads:
-            requests += load.requests
-            blocks += load.decode_blocks
-        mean, mean_blocks = requests / len(loads), blocks / len(loads)
+        mean, mean_blocks = _means(loads)
         times, output, arrivals = self.steps.times, self._output, self._arrivals
         more_s = output * (times.sequence + times.block * prompt.blocks)
         prefill_s = (prompt.tokens - overlap * prompt.block_size) * times.token
@@ -204,7 +214,7 @@ class LatencyModel:
         `decoding_s`: by how much two requests beside each other slow down each other; `exempt`: where the prefix is being
         computed, so that siblings of a burst stay together.
         """
-        mean = sum([load.requests for load in loads]) / len(loads)
+        mean, _ = _means(loads)
         times = self.steps.times
         quiet = 1.0 - self._arrivals * (times.base + times.sequence * mean) / _QUIET_STEPS
         if quiet <= 0.0:
@@ -289,6 +299,15 @@ class LatencyModel:
         if missing <= 0.0:
             return 0.0
         return missing / load.decode_blocks * self.steps.times.output_tokens * step * _slowdown(self.prefilling)
+
+
+def _means(loads: Sequence[Load]) -> tuple[float, float]:
+    """Return how many requests and KV blocks an instance has on average."""
+    requests = blocks = 0
+    for load in loads:
+        requests += load.requests
+        blocks += load.decode_blocks
+    return requests / len(loads), blocks / len(loads)
 
 
 def _slowdown(prefilling: float) -> float:
