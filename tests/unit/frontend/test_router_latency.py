@@ -52,6 +52,13 @@ class Situation:
         request = RouteRequest(model="m", booking_id=str(self._bookings), prompt=prompt, **fields)  # type: ignore[arg-type]
         return self.router.pick(request, FLEET[:count])
 
+    def pass_requests(self, count: int, per_s: float) -> None:
+        """Send requests of one block that end at once, so that the fleet is not quiet."""
+        for number in range(count):
+            self.now += 1 / per_s
+            self.send(prompt(1, number % 4 + 1_000))
+            self.router.finished(str(self._bookings))
+
 
 def prompt(blocks: int, number: int = 0) -> bytes:
     return pack_tokens(range(number * 100_000, number * 100_000 + blocks * SIZE))
@@ -177,6 +184,49 @@ def test_a_prompt_waits_for_blocks_where_they_do_not_suffice() -> None:
     assert s.send(prompt(16), 2).instance.id == B
 
 
+def test_an_excess_of_requests_counts_only_as_long_as_it_will_last() -> None:
+    """An instance runs some requests more than the mean, which later ones level in part of the time that this one takes."""
+
+    def cost_per_request(more: int) -> float:
+        s = Situation()
+        s.pass_requests(400, per_s=40.0)
+        for other, running in zip((A, B, C, D), (20 - more, 20 + more, 20, 20), strict=True):
+            s.report(other, running=running)
+        request = RouteRequest(model="m", booking_id="r", prompt=prompt(1))
+        costs = {each["instance"]: float(each["cost"]) for each in s.router.pick(request, FLEET, explain=True).candidates}
+        return (costs["2"] - costs["3"]) / more
+
+    assert cost_per_request(15) > 1.5 * cost_per_request(2)
+
+
+def test_where_caches_are_full_and_evicted_blocks_are_needed_again_a_cached_prefix_is_worth_more() -> None:
+    for evicted, chosen in ((False, B), (True, A)):
+        s = Situation()
+        s.pass_requests(100, per_s=10.0)
+        if evicted:
+            for number in range(200):
+                again = pack_hashes(sequence_hashes(prompt(10, number % 2 + 1), SIZE))
+                for instance in (A, B):
+                    s.router.apply("m", instance, KvUpdate(0, removed=again))
+                    s.router.apply("m", instance, KvUpdate(0, stored=again))
+        s.store(A, prompt(8))
+        s.report(A, running=5, queued_prefill_tokens=50 * SIZE)
+        s.report(B, running=4)
+        assert s.send(prompt(9), 2).instance.id == chosen
+
+
+def test_a_prompt_that_waits_for_others_counts_as_cached_until_it_should_have_been_computed() -> None:
+    for later_s, chosen in ((11.0, A), (20.0, B)):
+        s = Situation(KvRouterOptions(speculative_ttl_s=2.0))
+        s.pass_requests(100, per_s=10.0)
+        s.report(A, running=1, queued_prefill_tokens=80_000)
+        assert s.send(prompt(8), 1).ttft_s == pytest.approx(10.6, abs=0.2)
+        s.now += later_s
+        s.report(A, running=3)
+        s.report(B)
+        assert s.send(prompt(9), 2).instance.id == chosen
+
+
 def test_a_prompt_that_was_computed_elsewhere_goes_by_decoding_alone() -> None:
     s = Situation()
     s.store(A, prompt(16))
@@ -237,6 +287,15 @@ def test_what_no_instance_can_begin_in_time_is_refused_with_the_time_to_wait() -
         s.send(prompt(11, 1), 2)
     assert 0.5 < refused.value.retry_after_s < 1.5
     assert len(s.router.loads) == 1, "what is refused is not booked"
+
+
+def test_a_refusal_says_which_latency_misses_its_goal() -> None:
+    s = Situation(KvRouterOptions(ttft_goal_s=1.0, itl_goal_s=0.02))
+    s.report(A, running=45)
+    with pytest.raises(Overloaded, match="goals: a token would come every 22 ms on average"):
+        s.send(prompt(1), 1)
+    with pytest.raises(Overloaded, match="idle: the first token would come after about 10"):
+        s.send(prompt(160), 2)
 
 
 def test_a_request_may_have_goals_of_its_own() -> None:

@@ -23,6 +23,7 @@ from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import KvCost, KvRouterOptions, check_weight
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
+from dynamo.frontend.router.evictions import Evictions
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.goals import Demand, check_goals
 from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
@@ -62,6 +63,8 @@ class _Model:
     def __init__(self, loads: LoadTable, predicted: Sequence[PredictedIndex]) -> None:
         self.index = PrefixIndex()
         self.rows = RowCache(self.index)
+        self.evictions = Evictions()
+        self.eviction_rows = RowCache(self.evictions)
         self.load_rows = RowCache(loads)
         self.predicted_rows = [RowCache(each.index) for each in predicted]
         self.credits = PrefixCredits()
@@ -86,6 +89,7 @@ class _Model:
 
     def remove_instance(self, instance: InstanceId) -> None:
         self.index.remove_instance(instance)
+        self.evictions.remove_instance(instance)
         for latency in self._latencies.values():
             latency.remove_instance(instance)
 
@@ -134,7 +138,9 @@ class KvRouter:
         return self._model(model).index
 
     def apply(self, model: str, instance: InstanceId, update: KvUpdate) -> None:
-        self.index(model).apply(instance, update)
+        state = self._model(model)
+        state.index.apply(instance, update)
+        state.evictions.apply(instance, update)
 
     def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None:
         self.index(model).replace(instance, snapshot)
@@ -187,6 +193,7 @@ class KvRouter:
                 loads,
                 overlaps,
                 confirmed,
+                model.eviction_rows.rows(candidates),
                 now,
                 is_prefilled=request.is_prefilled,
                 max_output=request.expected_output_tokens,

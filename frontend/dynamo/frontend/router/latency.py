@@ -9,9 +9,11 @@
             + prefill · requests there                         for each of them waits for the prefill
             + prefill · arrivals per second · (wait + prefill)    so do those that come until it is done
             + output · requests there · (sequence + block · prompt blocks)    one more sequence makes every step longer
+            + further · tokens that are not cached · token · (1 + mean requests)    what the placement evicts is computed again
 
-`token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`). If the KV blocks of the
-instance do not suffice for the prompt, it waits until enough of the requests there have ended.
+`token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`), `further` is estimated from
+what instances evict (`evictions.py`). If the KV blocks of the instance do not suffice for the prompt, it waits until enough of
+the requests there have ended.
 
 While this request decodes, requests that end make room for others, which level the fleet: an instance that runs `excess` more
 than the mean runs `excess² / (1.5 · mean)` more on average, or `excess` where that is less, and so with its KV blocks. It is this
@@ -106,6 +108,7 @@ class LatencyModel:
         loads: Sequence[Load],
         overlaps: Mapping[int, int],
         confirmed: Mapping[int, int],
+        further: Sequence[float],
         now: float,
         *,
         is_prefilled: bool,
@@ -113,7 +116,8 @@ class LatencyModel:
         frontends: int,
     ) -> Predictions:
         """Return predictions for a request that arrives now. `overlaps`: in blocks by position, `confirmed`: without those
-        that are being computed; `max_output`: 0 for no limit; `frontends`: how many get such requests.
+        that are being computed; `further`: how many blocks have to be computed again for each that is computed, by position;
+        `max_output`: 0 for no limit; `frontends`: how many get such requests.
         """
         times = self.steps.times
         token, base, sequence, block = times.token, times.base, times.sequence, times.block
@@ -134,7 +138,7 @@ class LatencyModel:
         levelling = 1.0 / (_LEVELLED * max(mean, 1.0))
         costs: list[float] = []
         ttfts: list[float] = []
-        for load, prefill in zip(loads, prefills, strict=True):
+        for load, prefill, share in zip(loads, prefills, further, strict=True):
             requests, blocks, tokens = load.requests, load.decode_blocks, load.prefill_tokens
             step = base + sequence * requests + block * blocks
             excess = requests - mean
@@ -144,6 +148,7 @@ class LatencyModel:
                 later_step = base + sequence * levelled + block * (mean_blocks + (blocks - mean_blocks) * lasting)
             else:
                 levelled, later_step = requests, step
+            again = share * prefill * (1.0 + mean)
             prefill += step
             delay = 0.0
             if tokens:
@@ -159,7 +164,7 @@ class LatencyModel:
                 ttft = prefill
             if load.usage > _KV_FULL_FROM:
                 ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
-            costs.append(ttft + output * later_step + prefill * (requests + arrivals * ttft) + levelled * more_s)
+            costs.append(ttft + output * later_step + prefill * (requests + arrivals * ttft) + levelled * more_s + again)
             ttfts.append(ttft + delay)
         if arrivals * base < _QUIET_STEPS and self.prefilling < _QUIET_PREFILLING:
             coming = {position for position, blocks in overlaps.items() if blocks > confirmed.get(position, 0)}
