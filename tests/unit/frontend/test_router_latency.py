@@ -163,6 +163,20 @@ def test_a_prefix_that_all_have_is_spread_evenly() -> None:
     assert set(counts.values()) == {10}
 
 
+def test_of_instances_with_equal_costs_the_one_with_fewest_requests_recently_gets_the_next() -> None:
+    """A alone has the first prefix, and gets all of its requests, one after the other; later prompts have nothing in common."""
+    s = Situation()
+    s.store(A, prompt(8))
+    got = Counter[InstanceId]()
+    for number in range(1, 61):
+        s.now += 1.0
+        chosen = s.send(prompt(9) if number <= 20 else prompt(1, number)).instance.id
+        got[chosen] += 1
+        s.router.finished(str(number))
+    assert got[A] == 20 and got[B] + got[C] + got[D] == 40
+    assert max(got[B], got[C], got[D]) <= 14
+
+
 def test_time_since_a_report_shortens_the_queue_by_at_most_one_batch() -> None:
     s = Situation()
     s.report(A, running=1, queued_prefill_tokens=8000)

@@ -1,7 +1,8 @@
 """Routing by KV cache overlap and load.
 
-The candidate with the lowest cost is chosen; ties are broken at random. The cost is in seconds (`latency.py`) or in weighted
-blocks (`weights.py`). With a temperature above 0 the instance is drawn from the softmax over the costs, min-max normalised.
+The candidate with the lowest cost is chosen; of several with the same cost, the one that got the fewest requests recently. The
+cost is in seconds (`latency.py`) or in weighted blocks (`weights.py`). With a temperature above 0 the instance is drawn from the
+softmax over the costs, min-max normalised.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class KvRouter:
         if position is not None:
             reason = "pinned"
         else:
-            position, reason = self._choose(request, candidates, config, costs, busy_ones)
+            position, reason = self._choose(request, candidates, rows, config, costs, busy_ones)
         cost_decides = not reason
         may_move = cost_decides and not request.is_prefilled and config.temperature == 0.0
         if predicted is not None and may_move and loads[position].prefill_tokens:
@@ -306,6 +307,7 @@ class KvRouter:
         self,
         request: RouteRequest,
         candidates: Sequence[Instance],
+        rows: Sequence[InstanceLoad],
         config: KvRouterOptions,
         costs: list[float],
         busy_ones: Sequence[bool] | None,
@@ -324,7 +326,11 @@ class KvRouter:
                 return position, "preferred"
         if config.temperature > 0.0:
             return self._draw(costs, config.temperature), ""
-        return position_of_least(costs, self._rng), ""
+        least = min(costs)
+        if costs.count(least) == 1:
+            return costs.index(least), ""
+        tied = [position for position, cost in enumerate(costs) if cost == least]
+        return tied[position_of_least([rows[position].recent for position in tied], self._rng)], ""
 
     def _draw(self, costs: list[float], temperature: float) -> int:
         least = min(costs)
@@ -378,7 +384,7 @@ class _Spread(msgspec.Struct, frozen=True, gc=False):
         """Return None if all instances have as much of the prompt."""
         most = max(overlaps.values())
         position = cheapest_without(predicted.costs, overlaps, most)
-        if not most or position is None:
+        if position is None:
             return None
         overlap = overlaps.get(position, 0)
         premium_s = latency.premium_s(prompt, loads[position], predicted.ttft_s[position], overlap, most)

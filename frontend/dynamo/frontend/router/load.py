@@ -36,6 +36,8 @@ _MAX_SIBLINGS = 256
 """A further one takes the place of the least active: anyone could invent frontends."""
 _ACTIVITY_S = 5.0
 """A message counts half for the activity of a sibling after this time."""
+_RECENT_S = 60.0
+"""A booking counts half for how many an instance got recently after this time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +79,7 @@ class InstanceLoad:
             "estimated",
             "instance",
             "prefilled_at",
+            "recent",
             "reported_at",
             "reports",
             "shared",
@@ -111,6 +114,8 @@ class InstanceLoad:
         self.reported_at = -math.inf
         self.prefilled_at = -math.inf
         """When the prompt of a booking was last computed."""
+        self.recent = -math.inf
+        """How many of this frontend's bookings the instance got recently, see `_risen`."""
         self.unreflected: dict[_Booking, None] = {}
         self.unreflected_prefill_tokens = 0
         self.unreflected_blocks = 0
@@ -229,12 +234,21 @@ class _Sibling:
     loads: dict[InstanceLoad, None]
     """The rows on which it has bookings."""
     activity: float = -math.inf
-    """Binary logarithm of the number of its messages, each of which counts twice as much as one `_ACTIVITY_S` before it."""
+    """How many messages came recently, see `_risen`."""
 
     def message_came(self, now: float) -> None:
-        weight = now / _ACTIVITY_S
-        self.activity = weight + math.log2(1 + 2 ** (self.activity - weight))
+        self.activity = _risen(self.activity, now, _ACTIVITY_S)
         self.seen_at = now
+
+
+def _risen(activity: float, now: float, half_life_s: float) -> float:
+    """Return the activity after one more event; -inf: before the first one.
+
+    It is the binary logarithm of the number of events, each of which counts twice as much as one `half_life_s` before it. So
+    activities of any age can be compared as they are.
+    """
+    weight = now / half_life_s
+    return weight + math.log2(1.0 + math.exp2(activity - weight))
 
 
 class LoadTable:
@@ -308,6 +322,7 @@ class LoadTable:
         load.unreflected[booking] = None
         load.unreflected_prefill_tokens += prefill_tokens
         load.unreflected_blocks += new_blocks + extra_blocks
+        load.recent = _risen(load.recent, now, _RECENT_S)
         self._changed(load)
 
     def first_token(self, booking_id: str, now: float) -> None:
