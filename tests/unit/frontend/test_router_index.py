@@ -13,7 +13,7 @@ from dynamo.common.kv.events import KvSnapshot, KvUpdate
 from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router import holders
-from dynamo.frontend.router.index import PrefixIndex
+from dynamo.frontend.router.index import Positions, PrefixIndex
 from dynamo.frontend.router.predicted import PredictedIndex
 from tests.support.memory import kept_objects
 
@@ -212,7 +212,9 @@ def test_the_index_equals_a_plain_model(changes: list[tuple[str, InstanceId, lis
             if overlap:
                 expected[instance] = overlap
         assert index.overlaps(blocks) == expected
-        found = index.match(blocks).by_position({index.slot(instance) or 0: at for at, instance in enumerate(expected)})
+        found = index.match(blocks).by_position(
+            Positions({index.slot(instance) or 0: at for at, instance in enumerate(expected)})
+        )
         assert found == dict(enumerate(expected.values()))
         for guess in range(len(blocks) + 2):
             assert index.match(blocks, guess) == index.match(blocks)
@@ -270,5 +272,13 @@ def test_overlaps_of_a_large_group_are_unpacked() -> None:
         index.store(InstanceId(number), [h(1), h(2)] if number >= 100 else [h(1)])
     match = index.match([h(1), h(2), h(3)])
     slots = [index.slot(InstanceId(number)) for number in range(1001)]
-    positions = {slot: at for at, slot in enumerate(slots) if slot is not None and at % 2}
-    assert match.by_position(positions) == {at: 2 if at >= 100 else 1 for at in range(1, 1001, 2)}
+    positions = Positions({slot: at for at, slot in enumerate(slots) if slot is not None and at % 2})
+    for _ in range(2):
+        assert match.by_position(positions) == {at: 2 if at >= 100 else 1 for at in range(1, 1001, 2)}
+
+
+def test_positions_of_masks_are_right_however_many_there_have_been() -> None:
+    positions = Positions({slot: slot + 100 for slot in range(0, 12, 2)})
+    for mask in range(1 << 12):
+        assert positions.of(mask) == [slot + 100 for slot in range(0, 12, 2) if mask >> slot & 1]
+    assert kept_objects(positions) < 1000

@@ -15,7 +15,7 @@ Memory per (block, instance) entry: 81 to 107 bytes where every block is held by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from heapq import heappop, heappush
 
@@ -30,10 +30,40 @@ _SHARD_BITS = 12
 _SHARDS = 1 << _SHARD_BITS
 # By the highest bits: a dictionary spreads its keys by the lowest ones.
 _SHARD_SHIFT = 64 - _SHARD_BITS
+_REMEMBERED_MASKS = 64
 _SWEPT_PER_UPDATE = 0.25
 _SWEPT_PER_CLEAR = 2.0
 """Shards that are swept for an update: few, since a hundred updates may be handled before the event loop gets to requests, but
 enough for an instance that clears its cache with every update."""
+
+
+class Positions:
+    """The positions of routing candidates by their slots."""
+
+    __slots__ = ("_by_slot", "_of_masks")
+
+    def __init__(self, by_slot: Mapping[int, int]) -> None:
+        self._by_slot = by_slot
+        self._of_masks: dict[int, Sequence[int]] = {}
+        """The last masks: prefixes that many prompts share are on the same instances for a while."""
+
+    def of(self, mask: int) -> Sequence[int]:
+        """Return the positions of those candidates whose slot is in a bit mask."""
+        positions = self._of_masks.get(mask)
+        if positions is None:
+            if len(self._of_masks) >= _REMEMBERED_MASKS:
+                self._of_masks.clear()
+            positions = self._of_masks[mask] = list(self._read(mask))
+        return positions
+
+    def _read(self, mask: int) -> Iterator[int]:
+        bits = f"{mask:b}"[::-1]
+        slot = bits.find("1")
+        while slot >= 0:
+            position = self._by_slot.get(slot)
+            if position is not None:
+                yield position
+            slot = bits.find("1", slot + 1)
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -42,17 +72,11 @@ class Match(msgspec.Struct, frozen=True):
     groups: Sequence[tuple[int, int]]
     """(overlap in blocks, bit mask of slots) per group, longest overlap first. Instances without overlap are in no group."""
 
-    def by_position(self, positions: Mapping[int, int]) -> dict[int, int]:
-        """Return the overlap in blocks by position of the instance, given the positions of slots. Without zero overlaps."""
+    def by_position(self, positions: Positions) -> dict[int, int]:
+        """Return the overlap in blocks by position of the candidate. Without zero overlaps."""
         overlaps: dict[int, int] = {}
         for blocks, mask in self.groups:
-            bits = f"{mask:b}"[::-1]
-            slot = bits.find("1")
-            while slot >= 0:
-                position = positions.get(slot)
-                if position is not None:
-                    overlaps[position] = blocks
-                slot = bits.find("1", slot + 1)
+            overlaps.update(dict.fromkeys(positions.of(mask), blocks))
         return overlaps
 
 
@@ -96,10 +120,10 @@ class PrefixIndex:
     def slot(self, instance: InstanceId) -> int | None:
         return self._slots.get(instance)
 
-    def rows(self, instances: Sequence[Instance]) -> dict[int, int]:
-        """Return the position in `instances` of each slot; instances that hold nothing have no slot."""
+    def rows(self, instances: Sequence[Instance]) -> Positions:
+        """Return the positions in `instances` by slot; instances that hold nothing have no slot."""
         slots = self._slots
-        return {slots[instance.id]: position for position, instance in enumerate(instances) if instance.id in slots}
+        return Positions({slots[instance.id]: position for position, instance in enumerate(instances) if instance.id in slots})
 
     def instances(self) -> list[InstanceId]:
         return list(self._slots)
