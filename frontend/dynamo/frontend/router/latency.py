@@ -40,7 +40,7 @@ others that have it, or earlier, see `spreading.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -136,19 +136,16 @@ class LatencyModel:
                 prefills[position] -= blocks * block_s
         mean, mean_blocks = _means(loads)
         levelling = 1.0 / (_LEVELLED * max(mean, 1.0))
+        # What decoding costs for each request and block there, and with the means of the fleet.
+        request_s, held_block_s = output * sequence + more_s, output * block
+        excess_from_s = request_s * mean + held_block_s * mean_blocks
+        means_s = output * base + excess_from_s
+        delayed = 1.0 + mean
         costs: list[float] = []
         ttfts: list[float] = []
         for load, prefill, share in zip(loads, prefills, further, strict=True):
             requests, blocks, tokens = load.requests, load.decode_blocks, load.prefill_tokens
             step = base + sequence * requests + block * blocks
-            excess = requests - mean
-            lasting = abs(excess) * levelling
-            if lasting < 1.0:
-                levelled = mean + excess * lasting
-                later_step = base + sequence * levelled + block * (mean_blocks + (blocks - mean_blocks) * lasting)
-            else:
-                levelled, later_step = requests, step
-            again = share * prefill * (1.0 + mean)
             prefill += step
             delay = 0.0
             if tokens:
@@ -164,11 +161,16 @@ class LatencyModel:
                 ttft = prefill
             if load.usage > _KV_FULL_FROM:
                 ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
-            costs.append(ttft + output * later_step + prefill * (requests + arrivals * ttft) + levelled * more_s + again)
+            lasting = (requests - mean) * levelling
+            if lasting < 0.0:
+                lasting = -lasting if lasting > -1.0 else 1.0
+            elif lasting > 1.0:
+                lasting = 1.0
+            decoding_s = means_s + (request_s * requests + held_block_s * blocks - excess_from_s) * lasting
+            costs.append(ttft + decoding_s + prefill * (requests + arrivals * ttft + share * delayed))
             ttfts.append(ttft + delay)
         if arrivals * base < _QUIET_STEPS and self.prefilling < _QUIET_PREFILLING:
-            coming = {position for position, blocks in overlaps.items() if blocks > confirmed.get(position, 0)}
-            self._add_crowding(costs, loads, output * sequence + more_s, coming)
+            self._add_crowding(costs, loads, mean, request_s, overlaps, confirmed)
         return Predictions(costs, ttfts)
 
     def shorter_queue(
@@ -213,13 +215,20 @@ class LatencyModel:
                 best, least = position, cost
         return best
 
-    def _add_crowding(self, costs: list[float], loads: Sequence[Load], decoding_s: float, exempt: Container[int]) -> None:
+    def _add_crowding(
+        self,
+        costs: list[float],
+        loads: Sequence[Load],
+        mean: float,
+        decoding_s: float,
+        overlaps: Mapping[int, int],
+        confirmed: Mapping[int, int],
+    ) -> None:
         """Add to the costs of instances that have more requests than the mean, if prompts are computed in few steps.
 
-        `decoding_s`: by how much two requests beside each other slow down each other; `exempt`: where the prefix is being
-        computed, so that siblings of a burst stay together.
+        `decoding_s`: by how much two requests beside each other slow down each other. Where the prefix is being computed,
+        siblings of a burst stay together.
         """
-        mean, _ = _means(loads)
         times = self.steps.times
         quiet = 1.0 - self._arrivals * (times.base + times.sequence * mean) / _QUIET_STEPS
         if quiet <= 0.0:
@@ -228,7 +237,7 @@ class LatencyModel:
         most = max(mean, 1.0)  # that two requests run beside each other happens whatever one does
         each_s = quiet * free * min(_CROWDING_WEIGHT * decoding_s, _CROWDING_TOKENS * times.token)
         for position, load in enumerate(loads):
-            if load.requests > most and position not in exempt:
+            if load.requests > most and overlaps.get(position, 0) <= confirmed.get(position, 0):
                 costs[position] += each_s * (load.requests - mean)
 
     def premium_s(self, prompt: Prompt, load: Load, ttft_s: float, overlap: int, most: int) -> float:

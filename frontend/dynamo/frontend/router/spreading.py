@@ -57,9 +57,10 @@ class PrefixCredits:
 
 def cheapest_without(costs: Sequence[float], overlaps: Mapping[int, int], most: int) -> int | None:
     """Return the position of the lowest cost among the instances whose overlap is less than `most`; None if there is none."""
+    if len(overlaps) == len(costs) and min(overlaps.values()) == most:
+        return None
     others = list(costs)
     for position, blocks in overlaps.items():
         if blocks == most:
             others[position] = math.inf
-    least = min(others)
-    return others.index(least) if least < math.inf else None
+    return others.index(min(others))

@@ -27,12 +27,13 @@ class Traffic:
         """Prompt tokens that instances have to compute for these."""
         self._at = 0.0
 
-    def pass_time(self, now: float) -> None:
-        """Bring the rates up to date."""
+    def pass_time(self, now: float) -> float:
+        """Bring the rates up to date. Return by how much they decayed."""
         decay = math.exp((self._at - now) / _MEMORY_S)
         self.requests_per_s *= decay
         self.tokens_per_s *= decay
         self._at = now
+        return decay
 
     def add(self, tokens: float) -> None:
         """Count a request that was placed now."""
@@ -55,11 +56,12 @@ class FleetTraffic(Traffic):
         """The sum of the latter."""
         self._began_at: float | None = None
 
-    def pass_time(self, now: float) -> None:
+    def pass_time(self, now: float) -> float:
         if self._began_at is None:
             self._began_at = now
-        self.accepted_per_s *= math.exp((self._at - now) / _MEMORY_S)
-        super().pass_time(now)
+        decay = super().pass_time(now)
+        self.accepted_per_s *= decay
+        return decay
 
     def report(self, instance: InstanceId, computed: int, queued: int, now: float) -> None:
         """Count what an instance has accepted since its last report. Of its first one, nobody knows how long that took.
