@@ -9,7 +9,7 @@
             + prefill · requests there                         for each of them waits for the prefill
             + prefill · arrivals per second · (wait + prefill)    so do those that come until it is done
             + output · requests there · (sequence + block · prompt blocks)    one more sequence makes every step longer
-            + further · tokens that are not cached · token · (1 + mean requests)    what the placement evicts is computed again
+            + further · prefill · (1 + mean requests)                       what the placement evicts is computed again
 
 `token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`), `further` is estimated from
 what instances evict (`evictions.py`). If the KV blocks of the instance do not suffice for the prompt, it waits until enough of
