@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +18,7 @@ from dynamo.common.kv.events import (
     KvUpdate,
     LoadMessage,
     LoadReport,
+    StepTotals,
     load_message_decoder,
     message_encoder,
     read_message,
@@ -253,3 +257,18 @@ def test_a_fold_of_recorded_updates_is_what_was_held() -> None:
     assert fold(before, updates[1:]) == fold(before, updates) == state.snapshot()
     assert fold(before, updates[2:]) is None  # one is missing
     assert fold(None, updates[1:]) is None
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        LoadReport(running=-1),
+        LoadReport(queued_prefill_tokens=-(10**9)),
+        LoadReport(active_blocks=1 << 60),
+        LoadReport(step_ms=math.inf),
+        *(LoadReport(totals=StepTotals(1, seconds)) for seconds in (math.nan, math.inf, 1e308, -1.0)),
+    ],
+)
+def test_reports_of_less_than_nothing_and_of_infinities_are_refused(report: LoadReport) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        load_message_decoder.decode(message_encoder.encode(LoadMessage("m", report)))

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice
 from operator import add, sub
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec.structs import astuple
@@ -20,6 +21,9 @@ from dynamo.common.kv.hashes import HASH_BYTES, pack_hashes, unpack_hashes
 
 MAX_UPDATE_BLOCKS = 1 << 16
 """More blocks than this are split into several updates, since nats-server closes a connection that sends too long a message."""
+# What readers accept, so that no instance can make others compute with infinities or less than nothing.
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_Duration: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 class KvUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -58,17 +62,17 @@ class StepTotals(msgspec.Struct, frozen=True, array_like=True):
     them were lost.
     """
 
-    steps: int = 0
-    seconds: float = 0.0
-    prefill_tokens: int = 0
+    steps: _Count = 0
+    seconds: _Duration = 0.0
+    prefill_tokens: _Count = 0
     """Prompt tokens computed."""
-    sequences: int = 0
+    sequences: _Count = 0
     """Sequences that decoded, summed over steps."""
-    blocks: int = 0
+    blocks: _Count = 0
     """KV blocks in use, summed over steps."""
-    finished: int = 0
+    finished: _Count = 0
     """Sequences that ended."""
-    generated: int = 0
+    generated: _Count = 0
     """Tokens that these had generated."""
 
     def __add__(self, other: StepTotals) -> StepTotals:
@@ -84,14 +88,14 @@ NO_STEPS = StepTotals()
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     """How busy an instance is with the requests of all frontends, at one moment."""
 
-    waiting: int = 0
-    running: int = 0
-    active_blocks: int = 0
+    waiting: _Count = 0
+    running: _Count = 0
+    active_blocks: _Count = 0
     """KV blocks that running requests hold, shared ones counted once."""
-    total_blocks: int = 0
-    queued_prefill_tokens: int = 0
+    total_blocks: _Count = 0
+    queued_prefill_tokens: _Count = 0
     """Prompt tokens of accepted requests that are still to be computed."""
-    step_ms: float = 0.0
+    step_ms: _Duration = 0.0
     kv_number: int = -1
     """Number of the last KV update; a reader that is behind it has missed updates."""
     accepted: bytes = b""
