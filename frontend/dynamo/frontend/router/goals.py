@@ -136,12 +136,11 @@ def check_goals(
     best_s = min(predicted.ttft_s)
     refusal = Overloaded if may_wait else TooLate
     missed = (
-        f"the first token would come after about {best_s:.2f} s"
+        f"the first token would come after about {best_s:.2f} s, of which {max(longest_s, 0.0):.2f} s are left"
         if least_itl_s == math.inf
-        else f"a token would come every {least_itl_s * 1e3:.0f} ms on average"
+        else f"a token would come every {least_itl_s * 1e3:.0f} ms on average, not {slowest_s * 1e3:.0f}"
     )
-    idle = ", although an instance is idle" if any(not load.requests for load in loads) else ""
     raise refusal(
-        f"no instance of model '{request.model}' is predicted to reach the goals{idle}: {missed}",
+        f"no instance of model '{request.model}' is predicted to reach the goals: {missed}",
         retry_after_s=max(1.0, best_s - longest_s),
     )
