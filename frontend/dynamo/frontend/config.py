@@ -839,7 +839,7 @@ class KvRouterOptions:
         flags=("--router-ttl", "--router-ttl-secs"),
         env=("DYN_ROUTER_TTL", "DYN_ROUTER_TTL_SECS"),
         minimum=0.001,
-        help="Without KV events: seconds for which a guess lasts.",
+        help="Without KV events: seconds for which a guess lasts, after its prompt should have been computed.",
     )
     max_tree_size: int = option(1 << 20, minimum=1, help="Without KV events: (block, instance) pairs guessed at most.")
     prune_target_ratio: float = option(

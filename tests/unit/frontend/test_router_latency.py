@@ -6,9 +6,10 @@ import random
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import Overloaded
+from dynamo.common.errors import Cancelled, DynamoError, Overloaded
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.events import KvUpdate, LoadReport, StepTotals
 from dynamo.common.kv.hashes import pack_hashes, sequence_hashes
@@ -39,7 +40,7 @@ class Situation:
         self.now = 100.0
         thresholds = ThresholdTable(Thresholds(active_decode_blocks=busy_from))
         self.router = KvRouter(options, thresholds, rng=random.Random(0), clock=lambda: self.now)
-        self._bookings = 0
+        self.bookings = 0
 
     def store(self, instance: InstanceId, prompt: bytes) -> None:
         self.router.apply("m", instance, KvUpdate(0, stored=pack_hashes(sequence_hashes(prompt, SIZE))))
@@ -48,16 +49,29 @@ class Situation:
         self.router.loads.report(instance, LoadReport(**{"total_blocks": 1000, **load}), self.now, "m")  # type: ignore[arg-type]
 
     def send(self, prompt: bytes, count: int = 4, **fields: object) -> RoutingDecision:
-        self._bookings += 1
-        request = RouteRequest(model="m", booking_id=str(self._bookings), prompt=prompt, **fields)  # type: ignore[arg-type]
+        self.bookings += 1
+        request = RouteRequest(model="m", booking_id=str(self.bookings), prompt=prompt, **fields)  # type: ignore[arg-type]
         return self.router.pick(request, FLEET[:count])
+
+    def costs(self, prompt: bytes, **fields: object) -> dict[InstanceId, float]:
+        request = RouteRequest(model="m", booking_id="costs", prompt=prompt, **fields)  # type: ignore[arg-type]
+        candidates = self.router.pick(request, FLEET, explain=True).candidates
+        self.router.finished("costs")
+        return {InstanceId(int(str(each["instance"]), 16)): float(each["cost"]) for each in candidates}
+
+    def evict(self, instance: InstanceId, turns: int = 200) -> None:
+        """Have an instance evict what it computes next, over and over."""
+        for turn in range(turns):
+            blocks = pack_hashes(sequence_hashes(prompt(10, turn % 2 + 500), SIZE))
+            self.router.apply("m", instance, KvUpdate(0, removed=blocks))
+            self.router.apply("m", instance, KvUpdate(0, stored=blocks))
 
     def pass_requests(self, count: int, per_s: float) -> None:
         """Send requests of one block that end at once, so that the fleet is not quiet."""
         for number in range(count):
             self.now += 1 / per_s
             self.send(prompt(1, number % 4 + 1_000))
-            self.router.finished(str(self._bookings))
+            self.router.finished(str(self.bookings))
 
 
 def prompt(blocks: int, number: int = 0) -> bytes:
@@ -201,16 +215,38 @@ def test_a_prompt_waits_for_blocks_where_they_do_not_suffice() -> None:
 def test_an_excess_of_requests_counts_only_as_long_as_it_will_last() -> None:
     """An instance runs some requests more than the mean, which later ones level in part of the time that this one takes."""
 
-    def cost_per_request(more: int) -> float:
+    def cost_of(more: int) -> float:
         s = Situation()
         s.pass_requests(400, per_s=40.0)
-        for other, running in zip((A, B, C, D), (20 - more, 20 + more, 20, 20), strict=True):
+        for other, running in zip((A, B, C, D), (20 - min(more, 20), 20 + more, 20, 20), strict=True):
             s.report(other, running=running)
-        request = RouteRequest(model="m", booking_id="r", prompt=prompt(1))
-        costs = {each["instance"]: float(each["cost"]) for each in s.router.pick(request, FLEET, explain=True).candidates}
-        return (costs["2"] - costs["3"]) / more
+        costs = s.costs(prompt(1))
+        return costs[B] - costs[C]
 
-    assert cost_per_request(15) > 1.5 * cost_per_request(2)
+    assert cost_of(15) > 1.5 * 15 / 2 * cost_of(2)
+    assert cost_of(80) - cost_of(70) == pytest.approx(cost_of(70) - cost_of(60), rel=0.05), (
+        "all of it, from 1.5 times the mean on"
+    )
+    assert cost_of(30) > 30 / 15 * cost_of(15)
+
+
+def test_blocks_that_an_instance_holds_count_however_many_requests_hold_them() -> None:
+    def cost_of(running: int, blocks: int) -> float:
+        s = Situation()
+        s.send(prompt(1), 1)
+        totals = StepTotals()
+        for held in (*(0, 1000) * 100, 0):
+            s.now += 1.0
+            totals += StepTotals(1, 0.01 + held * 1e-4, 0, 1, held, 1, 200)
+            s.report(A, totals=totals, total_blocks=0)
+        s.pass_requests(400, per_s=40.0)
+        for other in FLEET:
+            s.report(other.id, running=20, active_blocks=1000, total_blocks=0)
+        s.report(A, running=running, active_blocks=blocks, total_blocks=0)
+        return s.costs(prompt(1))[A]
+
+    assert cost_of(20, 2000) - cost_of(20, 1000) == pytest.approx(0.1 * 200, rel=0.2)
+    assert cost_of(20, 2000) > cost_of(10, 2000) > cost_of(4, 2000)
 
 
 def test_where_caches_are_full_and_evicted_blocks_are_needed_again_a_cached_prefix_is_worth_more() -> None:
@@ -218,15 +254,72 @@ def test_where_caches_are_full_and_evicted_blocks_are_needed_again_a_cached_pref
         s = Situation()
         s.pass_requests(100, per_s=10.0)
         if evicted:
-            for number in range(200):
-                again = pack_hashes(sequence_hashes(prompt(10, number % 2 + 1), SIZE))
-                for instance in (A, B):
-                    s.router.apply("m", instance, KvUpdate(0, removed=again))
-                    s.router.apply("m", instance, KvUpdate(0, stored=again))
+            s.evict(A)
+            s.evict(B)
         s.store(A, prompt(8))
         s.report(A, running=5, queued_prefill_tokens=50 * SIZE)
         s.report(B, running=4)
         assert s.send(prompt(9), 2).instance.id == chosen
+
+
+def test_what_a_full_cache_computes_again_delays_the_mean_number_of_requests_but_nothing_of_prompts_computed_elsewhere() -> None:
+    def more_on_full(**fields: object) -> float:
+        s = Situation()
+        s.pass_requests(400, per_s=40.0)
+        s.evict(A)
+        for other in FLEET:
+            s.report(other.id, running=9)
+        costs = s.costs(prompt(8), **fields)
+        return costs[A] - costs[B]
+
+    prefill_s = 8 * SIZE * 0.125e-3 + 6.0e-3 + 9 * 0.35e-3
+    assert more_on_full() == pytest.approx(4 * prefill_s * 10, rel=0.01)
+    assert more_on_full(is_prefilled=True) == 0.0
+
+
+def test_an_instance_that_left_and_came_back_is_not_taken_to_be_full() -> None:
+    s = Situation()
+    s.evict(A)
+    s.report(A)
+    costs = s.costs(prompt(8))
+    assert costs[A] > costs[B]
+    s.router.removed(A)
+    s.report(A)
+    costs = s.costs(prompt(8))
+    assert costs[A] == costs[B]
+
+
+@pytest.mark.parametrize(("error", "chosen"), [(None, A), (Cancelled(), B)])
+def test_a_prompt_that_was_cancelled_while_it_waited_does_not_count_as_cached(
+    error: DynamoError | None, chosen: InstanceId
+) -> None:
+    s = Situation(KvRouterOptions(speculative_ttl_s=2.0))
+    s.pass_requests(100, per_s=10.0)
+    s.report(A, running=1, queued_prefill_tokens=80_000)
+    s.send(prompt(8), 1)
+    s.router.finished(str(s.bookings), error)
+    s.now += 3.0
+    s.report(A, running=3)
+    s.report(B)
+    assert s.send(prompt(9), 2).instance.id == chosen
+
+
+def test_a_prompt_counts_as_cached_for_at_most_a_minute_more_here_and_at_siblings() -> None:
+    for later_s, chosen in ((61.0, A), (70.0, B)):
+        s = Situation(KvRouterOptions(speculative_ttl_s=2.0))
+        sibling = Situation(KvRouterOptions(speculative_ttl_s=2.0))
+        s.router.loads.on_unshared(lambda: None)
+        for each in (s, sibling):
+            each.pass_requests(100, per_s=10.0)
+            each.report(A, running=1, queued_prefill_tokens=8_000_000)
+        s.send(prompt(8), 1)
+        for message in s.router.loads.take_unshared(1000):
+            sibling.router.loads.apply(replace(message, origin="other", instances=()), sibling.now, lambda instance: True)
+        for each in (s, sibling):
+            each.now += later_s
+            each.report(A, running=3)
+            each.report(B)
+            assert each.send(prompt(9), 2).instance.id == chosen
 
 
 def test_a_prompt_that_waits_for_others_counts_as_cached_until_it_should_have_been_computed() -> None:
@@ -306,10 +399,10 @@ def test_what_no_instance_can_begin_in_time_is_refused_with_the_time_to_wait() -
 def test_a_refusal_says_which_latency_misses_its_goal() -> None:
     s = Situation(KvRouterOptions(ttft_goal_s=1.0, itl_goal_s=0.02))
     s.report(A, running=45)
-    with pytest.raises(Overloaded, match="goals: a token would come every 22 ms on average"):
+    with pytest.raises(Overloaded, match="goals: a token would come every 22 ms on average, not 20"):
         s.send(prompt(1), 1)
-    with pytest.raises(Overloaded, match="idle: the first token would come after about 10"):
-        s.send(prompt(160), 2)
+    with pytest.raises(Overloaded, match=r"goals: the first token would come after about 10\.25 s, of which 0\.70 s are left"):
+        s.send(prompt(160), 2, waited_s=0.3)
 
 
 def test_a_request_may_have_goals_of_its_own() -> None:

@@ -375,7 +375,7 @@ def test_a_change_is_announced_once_until_it_is_taken() -> None:
     assert len(announced) == 1
     [rows, prompts] = table.take_unshared(100)
     assert rows.instances == [InstanceBookings(A, 0, 0, 0, 0, 0, 0)]
-    assert prompts.prompts == [SharedPrompt(A, pack_hashes([1, 2]), 3)]
+    assert prompts.prompts == [SharedPrompt(A, pack_hashes([1, 2]), 2)]
     assert table.take_unshared(100) == []
     table.first_token("r", 0.0)
     assert len(announced) == 1

@@ -32,6 +32,7 @@ def overlap(held: set[int], blocks: list[int]) -> int:
         st.one_of(
             st.tuples(st.just("add"), st.integers(0, 2), PATHS, st.integers(0, 20)),
             st.tuples(st.just("leave"), st.integers(0, 2), st.just([0]), st.just(0)),
+            st.tuples(st.just("forget"), st.integers(0, 10), st.just([0]), st.just(0)),
             st.tuples(st.just("wait"), st.integers(1, 8), st.just([0]), st.just(0)),
         ),
         max_size=40,
@@ -40,20 +41,24 @@ def overlap(held: set[int], blocks: list[int]) -> int:
 )
 def test_predictions_equal_the_decisions_within_the_ttl(events: list[tuple[str, int, list[int], int]], prompt: list[int]) -> None:
     predicted, now = PredictedIndex(TTL_S), 0.0
-    decisions: list[tuple[float, InstanceId, list[int]]] = []
+    decisions: dict[int, tuple[float, InstanceId, list[int]]] = {}
     for kind, number, path, wait_s in events:
         if kind == "wait":
             now += number
+            predicted.match(chained(prompt), now)
         elif kind == "add":
-            predicted.add(FLEET[number].id, chained(path), now + wait_s)
-            decisions.append((now + wait_s + TTL_S, FLEET[number].id, chained(path)))
+            decision = predicted.add(FLEET[number].id, chained(path), now + wait_s)
+            decisions[decision] = (now + wait_s + TTL_S, FLEET[number].id, chained(path))
+        elif kind == "forget":
+            predicted.forget(number)
+            decisions.pop(number, None)
         else:
             predicted.remove_instance(FLEET[number].id)
-            decisions = [each for each in decisions if each[1] != FLEET[number].id]
+            decisions = {key: each for key, each in decisions.items() if each[1] != FLEET[number].id}
     overlaps = predicted.match(chained(prompt), now).by_position(predicted.index.rows(FLEET))
     size = 0
     for at, each in enumerate(FLEET):
-        held = {block for until, owner, blocks in decisions if owner == each.id and until > now for block in blocks}
+        held = {block for until, owner, blocks in decisions.values() if owner == each.id and until > now for block in blocks}
         assert overlaps.get(at, 0) == overlap(held, chained(prompt))
         size += len(held)
     assert len(predicted) == size
@@ -71,3 +76,14 @@ def test_counts_know_what_is_shared_and_forget_what_is_given_back(paths: list[li
         left = {block for each in taken for block in each}
         assert counts.give_back(blocks) == overlap(left, blocks)
         assert len(counts) == len(left)
+
+
+def test_prompts_of_siblings_that_contradict_one_another_leave_nothing() -> None:
+    predicted = PredictedIndex(TTL_S, max_blocks=50)
+    for start in range(0, 4000, 10):
+        a, b, c, z = range(start, start + 4)
+        for prompt in ([a], [a, b], [z, b, c], [b]):
+            predicted.add_kept(FLEET[0].id, prompt, 0.0)
+    for _ in range(100):
+        predicted.expire(100.0)
+    assert len(predicted) == len(predicted.index) == 0

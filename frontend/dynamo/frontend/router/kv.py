@@ -64,7 +64,7 @@ class _Model:
     def __init__(self, loads: LoadTable, predicted: Sequence[PredictedIndex]) -> None:
         self.index = PrefixIndex()
         self.rows = RowCache(self.index)
-        self.evictions = Evictions()
+        self.evictions = Evictions(lambda: len(self.index))
         self.eviction_rows = RowCache(self.evictions)
         self.load_rows = RowCache(loads)
         self.predicted_rows = [RowCache(each.index) for each in predicted]
@@ -125,6 +125,8 @@ class KvRouter:
             shared = PredictedIndex(ttl_s, size, ratio, SPARSE)
             self.loads.on_sibling_prompt(shared.add_kept)
             self._all_predicted = [self._predicted, shared]
+        self._waiting: dict[str, int] = {}
+        """Predictions of prompts that wait longer than predictions live otherwise, by booking."""
         self._recent = RecentPrompts()
         self._rng = rng or random.Random()
         self._clock = clock
@@ -231,7 +233,9 @@ class KvRouter:
                 spread.settle(model.credits, position, costs[position], latency.idle)
         if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
             wait_s = 0.0 if predicted is None else min(predicted.ttft_s[position], MAX_WAIT_S)
-            self._predicted.add(instance.id, hashes, now + wait_s)
+            decision = self._predicted.add(instance.id, hashes, now + wait_s)
+            if wait_s > self._predicted.ttl_s:
+                self._waiting[request.booking_id] = decision
             self.loads.share_prompt(instance.id, hashes, wait_s)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
@@ -245,9 +249,13 @@ class KvRouter:
         return "kv: nothing cached" if self.uses_index or not self.config.use_kv_events else "kv: caches unknown"
 
     def first_token(self, booking_id: str) -> None:
+        self._waiting.pop(booking_id, None)
         self.loads.first_token(booking_id, self._clock())
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
+        decision = self._waiting.pop(booking_id, None)
+        if decision is not None and error is not None and self._predicted is not None:
+            self._predicted.forget(decision)
         self.loads.finished(booking_id)
 
     def removed(self, instance: InstanceId) -> None:

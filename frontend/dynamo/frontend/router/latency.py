@@ -16,8 +16,8 @@ what instances evict (`evictions.py`). If the KV blocks of the instance do not s
 the requests there have ended.
 
 While this request decodes, requests that end make room for others, which level the fleet: an instance that runs `excess` more
-than the mean runs `excess² / (1.5 · mean)` more on average, or `excess` where that is less, and so with its KV blocks. It is this
-number that the two terms with `output` take for the requests there.
+than the mean runs `excess² / (1.5 · mean)` more on average, or `excess` where that is less. It is this number that the two terms
+with `output` take for the requests there. KV blocks are not levelled: long contexts stay where they are.
 
 The first token of a prompt that waits for others also comes 1.5 steps later: for the step that runs, and the one with the others.
 That is predicted, but costs nothing: prompts that are computed in one step save those that run there a step.
@@ -46,6 +46,7 @@ import msgspec
 
 from dynamo.common.kv.events import LoadReport
 from dynamo.common.names import InstanceId
+from dynamo.frontend.router.evictions import InstanceEvictions
 from dynamo.frontend.router.load import Load
 from dynamo.frontend.router.prompts import Prompt
 from dynamo.frontend.router.step_model import StepModel
@@ -108,7 +109,7 @@ class LatencyModel:
         loads: Sequence[Load],
         overlaps: Mapping[int, int],
         confirmed: Mapping[int, int],
-        further: Sequence[float],
+        evictions: Sequence[InstanceEvictions],
         now: float,
         *,
         is_prefilled: bool,
@@ -116,7 +117,7 @@ class LatencyModel:
         frontends: int,
     ) -> Predictions:
         """Return predictions for a request that arrives now. `overlaps`: in blocks by position, `confirmed`: without those
-        that are being computed; `further`: how many blocks have to be computed again for each that is computed, by position;
+        that are being computed; `evictions`: of the instances, by position;
         `max_output`: 0 for no limit; `frontends`: how many get such requests.
         """
         times = self.steps.times
@@ -134,17 +135,22 @@ class LatencyModel:
         if block_s:
             for position, blocks in overlaps.items():
                 prefills[position] -= blocks * block_s
-        mean, mean_blocks = _means(loads)
+        mean = _mean_requests(loads)
         levelling = 1.0 / (_LEVELLED * max(mean, 1.0))
-        # What decoding costs for each request and block there, and with the means of the fleet.
+        # What decoding costs for each request there, and on an instance with the mean of the fleet.
         request_s, held_block_s = output * sequence + more_s, output * block
-        excess_from_s = request_s * mean + held_block_s * mean_blocks
-        means_s = output * base + excess_from_s
-        delayed = 1.0 + mean
+        mean_s = output * base + request_s * mean
+        idle_s = mean_s - request_s * mean * min(1.0, mean * levelling)
+        delayed = 0.0 if is_prefilled else 1.0 + mean
         costs: list[float] = []
         ttfts: list[float] = []
-        for load, prefill, share in zip(loads, prefills, further, strict=True):
+        for load, prefill, evicting in zip(loads, prefills, evictions, strict=True):
             requests, blocks, tokens = load.requests, load.decode_blocks, load.prefill_tokens
+            if not (requests or blocks or tokens):  # the same as below, in less time
+                prefill += base
+                costs.append(idle_s + prefill * (1.0 + arrivals * prefill + evicting.further * delayed))
+                ttfts.append(prefill)
+                continue
             step = base + sequence * requests + block * blocks
             prefill += step
             delay = 0.0
@@ -161,13 +167,12 @@ class LatencyModel:
                 ttft = prefill
             if load.usage > _KV_FULL_FROM:
                 ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
-            lasting = (requests - mean) * levelling
+            excess = requests - mean
+            lasting = excess * levelling
             if lasting < 0.0:
-                lasting = -lasting if lasting > -1.0 else 1.0
-            elif lasting > 1.0:
-                lasting = 1.0
-            decoding_s = means_s + (request_s * requests + held_block_s * blocks - excess_from_s) * lasting
-            costs.append(ttft + decoding_s + prefill * (requests + arrivals * ttft + share * delayed))
+                lasting = -lasting
+            decoding_s = mean_s + held_block_s * blocks + request_s * (excess * lasting if lasting < 1.0 else excess)
+            costs.append(ttft + decoding_s + prefill * (requests + arrivals * ttft + evicting.further * delayed))
             ttfts.append(ttft + delay)
         if arrivals * base < _QUIET_STEPS and self.prefilling < _QUIET_PREFILLING:
             self._add_crowding(costs, loads, mean, request_s, overlaps, confirmed)
@@ -195,7 +200,7 @@ class LatencyModel:
         ]
         if not rivals:
             return chosen
-        mean, mean_blocks = _means(loads)
+        mean = _mean_requests(loads)
         times, output, arrivals = self.steps.times, self._output, self._arrivals
         more_s = output * (times.sequence + times.block * prompt.blocks)
         prefill_s = (prompt.tokens - overlap * prompt.block_size) * times.token
@@ -206,7 +211,7 @@ class LatencyModel:
             # Without new requests, the excess would be gone after this share of the time that a request takes.
             lasting = min(1.0, abs(excess) / max(mean, 1.0))
             levelled = mean + excess * lasting
-            step = times.step_s(levelled, mean_blocks + (load.decode_blocks - mean_blocks) * lasting)
+            step = times.step_s(levelled, load.decode_blocks)
             prefill = prefill_s + times.step_s(load.requests, load.decode_blocks)
             cost = ttft_s + output * step + prefill * (levelled + arrivals * ttft_s) + levelled * more_s
             if misses:
@@ -241,7 +246,10 @@ class LatencyModel:
                 costs[position] += each_s * (load.requests - mean)
 
     def premium_s(self, prompt: Prompt, load: Load, ttft_s: float, overlap: int, most: int) -> float:
-        """Return how much less an instance with an overlap would cost if it were `most` blocks. `ttft_s` is the predicted one."""
+        """Return how much less an instance with an overlap would cost if it were `most` blocks. `ttft_s` is the predicted one.
+
+        What a copy evicts is not part of it: credit would have to pay for that where it does harm.
+        """
         token, size = self.steps.times.token, prompt.block_size
         saved_s = (most - overlap) * size * token
         rest_s = (prompt.tokens - most * size) * token
@@ -315,13 +323,8 @@ class LatencyModel:
         return missing / load.decode_blocks * self.steps.times.output_tokens * step * _slowdown(self.prefilling)
 
 
-def _means(loads: Sequence[Load]) -> tuple[float, float]:
-    """Return how many requests and KV blocks an instance has on average."""
-    requests = blocks = 0
-    for load in loads:
-        requests += load.requests
-        blocks += load.decode_blocks
-    return requests / len(loads), blocks / len(loads)
+def _mean_requests(loads: Sequence[Load]) -> float:
+    return sum([load.requests for load in loads]) / len(loads)
 
 
 def _slowdown(prefilling: float) -> float:

@@ -25,11 +25,11 @@ from dynamo.common.kv.events import LoadReport, request_key
 from dynamo.common.kv.hashes import pack_hashes, unpack_hashes
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.prefixes import PrefixCounts
-from dynamo.frontend.router.shared_bookings import LAST_ID, InstanceBookings, SharedBookings, SharedPrompt
+from dynamo.frontend.router.shared_bookings import LAST_ID, MAX_WAIT_S, InstanceBookings, SharedBookings, SharedPrompt
 from dynamo.frontend.router.thinning import SPARSE, covered, kept
 from dynamo.frontend.router.thresholds import Thresholds
 
-OnSiblingPrompt = Callable[[InstanceId, Sequence[int], float], None]
+OnSiblingPrompt = Callable[[InstanceId, Sequence[int], float], object]
 OnReport = Callable[["InstanceLoad", str, LoadReport, float], None]
 
 _MAX_SIBLINGS = 256
@@ -78,6 +78,7 @@ class InstanceLoad:
             "engine",
             "estimated",
             "instance",
+            "is_new",
             "prefilled_at",
             "recent",
             "reported_at",
@@ -116,6 +117,8 @@ class InstanceLoad:
         """When the prompt of a booking was last computed."""
         self.recent = -math.inf
         """How many of this frontend's bookings the instance got recently, see `_risen`."""
+        self.is_new = True
+        """It has not been among the candidates for a request."""
         self.unreflected: dict[_Booking, None] = {}
         self.unreflected_prefill_tokens = 0
         self.unreflected_blocks = 0
@@ -388,11 +391,13 @@ class LoadTable:
     def share_prompt(self, instance: InstanceId, blocks: Sequence[int], wait_s: float) -> None:
         """Have `take_unshared` return a prompt that was sent to an instance, if bookings are shared.
 
-        `wait_s`: until the instance has computed it, at most MAX_WAIT_S.
+        `wait_s`: until the instance has computed it; whole seconds of it are shared, at most MAX_WAIT_S.
         """
         if self._on_unshared is not None:
             self._notify_unshared(self._on_unshared)
-            self._unshared_prompts[SharedPrompt(instance, pack_hashes(SPARSE.kept(blocks)), math.ceil(wait_s))] = None
+            self._unshared_prompts[
+                SharedPrompt(instance, pack_hashes(SPARSE.kept(blocks)), int(min(max(wait_s, 0.0), MAX_WAIT_S)))
+            ] = None
 
     def take_unshared(self, most: int) -> list[SharedBookings]:
         """Return what has changed since the last call, in messages of `most` instances and prompts each."""
@@ -491,6 +496,7 @@ class LoadTable:
                 row.engine = f"{instance.card.backend} {instance.card.role.value}"
             if not row.total_blocks and instance.card.llm is not None:
                 self.set_total_blocks(instance.id, instance.card.llm.total_blocks)
+        _level_new(rows)
         return rows
 
     def read(self, rows: Sequence[InstanceLoad], now: float) -> list[Load]:
@@ -573,6 +579,18 @@ class LoadTable:
         if booking.prefilling:
             load.unreflected_prefill_tokens -= booking.prefill_tokens
         load.unreflected_blocks -= booking.new_blocks + booking.extra_blocks
+
+
+def _level_new(rows: Sequence[InstanceLoad]) -> None:
+    """Take those that join others to have got as many requests as any: what is new, maybe again and again, is owed none."""
+    new = [row for row in rows if row.is_new]
+    if not new:
+        return
+    most = max(row.recent for row in rows)
+    for row in new:
+        row.is_new = False
+        if len(new) < len(rows):
+            row.recent = most
 
 
 def _activity_of(sibling: tuple[str, _Sibling]) -> float:

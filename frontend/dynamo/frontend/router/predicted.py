@@ -36,8 +36,10 @@ class PredictedIndex:
         self._prune_to = int(max_blocks * prune_ratio)
         self._pruning = False
         self.index = PrefixIndex()
-        self._decisions: list[tuple[float, int, InstanceId, PrefixCounts, Sequence[int]]] = []
-        """A heap of (expires at, its number, instance, its counts, kept blocks)."""
+        self._decisions: dict[int, tuple[InstanceId, PrefixCounts, Sequence[int]]] = {}
+        """(instance, its counts, kept blocks) by number."""
+        self._expiring: list[tuple[float, int]] = []
+        """A heap of (expires at, number). Some of these decisions may have been forgotten."""
         self._decided = 0
         """How many decisions there have been."""
         self._counts: dict[InstanceId, PrefixCounts] = {}
@@ -52,17 +54,18 @@ class PredictedIndex:
     def __repr__(self) -> str:
         return f"<PredictedIndex pairs={self._size} decisions={len(self._decisions)} ttl_s={self.ttl_s:g}>"
 
-    def add(self, instance: InstanceId, blocks: Sequence[int], computed_at: float) -> None:
-        """Record that `instance` was chosen for a prompt of these blocks.
+    def add(self, instance: InstanceId, blocks: Sequence[int], computed_at: float) -> int:
+        """Record that `instance` was chosen for a prompt of these blocks. Return the number of this decision.
 
         `computed_at`: when it is expected to have computed them, in seconds of a monotonic clock.
         """
-        self.add_kept(instance, self._thinning.kept(blocks), computed_at)
+        return self.add_kept(instance, self._thinning.kept(blocks), computed_at)
 
-    def add_kept(self, instance: InstanceId, blocks: Sequence[int], computed_at: float) -> None:
+    def add_kept(self, instance: InstanceId, blocks: Sequence[int], computed_at: float) -> int:
         """Do the same as `add` for a prompt that is thinned out already."""
+        self._decided += 1
         if not blocks:
-            return
+            return self._decided
         counts = self._counts.get(instance)
         if counts is None:
             counts = self._counts[instance] = PrefixCounts()
@@ -70,10 +73,17 @@ class PredictedIndex:
         if held < len(blocks):
             self._size += len(blocks) - held
             self.index.store(instance, blocks[held:])
-        self._decided += 1
-        heappush(self._decisions, (computed_at + self.ttl_s, self._decided, instance, counts, blocks))
+        self._decisions[self._decided] = (instance, counts, blocks)
+        heappush(self._expiring, (computed_at + self.ttl_s, self._decided))
         self._listed += len(blocks)
         self._prune()
+        return self._decided
+
+    def forget(self, number: int) -> None:
+        """Drop the prediction of a decision, because the instance will not compute the prompt."""
+        decision = self._decisions.pop(number, None)
+        if decision is not None:
+            self._release(*decision)
 
     def match(self, blocks: Sequence[int], now: float) -> Match:
         self.expire(now)
@@ -84,7 +94,7 @@ class PredictedIndex:
     def expire(self, now: float) -> None:
         """Drop expired predictions, only some of them if there are many."""
         stop = self._listed - _BLOCKS_PER_TURN
-        while self._decisions and self._decisions[0][0] <= now and self._listed > stop:
+        while self._expiring and self._expiring[0][0] <= now and self._listed >= stop:
             self._drop_first()
         self.index.sweep(1)
 
@@ -106,8 +116,11 @@ class PredictedIndex:
             self._drop_first()
 
     def _drop_first(self) -> None:
-        """Drop the blocks of the decision that expires first, except those that another one used as well."""
-        _, _, instance, counts, blocks = heappop(self._decisions)
+        """Drop the prediction that expires first."""
+        self.forget(heappop(self._expiring)[1])
+
+    def _release(self, instance: InstanceId, counts: PrefixCounts, blocks: Sequence[int]) -> None:
+        """Drop the blocks of a decision, except those that another one used as well."""
         self._listed -= len(blocks)
         if self._counts.get(instance) is not counts:  # the instance left since
             return
@@ -115,3 +128,10 @@ class PredictedIndex:
         if left < len(blocks):
             self._size -= len(blocks) - left
             self.index.remove(instance, blocks[left:])
+        if not self._decisions:
+            self._clear()
+
+    def _clear(self) -> None:
+        """Drop what is left without a decision: prompts of siblings that contradict one another leave such blocks."""
+        for each in list(self._counts):
+            self.remove_instance(each)

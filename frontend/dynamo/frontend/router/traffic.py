@@ -28,7 +28,7 @@ class Traffic:
         self._at = 0.0
 
     def pass_time(self, now: float) -> float:
-        """Bring the rates up to date. Return by how much they decayed."""
+        """Bring the rates up to date. Return what part of them is left."""
         decay = math.exp((self._at - now) / _MEMORY_S)
         self.requests_per_s *= decay
         self.tokens_per_s *= decay
