@@ -401,7 +401,9 @@ def test_a_refusal_says_which_latency_misses_its_goal() -> None:
     s.report(A, running=45)
     with pytest.raises(Overloaded, match="goals: a token would come every 22 ms on average, not 20"):
         s.send(prompt(1), 1)
-    with pytest.raises(Overloaded, match=r"goals: the first token would come after about 10\.25 s, of which 0\.70 s are left"):
+    with pytest.raises(
+        Overloaded, match=r"goals: the first token would come after about 10\.25 s, and 0\.70 s of the goal are left"
+    ):
         s.send(prompt(160), 2, waited_s=0.3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,8 +79,12 @@ def test_counts_know_what_is_shared_and_forget_what_is_given_back(paths: list[li
         assert len(counts) == len(left)
 
 
-def test_prompts_of_siblings_that_contradict_one_another_leave_nothing() -> None:
+@pytest.mark.parametrize("leaves", [False, True])
+def test_prompts_of_siblings_that_contradict_one_another_leave_nothing(leaves: bool) -> None:
     predicted = PredictedIndex(TTL_S, max_blocks=50)
+    predicted.add(FLEET[1].id, [1 << 40], 1.0)
+    if leaves:
+        predicted.remove_instance(FLEET[1].id)
     for start in range(0, 4000, 10):
         a, b, c, z = range(start, start + 4)
         for prompt in ([a], [a, b], [z, b, c], [b]):

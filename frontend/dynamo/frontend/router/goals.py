@@ -136,7 +136,7 @@ def check_goals(
     best_s = min(predicted.ttft_s)
     refusal = Overloaded if may_wait else TooLate
     missed = (
-        f"the first token would come after about {best_s:.2f} s, of which {max(longest_s, 0.0):.2f} s are left"
+        f"the first token would come after about {best_s:.2f} s, and {max(longest_s, 0.0):.2f} s of the goal are left"
         if least_itl_s == math.inf
         else f"a token would come every {least_itl_s * 1e3:.0f} ms on average, not {slowest_s * 1e3:.0f}"
     )

@@ -84,6 +84,8 @@ class PredictedIndex:
         decision = self._decisions.pop(number, None)
         if decision is not None:
             self._release(*decision)
+            if not self._decisions:
+                self._clear()
 
     def match(self, blocks: Sequence[int], now: float) -> Match:
         self.expire(now)
@@ -128,10 +130,9 @@ class PredictedIndex:
         if left < len(blocks):
             self._size -= len(blocks) - left
             self.index.remove(instance, blocks[left:])
-        if not self._decisions:
-            self._clear()
 
     def _clear(self) -> None:
         """Drop what is left without a decision: prompts of siblings that contradict one another leave such blocks."""
         for each in list(self._counts):
             self.remove_instance(each)
+        self._size = 0
