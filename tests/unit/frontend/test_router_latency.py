@@ -13,7 +13,7 @@ from dynamo.common.errors import Cancelled, DynamoError, Overloaded
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.events import KvUpdate, LoadReport, StepTotals
 from dynamo.common.kv.hashes import pack_hashes, sequence_hashes
-from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.config import KvCost, KvRouterOptions
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision, TooLate
@@ -60,7 +60,8 @@ class Situation:
         return {InstanceId(int(str(each["instance"]), 16)): float(each["cost"]) for each in candidates}
 
     def evict(self, instance: InstanceId, turns: int = 200) -> None:
-        """Have an instance evict what it computes next, over and over."""
+        """Have an instance evict what it computes next, over and over. The first request names the engines."""
+        self.costs(prompt(1, 900))
         for turn in range(turns):
             blocks = pack_hashes(sequence_hashes(prompt(10, turn % 2 + 500), SIZE))
             self.router.apply("m", instance, KvUpdate(0, removed=blocks))
@@ -275,6 +276,22 @@ def test_what_a_full_cache_computes_again_delays_the_mean_number_of_requests_but
     prefill_s = 8 * SIZE * 0.125e-3 + 6.0e-3 + 9 * 0.35e-3
     assert more_on_full() == pytest.approx(4 * prefill_s * 10, rel=0.01)
     assert more_on_full(is_prefilled=True) == 0.0
+
+
+def test_what_instances_evict_that_only_decode_does_not_count_for_those_that_compute_prompts() -> None:
+    s = Situation()
+    decoding = replace(FLEET[0], id=InstanceId(9), card=replace(CARD, role=Role.DECODE))
+    for candidates in (FLEET, (decoding,)):
+        s.router.pick(RouteRequest(model="m", booking_id=str(len(candidates)), prompt=prompt(1)), candidates)
+    for number in range(200):
+        blocks = pack_hashes(sequence_hashes(prompt(10, number), SIZE))
+        s.router.apply("m", A, KvUpdate(0, stored=blocks))
+        s.router.apply("m", A, KvUpdate(0, removed=blocks))
+        s.router.apply("m", decoding.id, KvUpdate(0, removed=pack_hashes(sequence_hashes(prompt(10, number + 1), SIZE))))
+    s.report(A)
+    s.router.finished("4")
+    costs = s.costs(prompt(8, 300))
+    assert costs[A] == costs[B]
 
 
 def test_an_instance_that_left_and_came_back_is_not_taken_to_be_full() -> None:

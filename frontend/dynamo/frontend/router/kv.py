@@ -24,7 +24,6 @@ from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import KvCost, KvRouterOptions, check_weight
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
-from dynamo.frontend.router.evictions import Evictions
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.goals import Demand, check_goals
 from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
@@ -64,15 +63,13 @@ class _Model:
     def __init__(self, loads: LoadTable, predicted: Sequence[PredictedIndex]) -> None:
         self.index = PrefixIndex()
         self.rows = RowCache(self.index)
-        self.evictions = Evictions(lambda: len(self.index))
-        self.eviction_rows = RowCache(self.evictions)
         self.load_rows = RowCache(loads)
         self.predicted_rows = [RowCache(each.index) for each in predicted]
         self.credits = PrefixCredits()
         self.demand = Demand()
         self._latencies: dict[str, LatencyModel] = {}
         """By engine."""
-        self._latency = LatencyModel()
+        self._latency = self._new_latency()
         self._latency_rows: Sequence[InstanceLoad] = ()
         """The candidates whose model `_latency` is."""
 
@@ -80,8 +77,17 @@ class _Model:
         """Return the model of the first candidate's engine: a fleet of several engines is predicted as if all had that one."""
         if rows is not self._latency_rows:
             self._latency_rows = rows
-            self._latency = self._latencies.setdefault(rows[0].engine, LatencyModel())
+            self._latency = self._latencies.setdefault(rows[0].engine, self._new_latency())
         return self._latency
+
+    def _new_latency(self) -> LatencyModel:
+        return LatencyModel(cached=lambda: len(self.index))
+
+    def apply(self, engine: str, instance: InstanceId, update: KvUpdate) -> None:
+        self.index.apply(instance, update)
+        latency = self._latencies.get(engine)
+        if latency is not None:
+            latency.evictions.apply(instance, update)
 
     def learn(self, row: InstanceLoad, report: LoadReport, now: float) -> None:
         latency = self._latencies.get(row.engine)
@@ -90,7 +96,6 @@ class _Model:
 
     def remove_instance(self, instance: InstanceId) -> None:
         self.index.remove_instance(instance)
-        self.evictions.remove_instance(instance)
         for latency in self._latencies.values():
             latency.remove_instance(instance)
 
@@ -141,9 +146,7 @@ class KvRouter:
         return self._model(model).index
 
     def apply(self, model: str, instance: InstanceId, update: KvUpdate) -> None:
-        state = self._model(model)
-        state.index.apply(instance, update)
-        state.evictions.apply(instance, update)
+        self._model(model).apply(self.loads.engine_of(instance), instance, update)
 
     def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None:
         self.index(model).replace(instance, snapshot)
@@ -196,7 +199,7 @@ class KvRouter:
                 loads,
                 overlaps,
                 confirmed,
-                model.eviction_rows.rows(candidates),
+                candidates,
                 now,
                 is_prefilled=request.is_prefilled,
                 max_output=request.expected_output_tokens,

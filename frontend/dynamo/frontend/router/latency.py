@@ -40,15 +40,17 @@ others that have it, or earlier, see `spreading.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import LoadReport
 from dynamo.common.names import InstanceId
-from dynamo.frontend.router.evictions import InstanceEvictions
+from dynamo.frontend.router.evictions import Evictions
 from dynamo.frontend.router.load import Load
 from dynamo.frontend.router.prompts import Prompt
+from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.step_model import StepModel
 from dynamo.frontend.router.traffic import FleetTraffic
 
@@ -81,8 +83,11 @@ class Predictions(msgspec.Struct, frozen=True, gc=False):
 class LatencyModel:
     """Predicts latencies on the instances of one model with the same role and engine. Not for several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, cached: Callable[[], int]) -> None:
+        """`cached` returns how many blocks all instances cache."""
         self.steps = StepModel()
+        self.evictions = Evictions(cached)
+        self._eviction_rows = RowCache(self.evictions)
         self._traffic = FleetTraffic()
         self._output = self.steps.times.output_tokens
         """The mean of outputs that are limited to `_max_output` tokens, by the times `_output_of`."""
@@ -102,6 +107,7 @@ class LatencyModel:
     def remove_instance(self, instance: InstanceId) -> None:
         self.steps.remove_instance(instance)
         self._traffic.remove_instance(instance)
+        self.evictions.remove_instance(instance)
 
     def predict(
         self,
@@ -109,7 +115,7 @@ class LatencyModel:
         loads: Sequence[Load],
         overlaps: Mapping[int, int],
         confirmed: Mapping[int, int],
-        evictions: Sequence[InstanceEvictions],
+        candidates: Sequence[Instance],
         now: float,
         *,
         is_prefilled: bool,
@@ -117,7 +123,7 @@ class LatencyModel:
         frontends: int,
     ) -> Predictions:
         """Return predictions for a request that arrives now. `overlaps`: in blocks by position, `confirmed`: without those
-        that are being computed; `evictions`: of the instances, by position;
+        that are being computed;
         `max_output`: 0 for no limit; `frontends`: how many get such requests.
         """
         times = self.steps.times
@@ -144,7 +150,7 @@ class LatencyModel:
         delayed = 0.0 if is_prefilled else 1.0 + mean
         costs: list[float] = []
         ttfts: list[float] = []
-        for load, prefill, evicting in zip(loads, prefills, evictions, strict=True):
+        for load, prefill, evicting in zip(loads, prefills, self._eviction_rows.rows(candidates), strict=True):
             requests, blocks, tokens = load.requests, load.decode_blocks, load.prefill_tokens
             if not (requests or blocks or tokens):  # the same as below, in less time
                 prefill += base

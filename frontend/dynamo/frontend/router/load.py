@@ -499,6 +499,11 @@ class LoadTable:
         _level_new(rows)
         return rows
 
+    def engine_of(self, instance: InstanceId) -> str:
+        """Return the engine and the role of an instance; empty before it was a candidate for a request."""
+        load = self._loads.get(instance)
+        return load.engine if load is not None else ""
+
     def read(self, rows: Sequence[InstanceLoad], now: float) -> list[Load]:
         """Return the loads of the instances of `rows`, in that order."""
         if rows is not self._fresh_rows or now > self._fresh_until:
