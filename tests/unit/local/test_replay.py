@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 import pytest
@@ -77,17 +77,21 @@ def test_guesses_are_nearly_as_good_as_events() -> None:
     assert 0.8 * events.block_hit_rate < guesses.block_hit_rate
 
 
-def test_two_frontends_that_share_bookings_do_as_well_as_one() -> None:
-    shared = RouterOptions(replica_sync=True)
-    one, two = run(), run(replace(FLEET, frontends=2, router=shared))
-    assert abs(summary(one).block_hit_rate - summary(two).block_hit_rate) < 0.03
-    assert abs(summary(one).imbalance - summary(two).imbalance) < 0.2
+def test_two_frontends_that_share_bookings_lose_less_than_half_of_what_two_that_share_nothing_lose() -> None:
+    """To one with all of the traffic. Which of two equal instances gets a request decides much: means of eight seeds."""
 
+    def means(config: ReplayConfig) -> tuple[float, float, float]:
+        runs = [summary(run(replace(config, seed=seed))) for seed in range(8)]
+        hits, ttfts, imbalances = zip(*((each.block_hit_rate, each.ttft_p50_ms, each.imbalance) for each in runs), strict=True)
+        return fmean(hits), fmean(ttfts), fmean(imbalances)
 
-def test_two_frontends_that_share_nothing_do_worse() -> None:
-    shared, alone = (run(replace(FLEET, frontends=2, router=RouterOptions(replica_sync=sync))) for sync in (True, False))
-    assert summary(alone).block_hit_rate < summary(shared).block_hit_rate - 0.02
-    assert summary(alone).ttft_p50_ms > 1.3 * summary(shared).ttft_p50_ms
+    two = replace(FLEET, frontends=2)
+    (hits, ttft_ms, imbalance), shared, alone = map(means, (FLEET, replace(two, router=RouterOptions(replica_sync=True)), two))
+    assert hits - shared[0] < 0.5 * (hits - alone[0])
+    assert shared[1] - ttft_ms < 0.5 * (alone[1] - ttft_ms)
+    assert abs(shared[2] - imbalance) < 0.2
+    assert alone[0] < shared[0] - 0.02
+    assert alone[1] > 1.3 * shared[1]
 
 
 def test_busy_thresholds_reject_and_what_is_rejected_is_not_good() -> None:
