@@ -259,6 +259,11 @@ def test_a_fold_of_recorded_updates_is_what_was_held() -> None:
     assert fold(None, updates[1:]) is None
 
 
+def test_a_report_of_vllm_is_read_though_more_was_found_cached_than_prompts_came() -> None:
+    report = LoadReport(running=1, totals=StepTotals(3, 0.1, prefill_tokens=-2984))
+    assert load_message_decoder.decode(message_encoder.encode(LoadMessage("m", report))).report == report
+
+
 @pytest.mark.parametrize(
     "report",
     [

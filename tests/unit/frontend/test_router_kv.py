@@ -118,7 +118,7 @@ def test_equal_instances_get_equally_many_requests() -> None:
 
 
 def test_an_instance_that_is_new_is_not_owed_what_others_got_before() -> None:
-    """Of the two of equal cost, also if it comes back again and again under a new id."""
+    """Also if it comes back again and again under a new id, and is alone among the candidates of its first request."""
     kv = router(KvRouterOptions(cost=KvCost.WEIGHTS, speculative_ttl_s=0.0))
     for number in range(300):
         ask(kv, str(number))
@@ -126,10 +126,12 @@ def test_an_instance_that_is_new_is_not_owed_what_others_got_before() -> None:
     got = 0
     for number in range(30):
         late = fleet(130)[100 + number]
+        if number % 2:
+            kv.loads.rows((late,))
         chosen = kv.pick(RouteRequest(model="m", booking_id=f"late {number}"), (*FLEET[:2], late)).instance.id
         kv.finished(f"late {number}")
         got += chosen == late.id
-    assert got <= 20
+    assert got <= 15
 
 
 def burst(routers: Sequence[KvRouter]) -> int:

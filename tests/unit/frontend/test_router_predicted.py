@@ -10,6 +10,7 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.prefixes import PrefixCounts
 from tests.support.fakes import instance
+from tests.support.memory import kept_objects
 
 TTL_S = 10.0
 FLEET = tuple(map(instance, (1, 2, 3)))
@@ -92,3 +93,25 @@ def test_prompts_of_siblings_that_contradict_one_another_leave_nothing(leaves: b
     for _ in range(100):
         predicted.expire(100.0)
     assert len(predicted) == len(predicted.index) == 0
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=4, unique=True), st.integers(0, 20)), max_size=30))
+def test_however_prompts_contradict_one_another_the_number_of_pairs_is_right(prompts: list[tuple[list[int], int]]) -> None:
+    predicted = PredictedIndex(TTL_S, max_blocks=8)
+    for now, (blocks, forgotten) in enumerate(prompts):
+        predicted.add_kept(FLEET[now % 2].id, blocks, float(now))
+        predicted.forget(forgotten)
+        assert 0 <= len(predicted) <= 12
+    predicted.expire(1000.0)
+    predicted.expire(1000.0)
+    assert len(predicted) == 0
+
+
+def test_what_many_cancelled_prompts_leave_is_bounded() -> None:
+    predicted = PredictedIndex(TTL_S)
+    predicted.add(FLEET[0].id, [1], 1000.0)
+    sizes = []
+    for number in range(2, 2000):
+        predicted.forget(predicted.add(FLEET[0].id, [number], 50.0))
+        sizes.append(kept_objects(predicted))
+    assert max(sizes) <= max(sizes[:400])

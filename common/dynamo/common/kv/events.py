@@ -23,6 +23,7 @@ MAX_UPDATE_BLOCKS = 1 << 16
 """More blocks than this are split into several updates, since nats-server closes a connection that sends too long a message."""
 # What readers accept, so that no instance can make others compute with infinities or less than nothing.
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_Sum: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 _Duration: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
@@ -64,8 +65,9 @@ class StepTotals(msgspec.Struct, frozen=True, array_like=True):
 
     steps: _Count = 0
     seconds: _Duration = 0.0
-    prefill_tokens: _Count = 0
-    """Prompt tokens computed."""
+    prefill_tokens: _Sum = 0
+    """Prompt tokens computed. vLLM counts what it finds cached of a prompt before the prompt: below 0 for a while, or if it is
+    cancelled."""
     sequences: _Count = 0
     """Sequences that decoded, summed over steps."""
     blocks: _Count = 0

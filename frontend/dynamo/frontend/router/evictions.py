@@ -54,7 +54,7 @@ class InstanceEvictions:
 
 
 class Evictions:
-    """What the instances of one model and engine evict: a table with a row per instance. Not for several threads."""
+    """What the instances of one model and role evict: a table with a row per instance. Not for several threads."""
 
     def __init__(self, cached: Callable[[], int]) -> None:
         """`cached` returns how many blocks the fleet caches."""

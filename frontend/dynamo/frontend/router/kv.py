@@ -24,6 +24,7 @@ from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import KvCost, KvRouterOptions, check_weight
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
+from dynamo.frontend.router.evictions import Evictions
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.goals import Demand, check_goals
 from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
@@ -67,9 +68,11 @@ class _Model:
         self.predicted_rows = [RowCache(each.index) for each in predicted]
         self.credits = PrefixCredits()
         self.demand = Demand()
+        self._evictions: dict[str, Evictions] = {}
+        """By role."""
         self._latencies: dict[str, LatencyModel] = {}
         """By engine."""
-        self._latency = self._new_latency()
+        self._latency = LatencyModel(self._evictions_of(""))
         self._latency_rows: Sequence[InstanceLoad] = ()
         """The candidates whose model `_latency` is."""
 
@@ -77,17 +80,20 @@ class _Model:
         """Return the model of the first candidate's engine: a fleet of several engines is predicted as if all had that one."""
         if rows is not self._latency_rows:
             self._latency_rows = rows
-            self._latency = self._latencies.setdefault(rows[0].engine, self._new_latency())
+            self._latency = self._latencies.get(rows[0].engine) or self._new_latency(rows[0].engine)
         return self._latency
 
-    def _new_latency(self) -> LatencyModel:
-        return LatencyModel(cached=lambda: len(self.index))
+    def _new_latency(self, engine: str) -> LatencyModel:
+        latency = self._latencies[engine] = LatencyModel(self._evictions_of(engine))
+        return latency
+
+    def _evictions_of(self, engine: str) -> Evictions:
+        """Return what instances of the role of this engine evict, whichever engine they have."""
+        return self._evictions.setdefault(engine.rpartition(" ")[2], Evictions(lambda: len(self.index)))
 
     def apply(self, engine: str, instance: InstanceId, update: KvUpdate) -> None:
         self.index.apply(instance, update)
-        latency = self._latencies.get(engine)
-        if latency is not None:
-            latency.evictions.apply(instance, update)
+        self._evictions_of(engine).apply(instance, update)
 
     def learn(self, row: InstanceLoad, report: LoadReport, now: float) -> None:
         latency = self._latencies.get(row.engine)
@@ -96,6 +102,8 @@ class _Model:
 
     def remove_instance(self, instance: InstanceId) -> None:
         self.index.remove_instance(instance)
+        for evictions in self._evictions.values():
+            evictions.remove_instance(instance)
         for latency in self._latencies.values():
             latency.remove_instance(instance)
 

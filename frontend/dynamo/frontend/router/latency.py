@@ -40,7 +40,7 @@ others that have it, or earlier, see `spreading.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -83,11 +83,9 @@ class Predictions(msgspec.Struct, frozen=True, gc=False):
 class LatencyModel:
     """Predicts latencies on the instances of one model with the same role and engine. Not for several threads."""
 
-    def __init__(self, cached: Callable[[], int]) -> None:
-        """`cached` returns how many blocks all instances cache."""
+    def __init__(self, evictions: Evictions) -> None:
         self.steps = StepModel()
-        self.evictions = Evictions(cached)
-        self._eviction_rows = RowCache(self.evictions)
+        self._eviction_rows = RowCache(evictions)
         self._traffic = FleetTraffic()
         self._output = self.steps.times.output_tokens
         """The mean of outputs that are limited to `_max_output` tokens, by the times `_output_of`."""
@@ -107,7 +105,6 @@ class LatencyModel:
     def remove_instance(self, instance: InstanceId) -> None:
         self.steps.remove_instance(instance)
         self._traffic.remove_instance(instance)
-        self.evictions.remove_instance(instance)
 
     def predict(
         self,

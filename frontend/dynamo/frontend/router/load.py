@@ -496,8 +496,22 @@ class LoadTable:
                 row.engine = f"{instance.card.backend} {instance.card.role.value}"
             if not row.total_blocks and instance.card.llm is not None:
                 self.set_total_blocks(instance.id, instance.card.llm.total_blocks)
-        _level_new(rows)
+        new = [row for row in rows if row.is_new]
+        if new:
+            self._level(new)
         return rows
+
+    def _level(self, new: Sequence[InstanceLoad]) -> None:
+        """Take instances that are new to have got as many requests as any of their engine.
+
+        What is new, maybe again and again because each request ends it, is not owed what others got before.
+        """
+        most: dict[str, float] = {}
+        for row in self._loads.values():
+            most[row.engine] = max(most.get(row.engine, -math.inf), row.recent)
+        for row in new:
+            row.is_new = False
+            row.recent = most[row.engine]
 
     def engine_of(self, instance: InstanceId) -> str:
         """Return the engine and the role of an instance; empty before it was a candidate for a request."""
@@ -584,18 +598,6 @@ class LoadTable:
         if booking.prefilling:
             load.unreflected_prefill_tokens -= booking.prefill_tokens
         load.unreflected_blocks -= booking.new_blocks + booking.extra_blocks
-
-
-def _level_new(rows: Sequence[InstanceLoad]) -> None:
-    """Take those that join others to have got as many requests as any: what is new, maybe again and again, is owed none."""
-    new = [row for row in rows if row.is_new]
-    if not new:
-        return
-    most = max(row.recent for row in rows)
-    for row in new:
-        row.is_new = False
-        if len(new) < len(rows):
-            row.recent = most
 
 
 def _activity_of(sibling: tuple[str, _Sibling]) -> float:

@@ -9,7 +9,7 @@ A prediction need not be exact to the block: see `thinning.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.index import Match, PrefixIndex
@@ -18,6 +18,8 @@ from dynamo.frontend.router.thinning import REGULAR, Thinning
 
 _MAX_LISTED = 8
 """How many decisions may list a prediction, on average, before decisions are evicted early."""
+_SPARE = 64
+"""How many entries of forgotten decisions are kept at least."""
 _BLOCKS_PER_TURN = 256
 """About how many expired predictions one call drops, so that no request waits for all of them after a pause."""
 
@@ -69,9 +71,10 @@ class PredictedIndex:
         counts = self._counts.get(instance)
         if counts is None:
             counts = self._counts[instance] = PrefixCounts()
+        before = len(counts)
         held = counts.take(blocks)
+        self._size += len(counts) - before  # prompts of siblings may contradict one another: only counting is exact
         if held < len(blocks):
-            self._size += len(blocks) - held
             self.index.store(instance, blocks[held:])
         self._decisions[self._decided] = (instance, counts, blocks)
         heappush(self._expiring, (computed_at + self.ttl_s, self._decided))
@@ -86,6 +89,9 @@ class PredictedIndex:
             self._release(*decision)
             if not self._decisions:
                 self._clear()
+            elif len(self._expiring) > 2 * len(self._decisions) + _SPARE:
+                self._expiring = [each for each in self._expiring if each[1] in self._decisions]
+                heapify(self._expiring)
 
     def match(self, blocks: Sequence[int], now: float) -> Match:
         self.expire(now)
@@ -126,13 +132,14 @@ class PredictedIndex:
         self._listed -= len(blocks)
         if self._counts.get(instance) is not counts:  # the instance left since
             return
+        before = len(counts)
         left = counts.give_back(blocks)
+        self._size += len(counts) - before
         if left < len(blocks):
-            self._size -= len(blocks) - left
             self.index.remove(instance, blocks[left:])
 
     def _clear(self) -> None:
         """Drop what is left without a decision: prompts of siblings that contradict one another leave such blocks."""
         for each in list(self._counts):
             self.remove_instance(each)
-        self._size = 0
+        self._expiring.clear()
