@@ -161,7 +161,7 @@ async def test_what_changed_while_a_watch_was_cut_off_is_told_when_it_is_back(
 
 async def test_a_watch_resumes_after_etcd_was_killed_and_started_again(tmp_path: Path) -> None:
     async with (
-        start_etcd(tmp_path) as server,
+        start_etcd(tmp_path, fsync=True) as server,
         connect_etcd(config_for(server.endpoint)) as etcd,
         watching(etcd, "/k") as seen,
     ):

@@ -46,11 +46,11 @@ S = TypeVar("S", bound=Server)
 
 @asynccontextmanager
 async def start_etcd(
-    folder: Path, *, port: int = 0, tls: ServerTls | None = None, extra_flags: Sequence[str] = ()
+    folder: Path, *, port: int = 0, tls: ServerTls | None = None, fsync: bool = False, extra_flags: Sequence[str] = ()
 ) -> AsyncIterator[EtcdServer]:
-    """etcd for the body; may be killed and restarted there."""
+    """etcd for the body; may be killed and restarted there. Without `fsync` a kill may lose what was written just before."""
     flags = [*ETCD_FLAGS, *extra_flags]
-    async with _running(EtcdServer(folder, port=port, tls=tls, fsync=False, extra_flags=flags)) as server:
+    async with _running(EtcdServer(folder, port=port, tls=tls, fsync=fsync, extra_flags=flags)) as server:
         yield server
 
 

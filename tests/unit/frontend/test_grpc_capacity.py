@@ -8,6 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from dynamo.common.errors import Overloaded
+from dynamo.frontend.api.capacity import Occupancy
 from dynamo.frontend.config import CapacityOptions, GrpcServerChoice
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import SERVERS, Edge, open_edge
@@ -66,13 +68,28 @@ async def test_messages_beyond_the_capacity_are_unavailable_and_give_their_bytes
         await until_free(edge.capacity)
 
 
-async def test_each_request_within_a_stream_counts_and_fails_alone(server: GrpcServerChoice) -> None:
+async def test_each_request_within_a_stream_counts_and_fails_alone(
+    server: GrpcServerChoice, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with open_edge(tensor_card(), server=server, capacity=CapacityOptions(max_concurrent_requests=3)) as edge:
+        refused = asyncio.Event()
+        enter = edge.capacity.enter
+
+        def enter_or_tell() -> Occupancy:
+            try:
+                return enter()
+            except Overloaded:
+                refused.set()
+                raise
+
+        monkeypatch.setattr(edge.capacity, "enter", enter_or_tell)
         stream = edge.stream()
         await stream.send(request(), request())
         first, second = await edge.client.opened_streams(2)
         await until(lambda: edge.capacity.requests == 3, 5.0)
         await stream.send(request())
+        async with asyncio.timeout(5.0):
+            await refused.wait()
         echo_tensor(first)
         assert not (await stream.read()).error_message
         echo_tensor(second)
