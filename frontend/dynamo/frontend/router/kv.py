@@ -89,7 +89,11 @@ class _Model:
 
     def _evictions_of(self, engine: str) -> Evictions:
         """Return what instances of the role of this engine evict, whichever engine they have."""
-        return self._evictions.setdefault(engine.rpartition(" ")[2], Evictions(lambda: len(self.index)))
+        role = engine.rpartition(" ")[2]
+        evictions = self._evictions.get(role)
+        if evictions is None:
+            evictions = self._evictions[role] = Evictions(lambda: len(self.index))
+        return evictions
 
     def apply(self, engine: str, instance: InstanceId, update: KvUpdate) -> None:
         self.index.apply(instance, update)

@@ -120,8 +120,7 @@ class LatencyModel:
         frontends: int,
     ) -> Predictions:
         """Return predictions for a request that arrives now. `overlaps`: in blocks by position, `confirmed`: without those
-        that are being computed;
-        `max_output`: 0 for no limit; `frontends`: how many get such requests.
+        that are being computed; `max_output`: 0 for no limit; `frontends`: how many get such requests.
         """
         times = self.steps.times
         token, base, sequence, block = times.token, times.base, times.sequence, times.block

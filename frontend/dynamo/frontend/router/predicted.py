@@ -102,7 +102,7 @@ class PredictedIndex:
     def expire(self, now: float) -> None:
         """Drop expired predictions, only some of them if there are many."""
         stop = self._listed - _BLOCKS_PER_TURN
-        while self._expiring and self._expiring[0][0] <= now and self._listed >= stop:
+        while self._expiring and self._expiring[0][0] <= now and self._listed > stop:
             self._drop_first()
         self.index.sweep(1)
 
