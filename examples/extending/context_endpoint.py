@@ -7,13 +7,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from dynamo.frontend.api.declaration import TOKENS
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorResponse
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.text.rules import llm_of
-from dynamo.frontend.security.surfaces import Surface
 
 
 class ContextRequest(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +48,7 @@ def context_operations(readiness: Readiness) -> list[Operation]:
     return [
         Operation(
             path="/v1/context",
-            surface=Surface.METADATA,
+            declared=TOKENS,
             errors=OPENAI_ERRORS,
             handle=ContextEndpoint(readiness),
             summary="How many tokens a prompt leaves of the context",

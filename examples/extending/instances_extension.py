@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import grpc
 import msgspec
 
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.kserve.declarations import METADATA
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.words import KSERVE_ERRORS
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
+from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
+from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.statuses import grpc_status, public_message
 from dynamo.frontend.security.accounts import Account
-from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.protos.inference_pb2 import ModelReadyRequest, RepositoryIndexResponse
 
@@ -33,8 +33,8 @@ def instances_of(plane: DataPlane, account: Account, model: str) -> list[str]:
     return sorted(f"{instance.id:x}" for instance in plane.models.instances(name))
 
 
-def instance_handlers(plane: DataPlane, account: Callable[[], Account]) -> Handlers:
-    """Return the gRPC method, from bytes to bytes; in `KserveService` it would be one more of `handlers`."""
+def instance_methods(plane: DataPlane, account: Callable[[], Account]) -> list[GrpcOperation]:
+    """Return the gRPC side, from bytes to bytes; in `KserveService` it would be one more of `operations`."""
 
     async def model_instances(message: bytes | PendingMessage, context: Context) -> bytes:
         try:
@@ -46,7 +46,13 @@ def instance_handlers(plane: DataPlane, account: Callable[[], Account]) -> Handl
         except Exception as error:
             await context.abort(grpc_status(error), public_message(error))
 
-    return {"ModelInstances": grpc.unary_unary_rpc_method_handler(model_instances)}
+    return [
+        GrpcOperation(
+            path="/inference.GRPCInferenceService/ModelInstances",
+            declared=METADATA,
+            handle=model_instances,
+        )
+    ]
 
 
 def instance_operations(readiness: Readiness) -> list[Operation]:
@@ -61,7 +67,7 @@ def instance_operations(readiness: Readiness) -> list[Operation]:
         Operation(
             path="/v2/models/{model:path}/instances",
             method="GET",
-            surface=Surface.METADATA,
+            declared=METADATA,
             errors=KSERVE_ERRORS,
             handle=model_instances,
             summary="The instances that serve a model",

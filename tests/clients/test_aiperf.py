@@ -32,7 +32,6 @@ def tokenizer(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("endpoint", ["chat", "completions", "responses"])
 def test_aiperf_measures_streams_of_a_deployment(url: str, tokenizer: Path, tmp_path: Path, endpoint: str) -> None:
     results = tmp_path / "results"

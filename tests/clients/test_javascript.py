@@ -36,8 +36,8 @@ def test_it_streams_a_text_and_runs_a_tensor_model(folder: Path, deployment: Any
     assert (text.returncode, text.stderr) == (0, "") and text.stdout.strip()
     tensors = run(folder, *client, "classify", "classifier")
     assert (tensors.returncode, tensors.stderr) == (0, "") and "digit INT64 [ '1' ]" in tensors.stdout
-    refused = run(folder, *client, "classify", "nobody")
-    assert (refused.returncode, refused.stderr.strip()) == (1, "5 NOT_FOUND: Request for unknown model: 'nobody' is not found")
+    refused = run(folder, *client, "classify", "missing")
+    assert (refused.returncode, refused.stderr.strip()) == (1, "5 NOT_FOUND: Request for unknown model: 'missing' is not found")
 
 
 def test_types_for_typescript_are_made_from_the_protos(folder: Path) -> None:

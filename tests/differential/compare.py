@@ -52,6 +52,10 @@ class Difference:
     count: int = field(default=0)
     """How many cases it explains in this run."""
 
+    def may_end_triton(self, case: str) -> bool:
+        """Return whether this entry says that a case may end a Triton."""
+        return self.match.startswith("ended") and any(fnmatchcase(case, pattern) for pattern in self.cases)
+
     def explains(self, case: str, triton: Response, parts: frozenset[Part]) -> bool:
         """Return whether this entry accepts that a response differs from Triton's in these parts."""
         return (

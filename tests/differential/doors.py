@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import grpc
@@ -65,6 +65,11 @@ class Door:
         except grpc.RpcError as error:
             return Response(error.code().name, error.details() or "")
         return Response("OK", body=to_json(getattr(pb, f"{method}Response").FromString(received)))
+
+    def interleaved(self, requests: Iterable[pb.ModelInferRequest]) -> Response:
+        """Send all requests on one stream; return all responses, by the id of their requests: they interleave as it happens."""
+        response = self.stream(requests)
+        return replace(response, body=sorted(response.body, key=lambda entry: str(entry.get("infer_response", {}).get("id"))))
 
     def stream(self, requests: Iterable[pb.ModelInferRequest], metadata: Mapping[str, str] | None = None) -> Response:
         """Send all requests on one stream; return all responses."""

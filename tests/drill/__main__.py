@@ -81,7 +81,7 @@ class Drilled:
             yield f"a stream paused for {self.load.longest_silence_s:.2f} s, more than {limit_s:g}"
         if self.after.memory_mib > self.before.memory_mib * _MEMORY_GROWTH:
             yield f"memory grew from {self.before.memory_mib} to {self.after.memory_mib} MiB"
-        if self.after.files > self.before.files:
+        if self.after.files > self.before.files + self.fault.more_files:
             yield f"open files grew from {self.before.files} to {self.after.files}"
         if self.after.open_requests:
             yield f"{self.after.open_requests} requests stayed open"

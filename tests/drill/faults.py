@@ -30,6 +30,8 @@ class Fault:
     worker_flags: Sequence[str] = ()
     may_fail: str = ""
     """The end of the error of requests that no instance can serve. Empty: there are none."""
+    more_files: int = 0
+    """Files that may be open afterwards besides."""
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -99,6 +101,15 @@ def nats_leader_away(seconds: float, how: signal.Signals) -> Act:
 def etcd_leader_away(seconds: float, how: signal.Signals) -> Act:
     async def act(fleet: DrilledFleet) -> None:
         await _away(await fleet.backends.etcd_leader(), seconds, how)
+
+    return act
+
+
+def etcd_without_quorum(seconds: float) -> Act:
+    """Pause two of three members."""
+
+    async def act(fleet: DrilledFleet) -> None:
+        await asyncio.gather(*(_away(server, seconds, signal.SIGSTOP) for server in fleet.backends.etcd[:2]))
 
     return act
 
@@ -243,6 +254,8 @@ FAULTS = [
     Fault("SIGKILL of the leading etcd of three, back after 5 s", etcd_leader_away(5.0, KILL), is_clustered=True),
     Fault("SIGTERM of the leading etcd of three, back after 5 s", etcd_leader_away(5.0, TERM), is_clustered=True),
     Fault("SIGSTOP of the leading etcd of three, 15 s", etcd_leader_away(15.0, STOP), is_clustered=True),
+    # A process whose streams are not together again when it is counted has two connections to etcd.
+    Fault("SIGSTOP of two etcds of three, 15 s", etcd_without_quorum(15.0), is_clustered=True, more_files=10),
     Fault("rolling restart of three etcds", etcd_rolled, is_clustered=True),
     Fault(
         "SIGKILL of a worker and a nats-server of three, back after 5 s",

@@ -67,17 +67,17 @@ class DrilledFleet(Fleet):
         for front in self.frontends:
             await front.process.serves(*MODELS)
 
-    async def add_worker(self, *flags: str) -> FleetWorker:
+    async def add_worker(self, *flags: str, sources: Sequence[Path] = ()) -> FleetWorker:
         links = await self._next_links()
         [port] = free_ports(1)
-        worker = await super().add_worker("--status-port", str(port), *flags)
+        worker = await super().add_worker("--status-port", str(port), *flags, sources=sources)
         self._links[worker.pid] = links
         self._status_ports[worker.pid] = port
         return worker
 
-    async def add_frontend(self, *flags: str) -> FleetFrontend:
+    async def add_frontend(self, *flags: str, sources: Sequence[Path] = ()) -> FleetFrontend:
         links = await self._next_links()
-        frontend = await super().add_frontend(*flags)
+        frontend = await super().add_frontend(*flags, sources=sources)
         self._links[frontend.process.process.pid] = links
         return frontend
 

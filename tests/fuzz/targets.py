@@ -24,6 +24,7 @@ from dynamo.common.tensor_check import RequestChecker
 from dynamo.common.tensor_request import TensorRequest, parse_response
 from dynamo.common.tensor_response import ResponseForm
 from dynamo.common.tensors import Buffer
+from dynamo.common.work import finish
 from dynamo.frontend.api.anthropic.requests import MessagesRequest
 from dynamo.frontend.api.http import json_body
 from dynamo.frontend.api.http.json_scan import check_json
@@ -34,6 +35,7 @@ from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
 from dynamo.frontend.api.rpc.http2 import frames as http2_frames
 from dynamo.frontend.api.rpc.http2.headers import HeaderDecoder, MalformedRequest
 from dynamo.frontend.api.rpc.http2.messages import CorruptMessage, MessageOwner, MessageReader, PlainMemory, inflate_steps
+from dynamo.frontend.config import HttpOptions
 from dynamo.frontend.router.load import LoadTable
 from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.shared_bookings import SharedBookings
@@ -45,6 +47,7 @@ from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
 
 MAX_DEPTH = 64
 MAX_VALUES = 1000
+BOUNDS = HttpOptions(max_json_depth=MAX_DEPTH)
 CARD = ModelCard(
     name="m",
     kind=ModelKind.TENSOR,
@@ -214,8 +217,8 @@ def rest_request(data: bytes) -> None:
     """A KServe request over REST: the length of its JSON in two bytes, JSON, binary tensors."""
     length = int.from_bytes(data[:2], "big")
     body = data[2:]
-    parts = split(body, str(length) if length else None)
-    request, _ = read_request(parts, CARD, "m", "", MAX_DEPTH)
+    parts = split(body, str(length) if length else None, BOUNDS.max_tensor_json_bytes)
+    request, _ = finish(read_request(parts, CARD, "m", "", BOUNDS))
     RequestChecker(CARD).check(request)
 
 

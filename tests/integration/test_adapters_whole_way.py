@@ -93,7 +93,7 @@ async def fleet_of(etcd: EtcdServer, nats: NatsServer, namespace: str, folder: P
             )
             frontend = await stack.enter_async_context(serve_frontend(config))
             fleet.frontends.append(frontend)
-            client = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{frontend.http_port}", timeout=20)
+            client = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{frontend.http_port}", timeout=120)
             fleet.http.append(await stack.enter_async_context(client))
         yield fleet
 
@@ -194,5 +194,5 @@ async def test_requests_that_run_end_before_their_adapter_is_unloaded(
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             assert (await fleet.load("sql", fleet.adapter("sql", r=4))).status_code == 200

@@ -25,7 +25,7 @@ from tests.support.certificates import Pair, issue, write_ca
 from tests.support.servers import free_ports
 
 PROGRAMS = pytest.mark.parametrize("program", ["frontend", "worker"])
-# Nobody listens there: a configuration must be refused before anything is waited for.
+# No server listens there: a configuration must be refused before anything is waited for.
 NOWHERE = ("--etcd-endpoints", "http://127.0.0.1:9", "--nats-servers", "nats://127.0.0.1:9")
 
 
@@ -90,7 +90,7 @@ def test_the_exit_status_of_the_process_is_2(tmp_path: Path, program: str) -> No
     attempt = Attempt(program, tmp_path, ["--nats-tls-ca-file", "none.pem"])
     command = [sys.executable, "-m", f"dynamo.{program}", *attempt.command()[1:]]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        command, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     )
     sentence = attempt.sentence(ended.returncode, ended.stdout, ended.stderr)
     assert sentence == "NATS: the CA file none.pem cannot be read: No such file or directory"
@@ -158,6 +158,12 @@ def pair(tmp_path: Path) -> Pair:
             ["--nats-nkey-seed-file", "a", "--nats-credentials-file", "b"],
             {},
             "--nats-nkey-seed-file and --nats-credentials-file are different ways to log in to NATS; keep one of them",
+        ),
+        (
+            ["--nats-inbox-prefix", "_INBOX.*"],
+            {},
+            "--nats-inbox-prefix must be letters, digits, '_' and '-' in at most 8 parts of 64, "
+            "separated by dots, got '_INBOX.*'",
         ),
         (
             ["--namespace", "a b"],
@@ -273,7 +279,7 @@ def test_files_of_the_frontend_that_cannot_be_used_end_its_start(tmp_path: Path,
         ): f"the key in {other.key} does not belong to the certificate in {pair.cert}",
         ("--client-ca-file", str(ca)): "--client-ca-file needs --cert-file and --key-file",
         (*own, "--client-ca-file", str(pair.key)): f"the client CA file {pair.key} holds no certificate in PEM form",
-        ("--grpc-server", "native"): "--grpc-server: 'native' is not one of auto, http2, grpcio",
+        ("--grpc-server", "quic"): "--grpc-server: 'quic' is not one of auto, http2, grpcio",
         ("--use-tls",): "--use-tls needs --cert-file and --key-file",
         ("--api-keys-file", "none.yaml"): "the key file none.yaml cannot be read: No such file or directory",
         (

@@ -7,7 +7,6 @@ import os
 import signal
 
 import httpx2
-import pytest
 
 from tests.support.processes import frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
@@ -15,14 +14,13 @@ from tests.support.servers import EtcdServer, NatsServer
 LEFT_OUT = 'dynamo_frontend_instances_left_out{model="sim"}'
 
 
-async def left_out(http: httpx2.AsyncClient, count: int, within_s: float = 20.0) -> None:
+async def left_out(http: httpx2.AsyncClient, count: int, within_s: float = 120) -> None:
     """Returns when so many instances are left out."""
     async with asyncio.timeout(within_s):
         while f"{LEFT_OUT} {count:.1f}" not in (await http.get("/metrics")).text:
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.timeout(120)
 async def test_no_request_meets_an_idle_instance_that_froze(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -31,7 +29,7 @@ async def test_no_request_meets_an_idle_instance_that_froze(
         worker(etcd_server, nats_server, namespace, "--model", "sim") as frozen,
         worker(etcd_server, nats_server, namespace, "--model", "sim") as other,
         frontend(etcd_server.endpoint, nats_server.url, namespace, *flags) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as http,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as http,
     ):
         for process in (frozen, other):
             await process.logged("serving sim")

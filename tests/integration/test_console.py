@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ import httpx2
 import pytest
 
 from dynamo.frontend.security.surfaces import Scope
+from tests.support.browser import browser, needs_browser
 from tests.support.doors import KeyFile
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-LOOK_S = 30
+LOOK_S = 120
 
 
 @asynccontextmanager
@@ -42,7 +41,7 @@ async def fleet(etcd: EtcdServer, nats: NatsServer, namespace: str, *flags: str)
 
 async def _requests(front: FrontendProcess, stop: asyncio.Event) -> None:
     """Keeps the fleet busy with prompts that share a beginning."""
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as client:
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as client:
         number = 0
         while not stop.is_set():
             number += 1
@@ -130,25 +129,6 @@ async def test_top_prints_the_same_in_a_terminal(etcd_server: EtcdServer, nats_s
         assert errors.startswith("dynamo-local top: http://127.0.0.1:1/metrics cannot be read")
 
 
-@contextlib.contextmanager
-def browser(*, width: int = 1200, dark: bool = False) -> Any:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking"):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    try:
-        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 600}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-        yield driver
-    finally:
-        driver.quit()
-
-
 def _text(driver: Chrome, selector: str) -> str:
     text: str = driver.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
     return text
@@ -164,7 +144,7 @@ def _send(driver: Chrome, model: str) -> None:
     driver.execute_script(script, model)
 
 
-@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="chromium and chromedriver are not installed")
+@needs_browser
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (380, True)], ids=["desktop", "phone-dark"])
 async def test_the_page_shows_the_fleet_and_tries_models(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path, width: int, dark: bool
@@ -206,7 +186,7 @@ async def test_the_page_shows_the_fleet_and_tries_models(
             await look(await asyncio.to_thread(opened))
 
 
-@pytest.mark.skipif(BROWSER is None or DRIVER is None, reason="chromium and chromedriver are not installed")
+@needs_browser
 async def test_with_keys_the_page_says_what_is_missing_and_asks_models_with_a_key_of_its_own(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:

@@ -86,7 +86,7 @@ async def fleet(url: str, size: int) -> AsyncIterator[Fleet]:
 
 
 async def test_requests_held_by_an_instance_that_vanishes_are_answered_by_another(nats_server: NatsServer) -> None:
-    async with fleet(nats_server.url, 2) as f, asyncio.timeout(30):
+    async with fleet(nats_server.url, 2) as f, asyncio.timeout(120):
         victim, survivor = f.workers
         survivor.go.set()
         calls = [asyncio.create_task(f.call()) for _ in range(20)]
@@ -99,7 +99,7 @@ async def test_requests_held_by_an_instance_that_vanishes_are_answered_by_anothe
 
 
 async def test_requests_outlive_a_bus_that_goes_away(tmp_path: Path) -> None:
-    async with start_nats(tmp_path / "nats") as server, fleet(server.url, 2) as f, asyncio.timeout(60):
+    async with start_nats(tmp_path / "nats") as server, fleet(server.url, 2) as f, asyncio.timeout(120):
         for worker in f.workers:
             worker.go.set()
         assert await f.call() in {worker.id for worker in f.workers}
@@ -111,7 +111,7 @@ async def test_requests_outlive_a_bus_that_goes_away(tmp_path: Path) -> None:
 
 
 async def test_a_large_request_that_was_on_its_way_when_the_bus_went_away_is_sent_again(tmp_path: Path) -> None:
-    async with start_nats(tmp_path / "nats") as server, fleet(server.url, 1) as f, asyncio.timeout(60):
+    async with start_nats(tmp_path / "nats") as server, fleet(server.url, 1) as f, asyncio.timeout(120):
         (worker,) = f.workers
         call = asyncio.create_task(f.call(bytes(2**20)))
         await worker.holding.wait()

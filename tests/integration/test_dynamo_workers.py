@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import pytest
 from openai import AsyncOpenAI
 
 from dynamo.worker.engine.echo import CHAT_TEMPLATE, byte_tokenizer
@@ -18,7 +17,6 @@ from tests.support.servers import EtcdServer, NatsServer
 SAMPLES = Path(__file__).parent / "clients/dynamo_workers"
 
 
-@pytest.mark.timeout(120)
 async def test_workers_of_nvidia_dynamo_are_served_unchanged(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ async def run_example(**variables: str) -> tuple[int | None, str, str]:
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             output, errors = await process.communicate()
     finally:
         if process.returncode is None:

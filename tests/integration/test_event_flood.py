@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 
+import pytest
+
 from dynamo.common.background import running
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import KvUpdate
@@ -25,6 +27,8 @@ from dynamo.worker.publisher import publishing
 from tests.support.bad_bus import CachingEngine
 from tests.support.fakes import FakeDirectory
 from tests.support.servers import start_nats
+
+pytestmark = pytest.mark.slow
 
 CARD = ModelCard(name="m", kind=ModelKind.LLM, llm=LlmInfo(context_length=4096, tokenizer="t", block_size=16))
 CONFIG = "max_pending: 2MB\n"
@@ -116,7 +120,7 @@ async def flooded_fleet(folder: Path, namespace: str) -> AsyncIterator[Fleet]:
 
 
 async def test_a_flood_of_events_fails_no_request_and_closes_no_stream(tmp_path: Path, namespace: str) -> None:
-    async with flooded_fleet(tmp_path, namespace) as f, asyncio.timeout(60):
+    async with flooded_fleet(tmp_path, namespace) as f, asyncio.timeout(120):
         f.engine.step(blocks=50)
         while not f.is_exact:
             await asyncio.sleep(0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 import grpc
@@ -17,8 +17,13 @@ from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.server import Incoming, serve_requests
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.options import NatsOptions
-from tests.support.fleet import Fleet, Text, echo_request, text_request
-from tests.support.servers import EtcdServer, NatsServer, start_etcd, start_nats
+from dynamo.frontend.fleet.directory import ABSENT_S
+from tests.support.fleet import Fleet, FleetWorker, Text, echo_request, text_request
+from tests.support.processes import At
+from tests.support.proxy import start_proxy
+from tests.support.servers import EtcdServer, NatsServer, etcdctl, start_etcd, start_etcd_cluster, start_nats
+
+pytestmark = pytest.mark.slow
 
 SIM = ("--model", "sim:blocks=4000,speedup=1,seed=3")
 
@@ -81,7 +86,7 @@ async def test_what_is_sent_after_the_socket_broke_and_before_that_is_noticed_is
         connect_nats(config, "frontend") as ours,
         serve_requests(theirs, endpoint, instance, {"echo": handle}),
         open_client(ours, namespace) as client,
-        asyncio.timeout(20),
+        asyncio.timeout(120),
     ):
         ours.abort()
         stream = client.open(instance, endpoint.rpc_subject(instance), "echo", b"hello")
@@ -149,3 +154,69 @@ async def test_a_pause_of_everything_that_outlasts_the_leases_fails_no_request(t
                 await load.completed(100)
             assert load.failures == []
             assert text.reason == "length"
+
+
+async def test_workers_whose_leases_expire_while_they_are_cut_off_from_etcd_serve_on_until_they_die(
+    nats_server: NatsServer, tmp_path: Path, namespace: str
+) -> None:
+    model = ("--model", "echo", "--lease-ttl-s", "2")
+    async with (
+        start_etcd(tmp_path) as etcd,
+        start_proxy(etcd.port) as link,
+        Fleet(At(f"http://127.0.0.1:{link.port}"), nats_server, namespace, model) as cut_off,
+        Fleet(etcd, nats_server, namespace) as fleet,
+    ):
+        await cut_off.start(workers=2, frontends=0)
+        workers, front = cut_off.workers, await fleet.add_frontend()
+        await front.sees(*workers)
+        async with front.client() as client:
+            async with client.load(4) as load:
+                await load.completed(100)
+                await link.refuse()
+                await until_gone(etcd, workers)
+                await asyncio.sleep(2.5 * ABSENT_S)
+                await load.completed(100)
+                await front.sees(*workers)
+                dying, staying = workers
+                await dying.killed()
+                await front.sees(staying)
+                link.heal()
+                await staying.process.logged("a new one is granted")
+                await load.completed(100)
+            assert load.failures == []
+
+
+async def until_gone(etcd: EtcdServer, workers: Sequence[FleetWorker]) -> None:
+    """Return when etcd has no registration of these workers."""
+    instances = [worker.instance for worker in workers]
+
+    async with asyncio.timeout(120):
+        while True:
+            keys = await asyncio.to_thread(etcdctl, etcd.endpoint, "get", "/dynamo/v1/", "--prefix", "--keys-only")
+            if not any(instance in keys for instance in instances):
+                return
+
+
+async def test_etcd_without_quorum_for_longer_than_a_lease_fails_no_request(
+    nats_server: NatsServer, tmp_path: Path, namespace: str
+) -> None:
+    async with start_etcd_cluster(tmp_path) as etcd:
+        members = At(",".join(server.endpoint for server in etcd.servers))
+        async with Fleet(members, nats_server, namespace, ("--model", "echo", "--lease-ttl-s", "2")) as fleet:
+            await fleet.start(workers=2)
+            [front], workers = fleet.frontends, fleet.workers
+            async with front.client() as client:
+                async with client.load(4) as load:
+                    for _ in range(2):
+                        leader = await etcd.find_leader()
+                        others = [server for server in etcd.servers if server is not leader]
+                        for server in (leader, others[0]):
+                            os.kill(server.pid, signal.SIGSTOP)
+                        await asyncio.sleep(5.0)  # without quorum, for twice the life of a lease
+                        for server in (leader, others[0]):
+                            os.kill(server.pid, signal.SIGCONT)
+                        await asyncio.wait_for(etcd.find_leader(), 120)
+                        await asyncio.sleep(1.5 * ABSENT_S)
+                        await load.completed(100)
+                        await front.sees(*workers)
+                assert load.failures == []

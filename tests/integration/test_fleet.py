@@ -50,7 +50,7 @@ async def test_all_processes_of_a_frontend_finish_what_they_have_and_end_togethe
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with Fleet(etcd_server, nats_server, namespace) as fleet:
-        await fleet.start(workers=1, frontend_flags=("--processes", "2", "--settle-s", "0", "--grpc-server", "grpcio"))
+        await fleet.start(workers=1, frontend_flags=("--processes", "2", "--settle-s", "0"))
         [front] = fleet.frontends
         await front.process.logged("gRPC on", times=2)
         children = serving_children(front.process.process.pid)
@@ -58,7 +58,7 @@ async def test_all_processes_of_a_frontend_finish_what_they_have_and_end_togethe
         async with front.client() as a, front.client() as b, front.client() as c, front.client() as d:
             for client in (a, b, c, d):
                 await client.infer(echo_request())
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(120):
                 while await front.metric(REQUESTS, model="echo") != 4:  # what other processes counted is seen a bit late
                     await asyncio.sleep(0.02)
             async with asyncio.TaskGroup() as tasks:
@@ -85,7 +85,7 @@ async def test_processes_whose_supervisor_was_killed_leave_in_order(
                 await asyncio.sleep(0.02)
             front.process.process.send_signal(signal.SIGKILL)
             assert (await slow).id == "1"
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while any(Path(f"/proc/{pid}").exists() for pid in children):
                 await asyncio.sleep(0.02)
 
@@ -95,12 +95,11 @@ def serving_children(pid: int) -> list[int]:
     return [child for child in pids if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("server", ["grpcio", "http2"])
 async def test_large_tensors_pass_a_bus_with_default_limits(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with Fleet(etcd_server, nats_server, namespace) as fleet:
-        await fleet.start(frontend_flags=("--max-message-size", str(80 * 2**20), "--grpc-server", server))
+        await fleet.start(frontend_flags=("--max-message-size", str(80 * 2**20)))
         async with fleet.frontends[0].client() as client:
             large = os.urandom(64 * 2**20)
             assert (await client.infer(echo_request(large))).raw_output_contents[0] == large
@@ -113,12 +112,11 @@ async def test_large_tensors_pass_a_bus_with_default_limits(
 ODD = ["", "a" * 10_000, "naïve-模型", "a.b/c", ">", "*", "a b", "dynamo.backend.*", "../../etc", "\x00", "%2E"]
 
 
-@pytest.mark.parametrize("server", ["grpcio", "http2"])
 async def test_odd_names_ids_and_metadata_get_an_answer_or_a_clear_error(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: str
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with Fleet(etcd_server, nats_server, namespace, ("--model", "echo", "--model-name", "a.b/c")) as fleet:
-        await fleet.start(frontend_flags=("--grpc-server", server))
+        await fleet.start()
         async with fleet.frontends[0].client() as client:
 
             async def refused(code: grpc.StatusCode, words: str, model: str = "a.b/c", **metadata: str) -> None:
@@ -149,5 +147,5 @@ async def test_odd_names_ids_and_metadata_get_an_answer_or_a_clear_error(
                 assert response.id == "1"
             await refused(grpc.StatusCode.INVALID_ARGUMENT, "at most 128 are taken", x_dynamo_session="x" * 129)
             index = client.channel.unary_unary("/inference.GRPCInferenceService/RepositoryIndex")
-            models = pb.RepositoryIndexResponse.FromString(await index(b"", timeout=10)).models
+            models = pb.RepositoryIndexResponse.FromString(await index(b"", timeout=120)).models
             assert [model.name for model in models] == ["a.b/c"]

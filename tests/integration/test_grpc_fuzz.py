@@ -1,4 +1,4 @@
-"""Hostile and broken clients of the gRPC port, over raw sockets, against both servers in processes of their own.
+"""Hostile and broken clients of the gRPC port, over raw sockets, against a server in a process of its own.
 
 Whatever they send, the server serves the next client at once, and its memory does not grow by more than a bound.
 """
@@ -59,7 +59,7 @@ class Client:
     """One connection, as broken as a test wants it."""
 
     def __init__(self, port: int) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=120)
         self._decoder = hpack.Decoder(max_header_list_size=MIB)
         self._decoder.max_allowed_table_size = 2**16
         self._data = b""
@@ -78,7 +78,7 @@ class Client:
             return False
         return True
 
-    def is_closed_by_server(self, within_s: float = 20.0) -> bool:
+    def is_closed_by_server(self, within_s: float = 120) -> bool:
         """Whether the server ends the connection, however late it gets to it."""
         self.socket.settimeout(within_s)
         try:
@@ -148,10 +148,10 @@ class Target:
             assert client.status_of(1) == "0"
 
 
-@pytest.fixture(scope="module", params=["grpcio", "http2"])
-def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.clients.edge_server", request.param],
+        [sys.executable, "-m", "tests.integration.clients.edge_server"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -163,7 +163,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     target = Target(int(port), process)
     target.assert_serving()
     yield target
-    process.communicate("", timeout=20)
+    process.communicate("", timeout=120)
     assert process.returncode == 0
 
 
@@ -263,67 +263,73 @@ def test_a_valid_call_with_flipped_bits_harms_no_other_connection(target: Target
 # Well-formed HTTP/2 that is no proper gRPC
 
 
-CALLS: dict[str, tuple[bytes, bytes, frozenset[str]]] = {
-    # headers, data, the statuses that may come of it: grpc-status, "rst N" or "http N"
-    "an unknown method": (block(*fields(SERVICE + "Nothing")), message(b""), frozenset({"12"})),
-    "an unknown service": (block(*fields("/no.Service/At")), message(b""), frozenset({"12"})),
-    "a path of 10 kB": (block(*fields("/" + "x" * 10_000)), message(b""), frozenset({"12"})),
+CALLS: dict[str, tuple[bytes, bytes, str]] = {
+    # headers, data, grpc-status or what `status_of` has instead
+    "an unknown method": (block(*fields(SERVICE + "Nothing")), message(b""), "12"),
+    "an unknown service": (block(*fields("/no.Service/At")), message(b""), "12"),
+    "a path of 10 kB": (block(*fields("/" + "x" * 10_000)), message(b""), "12"),
     "a path that is no text": (
         block().replace(SERVICE.encode(), SERVICE.replace("inference", "inf_rence").encode()).replace(b"_", b"\xe5"),
         message(b""),
-        frozenset({"12", "13", "rst 1", "closed"}),
+        "closed",
     ),
-    "a path without slash": (block(*fields("x")), message(b""), frozenset({"12", "13", "rst 1", "http 404"})),
+    "a path without slash": (block(*fields("x")), message(b""), "12"),
     "the method GET": (
         block((":method", "GET"), *fields()[1:]),
         b"",
-        frozenset({"12", "13", "2", "rst 1", "rst 2", "http 405", "http 400", "http 415"}),
+        "13",
     ),
     "another content type": (
         block(*fields()[:4], ("content-type", "text/html"), ("te", "trailers")),
         message(b""),
-        frozenset({"0", "2", "3", "12", "13", "http 415", "rst 1"}),
+        "13",
+    ),
+    "what a browser sends for a page without a preflight": (
+        block(
+            *fields()[:4], ("content-type", "text/plain"), ("origin", "https://evil.example"), ("sec-fetch-site", "cross-site")
+        ),
+        message(b""),
+        "13",
     ),
     "a time limit that is no number": (
         block(*fields(SERVICE + "ServerLive", ("grpc-timeout", "soon"))),
         message(b""),
-        frozenset({"0", "3", "13"}),
+        "3",
     ),
     "a time limit of 10^11 hours": (
         block(*fields(SERVICE + "ServerLive", ("grpc-timeout", "99999999999H"))),
         message(b""),
-        frozenset({"0", "3", "13"}),
+        "3",
     ),
     "a time limit of 0": (
         block(*fields(SERVICE + "ServerLive", ("grpc-timeout", "0n"))),
         message(b""),
-        frozenset({"4", "0", "rst 8"}),
+        "4",
     ),
     "binary metadata that is no base64": (
         block(*fields(SERVICE + "ServerLive", ("x-blob-bin", "!!!"))),
         message(b""),
-        frozenset({"0", "3", "13", "2", "rst 1", "rst 2"}),
+        "3",
     ),
-    # grpcio says nothing to these until the client gives up
-    "no message at all": (block(), b"", frozenset({"13", "12", "2", "3", "closed"})),
-    "half a message": (block(), message(b"", length=10), frozenset({"13", "2", "3", "rst 2", "closed"})),
-    "two messages": (block(), message(b"") * 2, frozenset({"0", "13", "12", "2"})),
-    "a compressed message without encoding": (block(), message(b"abc", flag=1), frozenset({"13", "12", "2", "3"})),
-    "a message with a strange flag": (block(), message(b"abc", flag=0x7F), frozenset({"0", "13", "12", "2", "3"})),
-    "an encoding nobody knows": (
+    "no message at all": (block(), b"", "12"),
+    "half a message": (block(), message(b"", length=10), "3"),
+    "two messages": (block(), message(b"") * 2, "12"),
+    "a compressed message without encoding": (block(), message(b"abc", flag=1), "3"),
+    "a message with a strange flag": (block(), message(b"abc", flag=0x7F), "3"),
+    "an unknown encoding": (
         block(*fields(SERVICE + "ServerLive", ("grpc-encoding", "zip9"))),
         message(b"abc", flag=1),
-        frozenset({"12", "13"}),
+        "12",
     ),
     "gzip that is none": (
         block(*fields(SERVICE + "ServerLive", ("grpc-encoding", "gzip"))),
         message(b"abc", flag=1),
-        frozenset({"13", "2", "3"}),
+        "3",
     ),
     "a message above the limit": (
         block(*fields(SERVICE + "ModelInfer")),
         message(b"", length=2**32 - 1) + b"x" * 1000,
-        frozenset({"8", "13", "2", "3", "rst 2"}),
+        "8",
     ),
 }
 
@@ -333,9 +339,9 @@ def test_a_call_that_is_no_grpc_gets_an_error_and_the_connection_lives_on(target
     headers, data, expected = CALLS[what]
     with target.connect() as connection:
         connection.send(frame(HEADERS, END_HEADERS, 1, headers) + frame(DATA, END_STREAM, 1, data))
-        assert connection.status_of(1, 1.0) in expected
+        assert connection.status_of(1) == expected
         connection.send(frame(HEADERS, END_HEADERS, 3, block()) + frame(DATA, END_STREAM, 3, message(b"")))
-        assert connection.status_of(3) in ("0", "closed")
+        assert connection.status_of(3) == ("closed" if expected == "closed" else "0")
     target.assert_serving()
 
 
@@ -350,7 +356,7 @@ def assert_bounded(target: Target, bound_bytes: int, attack: Callable[[], None])
     assert grown < bound_bytes, f"the server grew by {grown / MIB:.0f} MiB"
 
 
-def test_headers_of_a_mebibyte_are_refused_or_at_least_cheap(target: Target) -> None:
+def test_headers_of_a_mebibyte_are_refused(target: Target) -> None:
     huge = block(*fields(SERVICE + "ServerLive", *((f"x-{number}", "v" * 4000) for number in range(260))))
 
     def attack() -> None:
@@ -360,11 +366,12 @@ def test_headers_of_a_mebibyte_are_refused_or_at_least_cheap(target: Target) -> 
                 last = offset + 16384 >= len(huge)
                 data += frame(CONTINUATION, END_HEADERS if last else 0, 1, huge[offset : offset + 16384])
             connection.send(data + frame(DATA, END_STREAM, 1, message(b"")))
-            connection.status_of(1)  # grpcio counts headers anew in each frame, and takes these
+            assert connection.status_of(1) == "closed"
 
     assert_bounded(target, 32 * MIB, attack)
 
 
+@pytest.mark.slow
 def test_headers_that_unpack_to_a_hundred_mebibytes_are_refused(target: Target) -> None:
     """One large header goes into the dynamic table, then each byte refers to it."""
     bomb = block() + b"\x40\x01x" + b"\x7f\xa1\x1f" + b"v" * 4000 + b"\xbe" * 14_000
@@ -488,6 +495,7 @@ def test_a_message_above_the_limit_is_cut_off_while_it_arrives(target: Target) -
     assert grown < 64 * MIB
 
 
+@pytest.mark.slow
 def test_a_gzip_bomb_does_not_unpack(target: Target) -> None:
     bomb = message(gzip.compress(bytes(512 * MIB), 6), flag=1)
     headers = block(*fields(SERVICE + "ModelInfer", ("grpc-encoding", "gzip")))

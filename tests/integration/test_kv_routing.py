@@ -11,7 +11,8 @@ from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.names import Endpoint
 from dynamo.common.options import NatsOptions
 from dynamo.frontend.preprocess.text import TextRequest
-from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
+from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.call import Call
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import prompt, sim_fleet
@@ -30,6 +31,23 @@ async def test_a_prompt_goes_where_its_prefix_lies(etcd_server: EtcdServer, nats
             assert summary.cached_tokens >= 16 * overlap
 
 
+async def test_a_key_neither_uses_nor_notices_what_is_cached_for_another(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+) -> None:
+    alice, bob = (KeyAccount(ApiKey(name=name, salt=b"", digest=b"")) for name in ("alice", "bob"))
+    async with sim_fleet(etcd_server, nats_server, namespace) as f:
+        first, _, _ = await f.generate(prompt(1), account=alice)
+        await until(f.is_exact)
+        again, overlap, summary = await f.generate(prompt(1), account=alice)
+        assert again == first
+        assert overlap > 10
+        assert summary.cached_tokens >= 16 * overlap
+        for account in (bob, ANONYMOUS):
+            _, overlap, summary = await f.generate(prompt(1), account=account)
+            assert (overlap, summary.cached_tokens) == (0, 0)
+        await until(f.is_exact)
+
+
 async def test_lost_repeated_and_stale_updates_are_made_up_for(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -37,7 +55,7 @@ async def test_lost_repeated_and_stale_updates_are_made_up_for(
         (instance,) = f.engines
         await f.generate(prompt(1))
         await until(f.is_exact)
-        # Updates that nobody hears of, until the next one shows the hole.
+        # Updates that no frontend hears of, until the next one shows the hole.
         f.engines[instance].kv.store([1, 2, 3])
         assert f.engines[instance].kv.take_update() is not None
         await f.generate(prompt(2))

@@ -21,7 +21,7 @@ from tests.support.waiting import until
 COUNT = 100
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.slow
 async def test_a_hundred_workers_in_one_process_register_and_serve(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -39,7 +39,7 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
         serve_frontend(config) as frontend,
         worker(etcd_server, nats_server, namespace, *model, "--num-workers", str(COUNT)) as process,
     ):
-        await until(lambda: len(frontend.plane.models.instances("sim")) == COUNT, 30)
+        await until(lambda: len(frontend.plane.models.instances("sim")) == COUNT, 120)
 
         async def generate(number: int) -> int:
             request = TextRequest(model="sim", prompt=f"request {number}", stop=Stop(max_tokens=4))

@@ -1,4 +1,4 @@
-"""Metrics of several frontend processes on one port: each scrape, whoever answers it, shows the sum."""
+"""Metrics of several frontend processes on one port: each scrape, by whichever process it is answered, shows the sum."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def total(port: int, name: str, **labels: str) -> float:
 
 
 async def becomes(port: int, value: float, name: str, **labels: str) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(120):
         while await total(port, name, **labels) != value:
             await asyncio.sleep(0.05)
 
@@ -38,7 +38,7 @@ async def memory_call(target: str, method: str, key: str) -> bytes:
     request = pb.SystemSharedMemoryRegisterRequest(name="r", key=key, byte_size=1).SerializeToString()
     async with grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         call = channel.unary_unary(f"/inference.GRPCInferenceService/SystemSharedMemory{method}")
-        return bytes(await call(request if method == "Register" else b"", wait_for_ready=True, timeout=20))
+        return bytes(await call(request if method == "Register" else b"", wait_for_ready=True, timeout=120))
 
 
 def children_of(pid: int) -> list[int]:
@@ -57,12 +57,11 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.timeout(120)
 async def test_a_scrape_shows_what_all_processes_counted(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:
     [metrics_port] = free_ports(1)
-    flags = ("--processes", "2", "--grpc-server", "grpcio", "--settle-s", "0")
+    flags = ("--processes", "2", "--settle-s", "0")
     flags += ("--prometheus-port", str(metrics_port), "--grafana-folder", str(tmp_path))
     async with (
         worker(etcd_server, nats_server, namespace, "--model", "echo"),
@@ -75,7 +74,7 @@ async def test_a_scrape_shows_what_all_processes_counted(
             async with grpc.aio.insecure_channel(front.grpc_target, options=options) as channel:
                 infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
                 for _ in range(4):
-                    await infer(echo_request(), wait_for_ready=True, timeout=20)
+                    await infer(echo_request(), wait_for_ready=True, timeout=120)
         await becomes(front.http_port, 48, "dynamo_frontend_requests_total", model="echo", status="success")
         await becomes(front.http_port, 48, "grpc_server_handled_total", grpc_method="ModelInfer", grpc_code="OK")
         await becomes(front.http_port, 48, "dynamo_frontend_router_decisions_total", model="echo")

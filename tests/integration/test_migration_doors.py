@@ -82,7 +82,7 @@ class Received:
 
     async def read(self, front: FrontendProcess, door: Door) -> None:
         async with (
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=60) as client,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as client,
             client.stream("POST", door.path, json=door.body) as response,
         ):
             assert response.status_code == 200, await response.aread()
@@ -117,7 +117,7 @@ async def through_all_doors(front: FrontendProcess, tasks: asyncio.TaskGroup) ->
 
 
 async def under_way(received: dict[str, Received]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while min(one.pieces for one in received.values()) < 3:
             await asyncio.sleep(0.02)
 
@@ -130,7 +130,7 @@ def texts(received: dict[str, Received]) -> dict[str, str]:
 SLOW = ("--model", "sim:speedup=0.2")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 async def test_a_stream_of_any_protocol_goes_on_elsewhere_without_a_seam_when_its_worker_is_killed(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -152,7 +152,7 @@ async def test_a_stream_of_any_protocol_goes_on_elsewhere_without_a_seam_when_it
             async with worker(etcd_server, nats_server, namespace, *SLOW) as second:
                 await second.logged("registered")
                 first.process.kill()
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(120):
                     while not all(one.error or len(one.text) >= len(undisturbed[name].text) for name, one in moved.items()):
                         await asyncio.sleep(0.05)
                     while not failed.error:
@@ -165,7 +165,6 @@ async def test_a_stream_of_any_protocol_goes_on_elsewhere_without_a_seam_when_it
         assert len(failed.text) < len(undisturbed["completions"].text)
 
 
-@pytest.mark.timeout(120)
 async def test_prompts_computed_apart_give_the_same_answers_through_every_door(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -182,9 +181,9 @@ async def test_prompts_computed_apart_give_the_same_answers_through_every_door(
         async with asyncio.TaskGroup() as tasks:
             apart = await through_all_doors(front, tasks)
         assert all(len(text) > TOKENS / 4 for text in texts(apart).values())
-        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as client:
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as client:
             explained = {"x-dynamo-explain": "true"}
-            body = {"model": "sim", "prompt": "A prompt that nobody has cached", "max_tokens": 4}
+            body = {"model": "sim", "prompt": "A prompt that no instance has cached", "max_tokens": 4}
             response = await client.post("/v1/completions", json=body, headers=explained)
             decisions = json.loads(response.headers["x-dynamo-explain"])
             assert len({decision["instance"] for decision in decisions}) == 2  # one computed, another one answered

@@ -21,14 +21,14 @@ async def test_files_and_the_record_of_kv_events_outlive_one_server_of_a_cluster
         servers = cluster.servers
         urls = tuple(server.url for server in servers)
         writer = await stack.enter_async_context(connect_nats(NatsOptions(servers=urls), "writer"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             key = await _put(FileStore(writer, tmp_path / "cache"), b"a tokenizer")
             await KvStream(writer).ensure()
         assert await _replicas(writer, "OBJ_dynamo-models") == 3
         assert await _replicas(writer, "dynamo-kv") == 3
         servers[0].kill()
         reader = await stack.enter_async_context(connect_nats(NatsOptions(servers=urls[1:]), "reader"))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     assert await FileStore(reader, tmp_path / "other cache").get(key) == b"a tokenizer"

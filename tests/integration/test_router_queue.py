@@ -6,7 +6,6 @@ import asyncio
 import re
 
 import httpx2
-import pytest
 
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
@@ -23,10 +22,9 @@ async def waiting(client: httpx2.AsyncClient) -> int:
 
 
 def client_of(front: FrontendProcess) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30)
+    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120)
 
 
-@pytest.mark.timeout(90)
 async def test_one_waits_until_there_is_room_and_one_more_is_told_to_come_back(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -41,7 +39,7 @@ async def test_one_waits_until_there_is_room_and_one_more_is_told_to_come_back(
             lines = response.aiter_lines()  # kept: a dropped iterator ends the request
             await anext(lines)
             in_line = tasks.create_task(client.post("/v1/completions", json=SHORT))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while await waiting(client) != 1:
                     await asyncio.sleep(0.02)
             for path, request in (("/v1/completions", SHORT), ("/v1/responses", IN_BACKGROUND)):

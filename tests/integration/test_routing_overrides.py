@@ -21,7 +21,6 @@ from dynamo.frontend.config import (
     AffinityMode,
     FrontendConfig,
     GrpcOptions,
-    GrpcServerChoice,
     HttpOptions,
     KvCost,
     KvRouterOptions,
@@ -74,13 +73,13 @@ class Door:
         """The explanation of a ModelInfer call."""
         request = pb.ModelInferRequest.FromString(text_request(prompt, 4))
         del request.inputs[1]  # `streaming`
-        call = self.channel.unary_unary(SERVICE + "ModelInfer")(request.SerializeToString(), metadata=metadata, timeout=20)
+        call = self.channel.unary_unary(SERVICE + "ModelInfer")(request.SerializeToString(), metadata=metadata, timeout=120)
         await call
         return _explained(await call.trailing_metadata())
 
     async def stream(self, *metadata: tuple[str, str]) -> list[dict[str, Any]]:
         """The explanation of a ModelStreamInfer call."""
-        call = self.channel.stream_stream(SERVICE + "ModelStreamInfer")(metadata=metadata, timeout=20)
+        call = self.channel.stream_stream(SERVICE + "ModelStreamInfer")(metadata=metadata, timeout=120)
         await call.write(text_request(PROMPT, 4))
         await call.done_writing()
         while isinstance(data := await call.read(), bytes):
@@ -131,7 +130,7 @@ class Deployment:
         config = FrontendConfig(namespace=self.namespace, router=router, settle_s=0, drain_timeout_s=1, **self.links)
         config = replace(config, **{"http": HttpOptions(port=0), "grpc": GrpcOptions(enabled=True, port=0), **options})
         frontend = await self.stack.enter_async_context(serve_frontend(config))
-        http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{frontend.http_port}", timeout=20)
+        http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{frontend.http_port}", timeout=120)
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{frontend.grpc_port}")
         door = Door(frontend, await self.stack.enter_async_context(http), await self.stack.enter_async_context(channel))
         await until(lambda: frontend.plane.model_ready("sim"))
@@ -164,7 +163,7 @@ def sessions_of(door: Door) -> SessionRouter:
     return router
 
 
-async def until_async(condition: Callable[[], Any], within_s: float = 10.0) -> None:
+async def until_async(condition: Callable[[], Any], within_s: float = 120) -> None:
     async with asyncio.timeout(within_s):
         while not await condition():
             await asyncio.sleep(0.02)
@@ -252,12 +251,11 @@ async def test_settings_out_of_range_are_refused_in_every_mode_and_protocol(
         assert "'overlap_score_weight' is -0.5" in (refused.value.details() or "")
 
 
-@pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.HTTP2])
 async def test_explanations_are_returned_on_request_by_every_protocol(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, server: GrpcServerChoice
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d:
-        door = await d.add_door(KV, grpc=GrpcOptions(enabled=True, port=0, server=server))
+        door = await d.add_door(KV, grpc=GrpcOptions(enabled=True, port=0))
         why = {"x-dynamo-explain": "true", "x-request-id": "mine"}
         unary = await door.complete(headers=why)
         streamed = await door.complete(headers=why, stream=True)
@@ -365,7 +363,8 @@ async def test_busy_thresholds_change_while_it_runs_in_every_frontend(
                     return response.status_code == 503
 
                 await until_async(refuses)  # as soon as both have reported their load
-                assert (await door.complete(headers={"x-dynamo-instance": first})).status_code == 200
+                named = await door.complete(headers={"x-dynamo-instance": first})
+                assert (named.status_code, "is busy" in named.text) == (503, True)
             # Who starts later asks those who know.
             three = await d.add_door(KV)
             await until_async(lambda: _equals(three.thresholds(), {"sim": {**unset, "active_decode_blocks_threshold": 0.0}}))
@@ -404,6 +403,8 @@ async def test_thresholds_hold_in_all_processes_behind_one_port(
         ) as front,
     ):
         await front.serves("sim")
+        # Each process accepts connections to the port before it can serve, and listens for gRPC afterwards.
+        await front.logged(" gRPC on ", times=2)
         url = f"http://127.0.0.1:{front.http_port}/busy_threshold"
 
         async def seen() -> set[int | None]:

@@ -10,15 +10,18 @@ from pathlib import Path
 import hypothesis
 import pytest
 import schemathesis
+import schemathesis.generation.jsonschema.builder  # in this thread: pytest rewriting it in another one fails on Python 3.11
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
 
 from tests.support.processes import frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 NAMES = ("echo-llm", "sim", "types", "repeater", "embedder")
-MODELS = (*NAMES, "echo-llm", "sim", "nobody")
+MODELS = (*NAMES, "echo-llm", "sim", "missing")
 SERVED = (
     "echo:llm",
     f"echo:{HERE}/clients/models/types.yaml",
@@ -109,14 +112,13 @@ def _attack_one(cases: st.SearchStrategy[Case], broken: list[str]) -> Callable[[
         datatype=st.sampled_from(DATATYPES),
     )
     def test(case: Case, model: str, version: str, datatype: str, kept: int, chance: random.Random) -> None:
-        response = aimed(case, model, version, datatype, kept, chance).call(timeout=20)
+        response = aimed(case, model, version, datatype, kept, chance).call(timeout=120)
         if response.status_code in BROKEN:
             broken.append(f"{response.status_code} {response.text[:300]}\n  {case.as_curl_command()[:1500]}")
 
     return test
 
 
-@pytest.mark.timeout(240)
 async def test_no_request_breaks_the_frontend(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
     models = [flag for model in SERVED for flag in ("--model", model)]
     async with (

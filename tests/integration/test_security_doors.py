@@ -7,18 +7,19 @@ import base64
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import grpc.aio
 import pytest
 
-from dynamo.frontend.config import AccessOptions, GrpcServerChoice
+from dynamo.frontend.config import AccessOptions
 from dynamo.frontend.security.surfaces import Scope, Surface
 from dynamo.protos import inference_pb2 as pb
 from tests.support.doors import TENSOR, Doors, KeyFile, infer_request, open_doors, text_request
 from tests.support.servers import EtcdServer, NatsServer
+from tests.support.waiting import until
 
-SERVERS = pytest.mark.parametrize("server", [GrpcServerChoice.GRPCIO, GrpcServerChoice.HTTP2])
 HTTP_REQUESTS = {
     "/v1/chat/completions": {"model": "echo-llm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     "/v1/completions": {"model": "echo-llm", "prompt": "hi", "max_tokens": 4},
@@ -45,20 +46,6 @@ HTTP_QUESTIONS = (
     "/docs",
     "/nothing/here",
 )
-GRPC_CALLS = {
-    "ModelInfer": infer_request(),
-    "ServerMetadata": b"",
-    "ModelMetadata": pb.ModelMetadataRequest(name="echo").SerializeToString(),
-    "ModelConfig": pb.ModelConfigRequest(name="echo").SerializeToString(),
-    "ModelStatistics": b"",
-    "RepositoryIndex": b"",
-    "RepositoryModelLoad": pb.RepositoryModelLoadRequest(model_name="echo").SerializeToString(),
-    "RepositoryModelUnload": b"",
-    "LogSettings": b"",
-    "TraceSetting": b"",
-    "SystemSharedMemoryStatus": b"",
-    "CudaSharedMemoryRegister": b"",
-}
 
 
 @pytest.fixture
@@ -75,42 +62,30 @@ Open = Callable[..., AbstractAsyncContextManager[Doors]]
 def doors_with(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, key_file: KeyFile) -> Open:
     """Opens doors that ask for the keys of `key_file`."""
 
-    def make(server: GrpcServerChoice = GrpcServerChoice.GRPCIO, **access: object) -> AbstractAsyncContextManager[Doors]:
+    def make(**access: object) -> AbstractAsyncContextManager[Doors]:
         options = AccessOptions(**({"keys_file": key_file.path} | access))  # type: ignore[arg-type]
-        return open_doors(etcd_server, nats_server, namespace, access=options, server=server)
+        return open_doors(etcd_server, nats_server, namespace, access=options)
 
     return make
 
 
-@SERVERS
-async def test_without_a_key_only_health_is_answered(doors_with: Open, server: GrpcServerChoice) -> None:
-    async with doors_with(server) as doors:
-        for path, body in HTTP_REQUESTS.items():
-            response = await doors.post(path, body)
-            assert (path, response.status_code) == (path, 401)
-            assert "an API key is required" in response.text
-            assert response.headers["www-authenticate"] == "Bearer"
-            assert response.headers["x-request-id"]
-        for path in HTTP_QUESTIONS:
-            assert (path, (await doors.get(path)).status_code) == (path, 401)
-        for path in ("/live", "/health", "/v2/health/live", "/v2/health/ready", "/v2/models/echo/ready"):
-            assert (path, (await doors.get(path)).status_code) == (path, 200)
-        for method, message in GRPC_CALLS.items():
-            refused = await doors.call(method, message)
-            assert (method, refused.status) == (method, 401)
-            assert refused.headers["x-request-id"]
-        for method in ("ServerLive", "ServerReady", "/grpc.health.v1.Health/Check"):
-            assert (method, (await doors.call(method)).status) == (method, 200)
-        stream = doors.stream()
-        assert await stream.code() is grpc.StatusCode.UNAUTHENTICATED
-        reflection = doors.channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")()  # type: ignore[var-annotated]
-        assert await reflection.code() is grpc.StatusCode.UNAUTHENTICATED
+async def test_who_shows_no_key_is_told_so_on_both_ports(doors_with: Open) -> None:
+    async with doors_with() as doors:
+        response = await doors.post("/v2/models/echo/infer", TENSOR)
+        assert (response.status_code, "an API key is required" in response.text) == (401, True)
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.headers["x-request-id"]
+        refused = await doors.call("ModelInfer", infer_request())
+        assert refused.status == 401
+        assert refused.headers["x-request-id"]
+        assert await doors.stream().code() is grpc.StatusCode.UNAUTHENTICATED
+        assert (await doors.get("/v2/models/echo/ready")).status_code == 200
+        assert (await doors.call("/grpc.health.v1.Health/Check")).status == 200
 
 
-@SERVERS
-async def test_a_key_is_taken_in_each_of_its_forms(doors_with: Open, key_file: KeyFile, server: GrpcServerChoice) -> None:
+async def test_a_key_is_taken_in_each_of_its_forms(doors_with: Open, key_file: KeyFile) -> None:
     key = key_file.add("team", Scope.INFER, Scope.METRICS)
-    async with doors_with(server) as doors:
+    async with doors_with() as doors:
         for headers in ({"authorization": f"Bearer {key}"}, {"authorization": f"bearer  {key}"}, {"x_api_key": key}):
             for path, body in HTTP_REQUESTS.items():
                 response = await doors.post(path, body, **headers)
@@ -128,18 +103,19 @@ async def test_a_key_is_taken_in_each_of_its_forms(doors_with: Open, key_file: K
         assert (await doors.get("/metrics", authorization=f"Basic {login}")).status_code == 200
         assert (await doors.post("/v2/models/echo/infer", TENSOR, authorization=f"Basic {login}")).status_code == 200
         assert (await doors.call("ModelInfer", infer_request(), authorization=f"Basic {login}")).status == 200
-        for page in ({"origin": "http://elsewhere"}, {"sec_fetch_site": "cross-site"}):
+        for page, status in (
+            ({"origin": "http://elsewhere"}, 403),
+            ({"sec_fetch_site": "cross-site"}, 403),
+            ({"sec_fetch_site": "same-origin"}, 401),
+        ):
             response = await doors.post("/v2/models/echo/infer", TENSOR, authorization=f"Basic {login}", **page)
-            assert response.status_code == 401, "browsers send a login for pages of others, too"
+            assert response.status_code == status, "browsers send a login that no page has asked for"
         assert (await doors.get("/metrics")).headers["www-authenticate"].startswith("Basic")
 
 
-@SERVERS
-async def test_the_holder_of_one_key_is_not_taken_for_that_of_another(
-    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
-) -> None:
+async def test_the_holder_of_one_key_is_not_taken_for_that_of_another(doors_with: Open, key_file: KeyFile) -> None:
     tensors, texts = key_file.add("tensors", models=("echo",)), key_file.add("texts", models=("echo-llm",))
-    async with doors_with(server) as doors:
+    async with doors_with() as doors:
         for _ in range(3):
             responses = await asyncio.gather(
                 *(doors.call("ModelInfer", infer_request(), x_api_key=key) for key in (tensors, texts, tensors, texts)),
@@ -152,31 +128,40 @@ async def test_the_holder_of_one_key_is_not_taken_for_that_of_another(
             assert [response.status_code for response in responses] == [200, 403, 200, 403]
 
 
-@SERVERS
-async def test_models_that_a_key_may_not_use_are_as_those_that_are_not_there(
-    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
-) -> None:
-    key = key_file.add("team", models=("other",))
-    async with doors_with(server) as doors:
-        for path, body in HTTP_REQUESTS.items():
-            for model in ("echo", "echo-llm", "nowhere"):
-                target = path.replace("/echo-llm/", f"/{model}/").replace("/echo/", f"/{model}/")
-                response = await doors.post(target, {**body, "model": model} if "model" in body else body, x_api_key=key)
-                assert (target, response.status_code) == (target, 403), response.text
-                assert "may not use model" in response.text
-        for path in ("/v1/models/{}", "/v2/models/{}", "/v2/models/{}/config", "/v2/models/{}/stats"):
-            for model in ("echo", "nowhere"):
-                response = await doors.get(path.format(model), x_api_key=key)
-                assert (path, model, response.status_code) == (path, model, 403)
-        for model in ("echo", "nowhere"):
-            assert (await doors.call("ModelInfer", infer_request(model), x_api_key=key)).status == 403
-            message = pb.ModelMetadataRequest(name=model).SerializeToString()
-            assert (await doors.call("ModelMetadata", message, x_api_key=key)).status == 403
-            stream = doors.stream(x_api_key=key)
-            await stream.write(infer_request(model))
-            assert await in_band(stream) == f"the API key 'team' may not use model '{model}'"
+async def test_memory_of_clients_is_used_by_the_key_that_registered_it_alone(doors_with: Open, key_file: KeyFile) -> None:
+    admin, other = key_file.add("admin", Scope.ADMIN, Scope.INFER), key_file.add("other")
+    where = {"shared_memory_region": "input_data", "shared_memory_byte_size": 4}
+    read = {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1], "parameters": where}]}
+    write = {**TENSOR, "outputs": [{"name": "INPUT0", "parameters": where}]}
+    message = pb.ModelInferRequest(model_name="echo")
+    tensor = message.inputs.add(name="INPUT0", datatype="FP32", shape=[1])
+    tensor.parameters["shared_memory_region"].string_param = "input_data"
+    tensor.parameters["shared_memory_byte_size"].int64_param = 4
+    over_grpc = message.SerializeToString()
+    memory = SharedMemory(create=True, size=4)
+    try:
+        memory.buf[:4] = b"mine"
+        async with doors_with() as doors:
+            registered = await doors.post(
+                "/v2/systemsharedmemory/region/input_data/register", {"key": memory.name, "byte_size": 4}, x_api_key=admin
+            )
+            assert registered.status_code == 200, registered.text
+            for body in (read, write):
+                refused = await doors.post("/v2/models/echo/infer", body, x_api_key=other)
+                assert (refused.status_code, "input_data" in refused.text) == (404, True)
+            assert (await doors.call("ModelInfer", over_grpc, x_api_key=other)).status == 404
+            stream = doors.stream(x_api_key=other)
+            await stream.write(over_grpc)
+            assert await in_band(stream) == "Unable to find shared memory region: 'input_data'"
             stream.cancel()
-        assert (await doors.get("/v1/models", x_api_key=key)).json()["data"] == []
+            assert bytes(memory.buf[:4]) == b"mine"
+            assert (await doors.post("/v2/models/echo/infer", read, x_api_key=admin)).status_code == 200
+            assert (await doors.call("ModelInfer", over_grpc, x_api_key=admin)).status == 200
+            assert (await doors.post("/v2/models/echo/infer", write, x_api_key=admin)).status_code == 200
+            assert bytes(memory.buf[:4]) != b"mine"
+    finally:
+        memory.close()
+        memory.unlink()
 
 
 async def test_lists_hold_what_a_key_may_use_and_nothing_else(doors_with: Open, key_file: KeyFile) -> None:
@@ -215,13 +200,10 @@ async def read_all(stream: grpc.aio.StreamStreamCall[bytes, bytes]) -> AsyncIter
         yield data
 
 
-@SERVERS
-async def test_a_limit_is_one_for_all_protocols_and_says_when_to_come_back(
-    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
-) -> None:
+async def test_a_limit_is_one_for_all_protocols_and_says_when_to_come_back(doors_with: Open, key_file: KeyFile) -> None:
     key = key_file.add("team", requests_per_s=0.01)
     other = key_file.add("other")
-    async with doors_with(server) as doors:
+    async with doors_with() as doors:
         assert (await doors.call("ModelInfer", infer_request(), x_api_key=key)).status == 200
         refused = await doors.call("ModelInfer", infer_request(), x_api_key=key)
         assert (refused.status, refused.message) == (429, "the API key 'team' may send 0.01 requests per second")
@@ -267,58 +249,32 @@ async def test_prompts_and_choices_count_as_requests_at_once(doors_with: Open, k
             assert "error" not in response.text
 
 
-async def test_tokenizing_counts_as_a_request_at_once(doors_with: Open, key_file: KeyFile) -> None:
-    key = key_file.add("team", concurrent_requests=1)
-    bodies: dict[str, dict[str, object]] = {
-        "/tokenize": {"prompt": "some words"},
-        "/detokenize": {"tokens": [1]},
-        "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "some words"}]},
-    }
-    async with doors_with() as doors:
-        stream = doors.stream(x_api_key=key)
-        await stream.write(infer_request(delay_ms=60_000))
-        await busy(doors, key)
-        for path, body in bodies.items():
-            refused = await doors.post(path, {"model": "echo-llm", **body}, x_api_key=key)
-            assert (path, refused.status_code) == (path, 429), refused.text
-        stream.cancel()
-        await free_again(doors, key)
-        for path, body in bodies.items():
-            response = await doors.post(path, {"model": "echo-llm", **body}, x_api_key=key)
-            assert (path, response.status_code) == (path, 200), response.text
-
-
 async def until_key_is_valid(doors: Doors, key: str) -> None:
     """Returns when the server has read a key that was added while it ran."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while (await doors.get("/v1/models", x_api_key=key)).status_code == 401:
             await asyncio.sleep(0.05)
 
 
 async def free_again(doors: Doors, key: str) -> None:
     """Returns when a key with one concurrent request has none open."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while (await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)).status_code == 429:
             await asyncio.sleep(0.02)
 
 
 async def busy(doors: Doors, key: str) -> None:
     """Returns when the one request that this key may have open is at the worker."""
-    async with asyncio.timeout(10):
-        while not doors.worker.requests.open_requests:
-            await asyncio.sleep(0.01)
+    await until(lambda: doors.worker.requests.open_requests)
     assert (await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)).status_code == 429
 
 
 LONG = 100_000
 
 
-@SERVERS
-async def test_every_ending_of_a_request_gives_its_place_free(
-    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
-) -> None:
+async def test_every_ending_of_a_request_gives_its_place_free(doors_with: Open, key_file: KeyFile) -> None:
     key = key_file.add("team", concurrent_requests=1)
-    async with doors_with(server) as doors:
+    async with doors_with() as doors:
         chat = {"model": "echo-llm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": LONG, "stream": True}
 
         stream = doors.stream(x_api_key=key)  # cancelled in the middle of text
@@ -335,16 +291,12 @@ async def test_every_ending_of_a_request_gives_its_place_free(
         await free_again(doors, key)
 
         async with doors.http.stream("POST", "/v1/chat/completions", json=chat, headers={"x-api-key": key}) as response:
-            await anext(response.aiter_lines())  # disconnected
+            lines = response.aiter_lines()  # dropped, it would disconnect before `busy` has looked
+            await anext(lines)
             await busy(doors, key)
         await free_again(doors, key)
 
-        call = doors.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(  # type: ignore[var-annotated]
-            infer_request(delay_ms=60_000), metadata=(("x-api-key", key),), timeout=0.5
-        )
-        await busy(doors, key)
-        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await free_again(doors, key)
+        await past_its_deadline(doors, key)
 
         too_long = {**chat, "messages": [{"role": "user", "content": "x" * 140_000}]}
         wrong = {**TENSOR, "inputs": [{**TENSOR["inputs"][0], "datatype": "INT8"}]}  # refused after admission
@@ -362,36 +314,19 @@ async def test_every_ending_of_a_request_gives_its_place_free(
         await free_again(doors, key)
 
 
-SCOPED = {
-    Scope.REPOSITORY: ("GET", "/v2/repository/index"),
-    Scope.METRICS: ("GET", "/metrics"),
-    Scope.DOCS: ("GET", "/openapi.json"),
-    Scope.CONSOLE: ("GET", "/v1/routing/decisions"),
-    Scope.THRESHOLDS: ("GET", "/busy_threshold"),
-    Scope.NAMES: ("GET", "/v1/names"),
-    Scope.USAGE: ("GET", "/v1/usage"),
-}
-
-
-async def test_each_admin_surface_needs_its_own_scope(doors_with: Open, key_file: KeyFile) -> None:
-    keys = {scope: key_file.add(scope.value, scope) for scope in Scope}
-    async with doors_with() as doors:
-        for scope, key in keys.items():
-            for needed, (method, path) in SCOPED.items():
-                response = await doors.http.request(method, path, headers={"x-api-key": key})
-                wanted = {200, 404} if scope in (needed, Scope.ADMIN) else {403}
-                assert response.status_code in wanted, (scope, path, response.text)
-            may_infer = scope in (Scope.INFER, Scope.ADMIN)
-            response = await doors.post("/v2/models/echo/infer", TENSOR, x_api_key=key)
-            assert response.status_code == (200 if may_infer else 403)
-            if not may_infer:
-                assert "lacks the scope 'infer'" in response.text
-            index = await doors.call("RepositoryIndex", x_api_key=key)
-            assert index.status == (200 if scope in (Scope.REPOSITORY, Scope.ADMIN) else 403)
-            for method in ("LogSettings", "TraceSetting", "SystemSharedMemoryStatus"):
-                assert (await doors.call(method, x_api_key=key)).status == (200 if scope is Scope.ADMIN else 403)
-            for path in ("/v2/logging", "/v2/systemsharedmemory/status"):
-                assert (await doors.get(path, x_api_key=key)).status_code == (200 if scope is Scope.ADMIN else 403)
+async def past_its_deadline(doors: Doors, key: str) -> None:
+    """Return when a call whose deadline passed at the worker has given its place free. Busy machines need later deadlines."""
+    for timeout_s in (0.5, 2.0, 10.0, 30.0):
+        call = doors.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(  # type: ignore[var-annotated]
+            infer_request(delay_ms=60_000), metadata=(("x-api-key", key),), timeout=timeout_s
+        )
+        await until(lambda call=call: doors.worker.requests.open_requests or call.done())
+        was_there = not call.done()
+        assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await free_again(doors, key)
+        if was_there:
+            return
+    raise AssertionError("the call never came to the worker")
 
 
 ENDINGS = ("%0a", "%0A", "%0d%0a", "%00", "%09", "%c2%85", ";", "%2f", "%20")
@@ -440,16 +375,13 @@ async def test_a_credential_that_is_given_twice_is_refused(doors_with: Open, key
                 assert (status, f"'{names[0]}' must not be given twice" in body) == (400, True)
 
 
-@SERVERS
-async def test_a_credential_that_is_given_twice_is_refused_over_grpc_as_well(
-    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
-) -> None:
+async def test_a_credential_that_is_given_twice_is_refused_over_grpc_as_well(doors_with: Open, key_file: KeyFile) -> None:
     key = key_file.add("team")
-    async with doors_with(server) as doors:
+    async with doors_with() as doors:
         start = doors.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")  # type: ignore[var-annotated]
         for values in ((key, "wrong"), ("wrong", key), (key, key)):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await start(infer_request(), metadata=tuple(("x-api-key", value) for value in values), timeout=20)
+                await start(infer_request(), metadata=tuple(("x-api-key", value) for value in values), timeout=120)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert refused.value.details() == "the header 'x-api-key' must not be given twice"
 
@@ -481,7 +413,12 @@ async def test_a_key_sees_thresholds_decisions_and_the_console_of_its_models_onl
 async def raw_get(doors: Doors, path: str, headers: dict[str, str]) -> tuple[int, str]:
     """Status and body of a GET whose path no client library has tidied up."""
     reader, writer = await asyncio.open_connection("127.0.0.1", doors.frontend.http_port)
-    lines = [f"GET {path} HTTP/1.1", "host: x", "connection: close", *(f"{name}: {value}" for name, value in headers.items())]
+    lines = [
+        f"GET {path} HTTP/1.1",
+        "host: localhost",
+        "connection: close",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
     writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
     head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
     writer.close()
@@ -511,10 +448,8 @@ async def test_a_surface_can_be_left_open(doors_with: Open, key_file: KeyFile) -
         assert (await doors.get("/v1/models")).status_code == 401
 
 
-@SERVERS
-async def test_triton_s_header_form_restricts_protocols_without_any_key(doors_with: Open, server: GrpcServerChoice) -> None:
+async def test_triton_s_header_form_restricts_protocols_without_any_key(doors_with: Open) -> None:
     async with doors_with(
-        server,
         keys_file=None,
         grpc_restricted="model-repository,statistics:admin-key=s3cret\ninference:client=s4cret",
         http_restricted="metrics,model-repository:x-admin=s3cret",
@@ -534,11 +469,8 @@ async def test_triton_s_header_form_restricts_protocols_without_any_key(doors_wi
         assert (await doors.post("/v2/models/echo/infer", TENSOR)).status_code == 200
 
 
-@SERVERS
-async def test_keys_come_and_go_without_a_restart_even_on_streams_that_are_open(
-    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice
-) -> None:
-    async with doors_with(server) as doors:
+async def test_keys_come_and_go_without_a_restart_even_on_streams_that_are_open(doors_with: Open, key_file: KeyFile) -> None:
+    async with doors_with() as doors:
         key = key_file.add("team")
         await until_key_is_valid(doors, key)
         assert (await doors.call("ModelInfer", infer_request(), x_api_key=key)).status == 200
@@ -546,7 +478,7 @@ async def test_keys_come_and_go_without_a_restart_even_on_streams_that_are_open(
         await stream.write(infer_request())
         assert not await in_band(stream)
         key_file.remove_all()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while True:
                 await stream.write(infer_request())
                 if error := await in_band(stream):
@@ -567,19 +499,18 @@ async def test_a_key_that_has_expired_is_told_so(doors_with: Open, key_file: Key
 
 async def audited(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
     """The audit records, of which so many must come; the last may come a moment after its answer."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while len(lines := [record.getMessage() for record in caplog.records if record.name == "dynamo.audit"]) < count:
             await asyncio.sleep(0.01)
     return lines
 
 
-@SERVERS
 async def test_what_administrators_do_is_recorded_under_an_id_that_they_get(
-    doors_with: Open, key_file: KeyFile, server: GrpcServerChoice, caplog: pytest.LogCaptureFixture
+    doors_with: Open, key_file: KeyFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "dynamo.audit")
     key = key_file.add("root", Scope.ADMIN)
-    async with doors_with(server) as doors:
+    async with doors_with() as doors:
         change = {"model": "echo-llm", "active_decode_blocks_threshold": 0.9}
         done = await doors.post("/busy_threshold", change, x_api_key=key, x_request_id="change-1")
         load = pb.RepositoryModelLoadRequest(model_name="forged\nline").SerializeToString()
@@ -588,7 +519,7 @@ async def test_what_administrators_do_is_recorded_under_an_id_that_they_get(
         http_loaded = await doors.post("/v2/repository/models/some%20model/load", {}, x_api_key=key)
         forged = await doors.post("/v2/repository/models/forged%0Aline/load", {}, x_api_key=key)
         refused = await doors.post("/busy_threshold", change)
-        await doors.call("RepositoryModelLoad", load, x_api_key="nobody's", x_request_id="try-7")
+        await doors.call("RepositoryModelLoad", load, x_api_key="unknown", x_request_id="try-7")
         await doors.get("/busy_threshold", x_api_key=key)  # reading is no action
         lines = await audited(caplog, 5)
         assert lines[0] == f"POST /busy_threshold by key 'root' from 127.0.0.1, request change-1: {done.status_code}"
@@ -610,7 +541,7 @@ async def test_what_administrators_do_is_recorded_under_an_id_that_they_get(
         assert [vars(record)["request_id"] for record in caplog.records if record.name == "dynamo.audit"] == ids
 
 
-async def test_without_keys_actions_are_recorded_as_anybody_s(doors_with: Open, caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_keys_actions_are_recorded(doors_with: Open, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dynamo.audit")
     async with doors_with(keys_file=None) as doors:
         done = await doors.post("/busy_threshold", {"model": "echo-llm", "active_decode_blocks_threshold": 0.9})
@@ -618,11 +549,11 @@ async def test_without_keys_actions_are_recorded_as_anybody_s(doors_with: Open, 
         await doors.call("SystemSharedMemoryStatus")  # reading is no action
         memory = await doors.call("SystemSharedMemoryRegister")
         lines = await audited(caplog, 3)
-        assert lines[0].startswith("POST /busy_threshold by anybody from 127.0.0.1, request ")
+        assert lines[0].startswith("POST /busy_threshold by a caller without a key from 127.0.0.1, request ")
         assert done.headers["x-request-id"] in lines[0]
-        assert lines[1].startswith("RepositoryModelLoad '' by anybody from ")
+        assert lines[1].startswith("RepositoryModelLoad '' by a caller without a key from ")
         assert loaded.headers["x-request-id"] in lines[1]
-        assert lines[2].startswith("SystemSharedMemoryRegister by anybody from ")
+        assert lines[2].startswith("SystemSharedMemoryRegister by a caller without a key from ")
         assert (memory.status, lines[2].endswith(": failed")) == (500, True)
         assert len(lines) == 3
 
@@ -641,9 +572,8 @@ async def test_every_answer_over_http_has_an_id(doors_with: Open) -> None:
         assert repeated.headers["x-request-id"] == "mine-1"
 
 
-@SERVERS
-async def test_every_refusal_over_grpc_has_an_id(doors_with: Open, server: GrpcServerChoice) -> None:
-    async with doors_with(server, keys_file=None) as doors:
+async def test_every_refusal_over_grpc_has_an_id(doors_with: Open) -> None:
+    async with doors_with(keys_file=None) as doors:
         for method, message in (("ModelInfer", b"\xff"), ("ModelMetadata", b""), ("CudaSharedMemoryRegister", b"")):
             failed = await doors.call(method, message)
             assert failed.status != 200

@@ -108,7 +108,7 @@ async def lost_and_registered_again(server: EtcdServer, doors: Doors) -> None:
     leases = (await asyncio.to_thread(etcdctl, server.endpoint, *root, "lease", "list")).split()
     for revoked in leases[leases.index("leases") + 1 :]:
         await asyncio.to_thread(etcdctl, server.endpoint, *root, "lease", "revoke", revoked)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             registered = await asyncio.to_thread(etcdctl, server.endpoint, *root, "get", "--prefix", "--keys-only", "/dynamo/v1/")
             if registered.count("/dynamo/v1/") == 2 and doors.frontend.readiness.is_model_ready("echo"):

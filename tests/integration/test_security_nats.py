@@ -8,8 +8,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import httpx2
@@ -17,15 +18,23 @@ import nats
 import nkeys  # type: ignore[import-untyped]
 import pytest
 import trustme
+from nats.aio.msg import Msg
+from nats.errors import TimeoutError as NatsTimeoutError
+from nats.js import JetStreamContext
+from nats.js.api import StreamSource
+from nats.js.errors import NotFoundError
 
 from dynamo.common.config import load
 from dynamo.common.errors import DynamoError
 from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.messaging.kv_stream import KvStream
+from dynamo.common.messaging.records import open_records
 from dynamo.common.options import NatsOptions
 from dynamo.worker.config import WorkerConfig
 from tests.support.certificates import issue, write_ca
-from tests.support.servers import EtcdServer, ServerTls, start_nats
+from tests.support.servers import EtcdServer, NatsServer, ServerTls, start_nats
 from tests.support.sim_fleet import SimFleet
+from tests.support.waiting import until
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "k8s" / "base" / "platform" / "nats" / "nats.conf"
 
@@ -51,7 +60,7 @@ def _base64(data: bytes) -> str:
 
 async def round_trip(config: NatsOptions) -> None:
     """Publish a message and receive it, over a connection of its own."""
-    async with asyncio.timeout(10), connect_nats(config, "test") as connection:
+    async with asyncio.timeout(120), connect_nats(config, "test") as connection:
         received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         await connection.subscribe("dynamo.t", lambda subject, reply, payload, missing: received.set_result(bytes(payload)))
         assert connection.publish_nowait("dynamo.t", b"hello")
@@ -71,7 +80,7 @@ async def refused(
 
     attempt = asyncio.create_task(never())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while words not in caplog.text:
                 assert not attempt.done(), attempt
                 await asyncio.sleep(0.02)
@@ -115,11 +124,11 @@ async def test_a_login_that_changes_is_read_anew_from_its_file(
         await former.aclose()
         new = start_nats(tmp_path / "new", port=server.port, jetstream=False, config=authorization("swordfish"))
         await stack.enter_async_context(new)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while "Authorization Violation" not in caplog.text:
                 await asyncio.sleep(0.02)
         file.write_text("swordfish\n")
-        await asyncio.wait_for(back.wait(), 10)
+        await asyncio.wait_for(back.wait(), 120)
 
 
 async def test_nkey(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -236,7 +245,17 @@ NOT_ALLOWED = {
             "$SYS.REQ.SERVER.PING",
             "elsewhere",
         ],
-        "subscribe": [REQUEST, "dynamo.*.*.*.rpc", "dynamo.>", ">", "$SYS.>", "$JS.API.>"],
+        "subscribe": [
+            REQUEST,
+            "dynamo.*.*.*.rpc",
+            "dynamo.>",
+            ">",
+            "*.>",
+            "$SYS.>",
+            "$JS.API.>",
+            "_INBOX.>",
+            "_INBOX_worker.>",
+        ],
     },
     "worker": {
         "publish": [
@@ -246,9 +265,16 @@ NOT_ALLOWED = {
             "dynamo.ns.limits",
             "dynamo.ns.stored.resp_1",
             "dynamo.ns.turns",
-            "$JS.API.STREAM.DELETE.OBJ_dynamo-models",
+            "$JS.API.STREAM.CREATE.OBJ_dynamo-models",
+            "$JS.API.STREAM.CREATE.dynamo-kv",
             "$JS.API.STREAM.CREATE.another",
+            "$JS.API.STREAM.UPDATE.OBJ_dynamo-models",
+            "$JS.API.STREAM.UPDATE.dynamo-kv",
+            "$JS.API.STREAM.DELETE.OBJ_dynamo-models",
+            "$JS.API.STREAM.DELETE.dynamo-kv",
+            "$JS.API.CONSUMER.CREATE.OBJ_dynamo-models",
             "_INBOX.another",
+            "_INBOX_frontend.another",
             "elsewhere",
         ],
         "subscribe": [
@@ -258,17 +284,23 @@ NOT_ALLOWED = {
             "dynamo.*.*.load.*",
             "dynamo.>",
             ">",
+            "*.>",
             "$SYS.>",
             "$O.>",
+            "_INBOX.>",
+            "_INBOX_frontend.>",
         ],
     },
 }
 ALLOWED = {
     "frontend": {
         "publish": [REQUEST, "dynamo.ns.backend.bookings"],
-        "subscribe": ["dynamo.ns.responses.c1.>", "dynamo.ns.backend.kv.*"],
+        "subscribe": ["dynamo.ns.responses.c1.>", "dynamo.ns.backend.kv.*", "_INBOX_frontend.1.>"],
     },
-    "worker": {"publish": [RESPONSE, "dynamo.ns.backend.kv.1f", "dynamo.ns.backend.load.1f"], "subscribe": [REQUEST]},
+    "worker": {
+        "publish": [RESPONSE, "dynamo.ns.backend.kv.1f", "dynamo.ns.backend.load.1f"],
+        "subscribe": [REQUEST, "_INBOX_worker.1.>"],
+    },
 }
 
 
@@ -308,7 +340,7 @@ async def test_a_role_of_the_deployment_is_refused_what_it_does_not_need(tmp_pat
             assert violations.empty(), violations
             for subject in NOT_ALLOWED[role][verb]:
                 await attempt(subject)  # type: ignore[misc]
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(120):
                     violation = await violations.get()
                 noun = {"publish": "publish", "subscribe": "subscription"}[verb]
                 assert f'permissions violation for {noun} to "{subject.lower()}"' in violation
@@ -316,12 +348,20 @@ async def test_a_role_of_the_deployment_is_refused_what_it_does_not_need(tmp_pat
         await client.close()
 
 
+@asynccontextmanager
+async def deployed(folder: Path, etcd: EtcdServer, namespace: str) -> AsyncIterator[tuple[NatsServer, SimFleet]]:
+    """Start a NATS with the permissions of a deployment, for a fleet with durable KV events of which nothing runs yet."""
+    async with start_nats(folder, config=deployed_permissions()) as server:
+        yield server, SimFleet(etcd, server, namespace, durable=True, logins=LOGINS)
+
+
 async def test_a_deployment_serves_with_the_permissions_of_its_roles(
     tmp_path: Path, etcd_server: EtcdServer, namespace: str
 ) -> None:
     """Everything that the roles do at NATS: requests, files, KV events, bookings, thresholds, loads, responses."""
-    async with start_nats(tmp_path, config=deployed_permissions()) as server:
-        fleet = SimFleet(etcd_server, server, namespace, durable=True, logins=LOGINS)
+    async with deployed(tmp_path, etcd_server, namespace) as (server, fleet):
+        async with fleet.frontend():
+            await are_made(server, "OBJ_dynamo-models", "dynamo-kv")
         async with fleet.worker(), fleet.worker():
             async with fleet.frontend(replica_sync=True, snapshot_threshold=1), fleet.frontend(replica_sync=True):
                 for number in range(4):
@@ -344,13 +384,128 @@ async def test_a_deployment_serves_with_the_permissions_of_its_roles(
         assert "Violation" not in server.log_file.read_text()
 
 
+async def test_a_worker_does_not_receive_what_a_frontend_reads_from_the_store(tmp_path: Path) -> None:
+    """A worker runs models of users. Each role has inboxes of its own, and may subscribe no others."""
+    secret = b"the stored response of another key"
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        server = await enter(start_nats(tmp_path, config=deployed_permissions()))
+        worker = await nats.connect(server.url, user="worker", password="w", error_cb=ignore)
+        stack.push_async_callback(worker.close)
+        received: list[bytes] = []
+
+        async def keep(message: Msg) -> None:
+            received.append(message.data)
+
+        for subject in ("_INBOX.>", "_INBOX_frontend.>", "_INBOX_worker.>", "*.*", "*.*.*"):
+            await worker.subscribe(subject, cb=keep)
+        await worker.flush()
+        own = NatsOptions(servers=(server.url,), user="frontend", password="f")
+        frontend = await enter(connect_nats(own, "frontend", role="frontend"))
+        records = await enter(open_records(frontend, "dynamo-responses", ttl_s=3600, max_bytes=64 << 20))
+        await records.put("rev.small", secret)
+        await records.put("rev.large", secret * 100_000)
+        record = await records.get("rev.small")
+        assert record is not None and record.value == secret
+        record = await records.get("rev.large")
+        assert record is not None and len(record.value) == 100_000 * len(secret)
+        await worker.flush()
+        assert received == []
+
+
+async def are_made(server: NatsServer, *names: str) -> None:
+    """Return once these streams exist."""
+    client = await nats.connect(server.url, inbox_prefix="_INBOX_frontend", **LOGINS["frontend"])
+    try:
+        async with asyncio.timeout(120):
+            for name in names:
+                while not await exists(client.jetstream(), name):
+                    await asyncio.sleep(0.02)
+    finally:
+        await client.close()
+
+
+async def exists(context: JetStreamContext, stream: str) -> bool:
+    try:
+        await context.stream_info(stream)
+    except NotFoundError:
+        return False
+    return True
+
+
+async def test_a_worker_makes_no_stream_into_which_those_of_frontends_are_copied(tmp_path: Path) -> None:
+    """The login that makes a stream says what is copied into it, and a worker's login may read what it writes."""
+    async with start_nats(tmp_path, config=deployed_permissions()) as server:
+        worker = await nats.connect(server.url, inbox_prefix="_INBOX_worker", error_cb=ignore, **LOGINS["worker"])
+        context = worker.jetstream(timeout=0.5)
+        for name in ("OBJ_dynamo-models", "dynamo-kv"):
+            with pytest.raises(NatsTimeoutError):
+                await context.add_stream(name=name, sources=[StreamSource(name="KV_dynamo-responses")])
+            assert not await exists(context, name)
+            assert f"$JS.API.STREAM.CREATE.{name}" in server.log()
+        await worker.close()
+
+
+async def test_a_worker_that_may_make_no_stream_waits_for_a_frontend_to_make_it(
+    tmp_path: Path, etcd_server: EtcdServer, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with deployed(tmp_path, etcd_server, namespace) as (server, fleet), fleet.worker() as worker:
+        await until(lambda: "model sim waits for its files to be stored" in caplog.text)
+        await until(lambda: "KV events are not recorded until JetStream is there" in caplog.text)
+        assert caplog.text.count("it is not there yet, and this login may not make it") >= 2
+        fleet.workers.remove(worker)  # which `frontend` would wait for, and it cannot come while that one starts
+        async with fleet.frontend() as front:
+            fleet.workers.append(worker)
+            await until(lambda: bool(fleet.frontends[front].plane.models.instances("sim")))
+            await fleet.generate("hello")
+            await are_recorded(server, namespace)
+
+
+async def are_recorded(server: NatsServer, namespace: str) -> None:
+    """Return once KV events are on record."""
+    options = NatsOptions(servers=(server.url,), **LOGINS["frontend"])  # type: ignore[arg-type]
+    async with asyncio.timeout(120), connect_nats(options, "test", role="frontend") as connection:
+        while not await KvStream(connection).count(f"dynamo.{namespace}.*.kv.*"):
+            await asyncio.sleep(0.02)
+
+
+async def test_a_frontend_makes_what_workers_write_again_in_a_nats_that_lost_it(
+    tmp_path: Path, etcd_server: EtcdServer, namespace: str
+) -> None:
+    async with deployed(tmp_path, etcd_server, namespace) as (server, fleet), fleet.frontend():
+        await are_made(server, "OBJ_dynamo-models", "dynamo-kv")
+        server.kill()
+        shutil.rmtree(tmp_path / "jetstream")
+        await server.restart()
+        await are_made(server, "OBJ_dynamo-models", "dynamo-kv")
+
+
+async def test_a_process_may_be_given_inboxes_of_its_own(tmp_path: Path) -> None:
+    permissions = '{ publish: ["dynamo.>", "$JS.API.>"], subscribe: ["pools.a.inbox.>"] }'
+    config = f"authorization {{ users: [ {{user: a, password: a, permissions: {permissions} }} ] }}"
+    async with start_nats(tmp_path, config=config) as server:
+        options = NatsOptions(servers=(server.url,), user="a", password="a", inbox_prefix="pools.a.inbox")
+        async with asyncio.timeout(120), connect_nats(options, "worker", role="worker") as connection:
+            assert (await connection.client.jetstream().account_info()).streams == 0
+        assert "Violation" not in server.log()
+
+
+async def ignore(error: Exception) -> None: ...
+
+
 @pytest.mark.parametrize("role", ["frontend", "worker"])
 async def test_a_role_may_not_act_as_the_other(tmp_path: Path, etcd_server: EtcdServer, namespace: str, role: str) -> None:
     """A process that logs in with the password of the other role cannot serve; nats-server refuses what it tries."""
     other = {"frontend": "worker", "worker": "frontend"}[role]
     async with start_nats(tmp_path, config=deployed_permissions()) as server:
         fleet = SimFleet(etcd_server, server, namespace, logins=LOGINS | {role: LOGINS[other]})
-        with pytest.raises((DynamoError, TimeoutError)):
-            async with asyncio.timeout(5), fleet.worker(), fleet.frontend():
+
+        async def serve() -> None:
+            async with fleet.worker(), fleet.frontend():
                 await fleet.generate("hello")
-        assert "Violation" in server.log_file.read_text()
+
+        serving = asyncio.create_task(serve())
+        await until(lambda: "Violation" in server.log_file.read_text())
+        with pytest.raises((DynamoError, TimeoutError)):
+            async with asyncio.timeout(5):
+                await serving

@@ -77,7 +77,7 @@ async def test_no_secret_is_shown_anywhere(tmp_path: Path, namespace: str) -> No
 
 async def request_until_logged(front: FrontendProcess, key: str, words: str) -> None:
     """Make the server look at its key file, which it does when a request comes."""
-    async with asyncio.timeout(10), httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client:
+    async with asyncio.timeout(120), httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client:
         while not any(words in line for line in front.lines):
             await client.get("/metrics", headers={"x-api-key": key})
             await asyncio.sleep(0.1)
@@ -90,7 +90,7 @@ def arguments(process: Process) -> str:
 async def every_response(http_port: int, grpc_target: str, values: Mapping[str, str]) -> dict[str, str]:
     """Return the responses of a frontend to requests with right and wrong secrets."""
     responses = {}
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=20) as client:
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=120) as client:
         for name in ("team", "root", "wrong"):
             headers = {"authorization": f"Bearer {values[name]}", "x-admin": values["client"]}
             for path in ("/v2/models/echo/infer", "/v2/repository/models/echo/load", "/busy_threshold", "/v1/chat/completions"):
@@ -105,7 +105,7 @@ async def every_response(http_port: int, grpc_target: str, values: Mapping[str, 
             for name in ("team", "root", "wrong"):
                 metadata = (("x-api-key", values[name]), ("triton-grpc-protocol-admin", values["admin"]))
                 start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(SERVICE + method)
-                call = start(infer_request() if method == "ModelInfer" else b"", metadata=metadata, timeout=20)
+                call = start(infer_request() if method == "ModelInfer" else b"", metadata=metadata, timeout=120)
                 details = str(await call.details())
                 responses[f"{method} with {name}"] = details + str(await call.trailing_metadata())
     return responses
@@ -148,7 +148,7 @@ async def serves_with_tls(
         httpx2.AsyncClient(base_url=f"https://127.0.0.1:{front.http_port}", verify=context) as http,
         grpc.aio.secure_channel(front.grpc_target, credentials) as channel,
     ):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     if (await http.post("/v2/models/echo/infer", json=TENSOR)).status_code == 200:
@@ -157,7 +157,7 @@ async def serves_with_tls(
                     assert front.process.returncode is None
                 await asyncio.sleep(0.1)
         infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"{SERVICE}ModelInfer")
-        assert await infer(infer_request(), wait_for_ready=True, timeout=20)
+        assert await infer(infer_request(), wait_for_ready=True, timeout=120)
         door_key, door_cert = folder / "door.key", folder / "door.pem"
         issued = ca.issue_cert("127.0.0.1")
         door_key.write_bytes(issued.private_key_pem.bytes())
@@ -165,11 +165,11 @@ async def serves_with_tls(
         expected = ssl.PEM_cert_to_DER_cert(issued.cert_chain_pems[0].bytes().decode())
         for port in (front.http_port, front.grpc_port):
             in_a_row = 0
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while in_a_row < 12:  # of two processes that share the port
                     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
                     shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
                     writer.close()
                     in_a_row = in_a_row + 1 if shown == expected else 0
                     await asyncio.sleep(0.02)
-        assert await infer(infer_request(), timeout=20)
+        assert await infer(infer_request(), timeout=120)

@@ -14,6 +14,8 @@ from tests.support.arenas import memory_folder
 from tests.support.fleet import Fleet, FleetFrontend, echo_request
 from tests.support.servers import EtcdServer, NatsServer
 
+pytestmark = pytest.mark.slow
+
 BYTES = "dynamo_frontend_shared_memory_bytes_total"
 FALLBACKS = "dynamo_frontend_shared_memory_fallbacks_total"
 USED = "dynamo_frontend_shared_memory_used_bytes"
@@ -33,14 +35,14 @@ def body(size: int) -> bytes:
 
 async def shows(front: FleetFrontend, name: str, value: float, **labels: str) -> None:
     """Return when a metric, which follows once a second, has a value."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while await front.metric(name, **labels) != value:
             await asyncio.sleep(0.05)
 
 
 async def holds(folder: Path, arenas: int) -> None:
     """Return when a folder has so many files."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while len(list(folder.iterdir())) != arenas:
             await asyncio.sleep(0.05)
 

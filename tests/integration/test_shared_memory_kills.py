@@ -19,6 +19,8 @@ from dynamo.common.shared_memory.neighbour import Neighbour
 from dynamo.common.shared_memory.sharing import SharedMemory
 from tests.support.arenas import memory_folder
 
+pytestmark = pytest.mark.slow
+
 MOMENTS = 70
 CAPACITY_BYTES = 64 * UNIT_BYTES
 REFERENCE = struct.Struct("<QQQ")

@@ -38,7 +38,7 @@ def fleet(etcd: EtcdServer, nats: NatsServer, namespace: str, drain_timeout_s: f
 
 
 async def order(worker: Worker, path: str) -> None:
-    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{worker.status_port}", timeout=60) as http:
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{worker.status_port}", timeout=120) as http:
         response = await http.post(path)
         assert response.status_code == 200, response.text
 
@@ -59,7 +59,7 @@ class Served:
 
     async def more(self, instance: InstanceId, requests: int = 20) -> None:
         goal = self.by[instance] + requests
-        await until(lambda: self.by[instance] >= goal, 30)
+        await until(lambda: self.by[instance] >= goal, 120)
 
 
 @asynccontextmanager
@@ -72,7 +72,6 @@ async def under_load(fleet: SimFleet) -> AsyncIterator[Served]:
             client.cancel()
 
 
-@pytest.mark.timeout(120)
 async def test_one_of_two_sleeps_and_wakes_under_load_without_a_failed_request(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -92,7 +91,6 @@ async def test_one_of_two_sleeps_and_wakes_under_load_without_a_failed_request(
         await served.more(sleepy.instance)
 
 
-@pytest.mark.timeout(120)
 async def test_routers_know_that_what_was_cached_before_the_sleep_is_gone(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -110,7 +108,6 @@ async def test_routers_know_that_what_was_cached_before_the_sleep_is_gone(
         assert (await f.generate(prompt(1)))[1] > 10
 
 
-@pytest.mark.timeout(120)
 async def test_a_stream_longer_than_the_drain_goes_on_elsewhere(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -129,7 +126,6 @@ async def test_a_stream_longer_than_the_drain_goes_on_elsewhere(
             assert generation.summary.output_tokens == 2000
 
 
-@pytest.mark.timeout(120)
 async def test_without_an_awake_worker_requests_are_unavailable_until_one_wakes(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -140,7 +136,7 @@ async def test_without_an_awake_worker_requests_are_unavailable_until_one_wakes(
         with pytest.raises(Unavailable):
             await f.generate(prompt(1))
         await order(only, "/wake_up")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while True:
                 with suppress(Unavailable):
                     await f.generate(prompt(1))

@@ -12,6 +12,8 @@ import pytest
 from tests.support.processes import frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
 
+pytestmark = pytest.mark.slow
+
 STREAMS = 1_000
 TOKENS = 60
 STEP_MS = 200
@@ -44,7 +46,6 @@ def rss_mib(pid: int) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:"))
 
 
-@pytest.mark.timeout(200)
 async def test_a_thousand_streams_at_once_end_without_an_error_or_growing_memory(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:
@@ -52,7 +53,7 @@ async def test_a_thousand_streams_at_once_end_without_an_error_or_growing_memory
     timing.write_text(f"prefill_tokens,decoding,step_ms\n0,1,{STEP_MS}\n8192,0,{STEP_MS}\n0,1000,{STEP_MS}\n")
     body = {"model": "sim", "prompt": "Once upon", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     content = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     model = ("--model", f"sim:timing={timing}", "--max-num-seqs", str(STREAMS))
     async with (
         worker(etcd_server, nats_server, namespace, *model) as engine,
@@ -63,7 +64,7 @@ async def test_a_thousand_streams_at_once_end_without_an_error_or_growing_memory
         async with asyncio.TaskGroup() as tasks:
             for stream in held:
                 tasks.create_task(stream.run(front.http_port, head % len(content) + content))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while min(stream.events for stream in held) < 10:
                     await asyncio.sleep(0.2)
             before = [rss_mib(process.process.pid) for process in (front, engine)]

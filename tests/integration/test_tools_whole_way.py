@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from anthropic import AsyncAnthropic, beta_async_tool
 from openai import AsyncOpenAI
 
-from tests.support.processes import FrontendProcess, frontend, worker
-from tests.support.servers import EtcdServer, NatsServer
+from tests.support.processes import FrontendProcess
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -22,25 +20,13 @@ ADD: Any = {"type": "function", "function": {"name": "add", "description": "Add 
 QUESTION = 'Compute add({"a": 19, "b": 23}).'
 
 
-@pytest.fixture
-async def agent(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> AsyncIterator[FrontendProcess]:
-    """A frontend with a simulated model that calls tools, as `sim` and `gpt`."""
-    flags = ("--model", "sim:speedup=0,calls=1", "--served-model-name", "sim", "gpt")
-    async with (
-        worker(etcd_server, nats_server, namespace, *flags),
-        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
-    ):
-        await front.serves("sim")
-        yield front
-
-
 def openai(front: FrontendProcess) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"http://127.0.0.1:{front.http_port}/v1", api_key="none", max_retries=0)
 
 
-async def test_a_tool_loop_over_chat_completions_ends_with_the_results(agent: FrontendProcess) -> None:
+async def test_a_tool_loop_over_chat_completions_ends_with_the_results(deployment: FrontendProcess) -> None:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
-    async with openai(agent) as client:
+    async with openai(deployment) as client:
         called = (await client.chat.completions.create(model="gpt", messages=messages, tools=[ADD])).choices[0]
         assert (called.finish_reason, called.message.content) == ("tool_calls", None)
         [call] = called.message.tool_calls or []
@@ -52,9 +38,9 @@ async def test_a_tool_loop_over_chat_completions_ends_with_the_results(agent: Fr
         assert (last.finish_reason, last.message.content) == ("stop", "The tools returned: 42")
 
 
-async def test_parallel_calls_can_be_refused(agent: FrontendProcess) -> None:
+async def test_parallel_calls_can_be_refused(deployment: FrontendProcess) -> None:
     messages: list[Any] = [{"role": "user", "content": 'add({"a": 1, "b": 2}) and add({"a": 3, "b": 4})'}]
-    async with openai(agent) as client:
+    async with openai(deployment) as client:
         for parallel, calls in ((True, 2), (False, 1)):
             response = await client.chat.completions.create(
                 model="sim", messages=messages, tools=[ADD], parallel_tool_calls=parallel
@@ -62,22 +48,22 @@ async def test_parallel_calls_can_be_refused(agent: FrontendProcess) -> None:
             assert len(response.choices[0].message.tool_calls or []) == calls
 
 
-async def test_a_tool_loop_over_responses_ends_with_the_results(agent: FrontendProcess) -> None:
+async def test_a_tool_loop_over_responses_ends_with_the_results(deployment: FrontendProcess) -> None:
     tools: Any = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}]
     items: list[Any] = [{"role": "user", "content": QUESTION}]
-    async with openai(agent) as client:
+    async with openai(deployment) as client:
         response = await client.responses.create(model="sim", input=items, tools=tools)
         [call] = [item for item in response.output if item.type == "function_call"]
         items += [*response.output, {"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
         assert (await client.responses.create(model="sim", input=items, tools=tools)).output_text == "The tools returned: 42"
 
 
-async def test_the_tool_runner_of_anthropic_ends_with_the_results(agent: FrontendProcess) -> None:
+async def test_the_tool_runner_of_anthropic_ends_with_the_results(deployment: FrontendProcess) -> None:
     async def run(a: int, b: int) -> str:
         return str(a + b)
 
     tool = beta_async_tool(run, name="add", description="Add two numbers.", input_schema=PARAMETERS)
-    async with AsyncAnthropic(base_url=f"http://127.0.0.1:{agent.http_port}", api_key="none", max_retries=0) as client:
+    async with AsyncAnthropic(base_url=f"http://127.0.0.1:{deployment.http_port}", api_key="none", max_retries=0) as client:
         runner = client.beta.messages.tool_runner(
             model="sim", max_tokens=500, tools=[tool], messages=[{"role": "user", "content": QUESTION}]
         )
@@ -87,7 +73,9 @@ async def test_the_tool_runner_of_anthropic_ends_with_the_results(agent: Fronten
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 @pytest.mark.parametrize("stream", [False, True])
-async def X(agent: FrontendProcess, choice: Any, *, stream: bool) -> None:
+async def test_a_call_that_the_length_cuts_is_kept_as_far_as_it_was_spelled_where_its_name_is_known(
+    deployment: FrontendProcess, choice: Any, *, stream: bool
+) -> None:
     spelled = '{"a": 19' if choice != "required" else '[{"name": "add", "parameters": {"a": 19'
     request: dict[str, Any] = {
         "model": "sim",
@@ -96,7 +84,7 @@ async def X(agent: FrontendProcess, choice: Any, *, stream: bool) -> None:
         "tool_choice": choice,
         "max_tokens": len(spelled),
     }
-    async with openai(agent) as client:
+    async with openai(deployment) as client:
         if stream:
             chunks = [chunk.choices[0] async for chunk in await client.chat.completions.create(**request, stream=True)]
             functions = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
@@ -111,17 +99,11 @@ async def X(agent: FrontendProcess, choice: Any, *, stream: bool) -> None:
 
 
 @pytest.mark.real_model
-@pytest.mark.timeout(240)
 async def test_a_model_without_tools_in_its_template_takes_them_and_calls_what_is_required(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
+    small_model: FrontendProcess,
 ) -> None:
     messages: list[Any] = [{"role": "user", "content": "Add 1 and 2."}]
-    async with (
-        worker(etcd_server, nats_server, namespace, "--model", "smollm2"),
-        frontend(etcd_server.endpoint, nats_server.url, namespace) as front,
-        openai(front) as client,
-    ):
-        await front.serves("smollm2")
+    async with openai(small_model) as client:
         free = await client.chat.completions.create(model="smollm2", messages=messages, tools=[ADD], max_tokens=4)
         assert free.usage is not None
         assert free.usage.prompt_tokens > 100  # the tools are described

@@ -24,7 +24,6 @@ def parent(trace_id: str = TRACE, *, sampled: bool = True) -> str:
     return f"00-{trace_id}-{CALLER}-{'01' if sampled else '00'}"
 
 
-@pytest.mark.timeout(120)
 async def test_a_request_leaves_one_trace_from_the_client_to_the_engine(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -34,7 +33,7 @@ async def test_a_request_leaves_one_trace_from_the_client_to_the_engine(
         async with (
             worker(etcd_server, nats_server, namespace, *models, *flags),
             frontend(etcd_server.endpoint, nats_server.url, namespace, *flags, "--router-mode", "kv") as front,
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as http,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as http,
         ):
             await front.serves("sim", "echo")
             body = {"model": "sim", "prompt": "Hello", "max_tokens": 5}
@@ -87,8 +86,7 @@ async def test_a_request_leaves_one_trace_from_the_client_to_the_engine(
         assert {span.trace_id for span in collector.spans} == {TRACE, over_grpc, failing}
 
 
-@pytest.mark.timeout(120)
-async def test_a_collector_that_is_away_harms_nobody(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+async def test_a_collector_that_is_away_harms_nothing(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
     flags = ("--otlp-endpoint", "http://127.0.0.1:9", "--trace-sample-ratio", "1")
     async with (
         worker(etcd_server, nats_server, namespace, "--model", "echo", *flags) as backend,
@@ -104,7 +102,6 @@ async def test_a_collector_that_is_away_harms_nobody(etcd_server: EtcdServer, na
             assert await process.ended(20) == 0
 
 
-@pytest.mark.timeout(120)
 async def test_log_lines_of_both_processes_name_the_request_and_the_trace(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -112,7 +109,7 @@ async def test_log_lines_of_both_processes_name_the_request_and_the_trace(
     async with (
         worker(etcd_server, nats_server, namespace, "--model", f"{FAULTY}:Faulty", *flags) as backend,
         frontend(etcd_server.endpoint, nats_server.url, namespace, *flags) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=30) as http,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as http,
     ):
         await front.serves("faulty")
         tensor = {"name": "how", "datatype": "BYTES", "shape": [1], "data": ["raise"]}
@@ -120,7 +117,7 @@ async def test_log_lines_of_both_processes_name_the_request_and_the_trace(
         response = await http.post("/v2/models/faulty/infer", json={"inputs": [tensor]}, headers=headers)
         assert response.status_code == 500
         for process in (front, backend):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while not (lines := [line for line in process.lines if "r-7" in line]):
                     await asyncio.sleep(0.01)
             record = json.loads(lines[0])

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from dynamo.common.generation import Sampling, Stop, Summary
 from dynamo.common.names import InstanceId
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
-from dynamo.frontend.config import FrontendConfig, HttpOptions, KvRouterOptions, RouterMode, RouterOptions
+from dynamo.frontend.config import FrontendConfig, HttpOptions, KvCost, KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
@@ -31,8 +30,6 @@ from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.real_model,
-    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm: make test-vllm"),
-    pytest.mark.timeout(400),
 ]
 
 CPU = "--enforce-eager --dtype float32 --block-size 32 --kv-cache-memory-bytes 64M"
@@ -119,7 +116,8 @@ async def vllm_server(model: Path, port: int, folder: Path) -> AsyncIterator[Non
 def routed_by_cache(etcd: EtcdServer, nats: NatsServer, namespace: str) -> FrontendConfig:
     return FrontendConfig(
         namespace=namespace,
-        router=RouterOptions(mode=RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0)),
+        # By weights: so short a prompt costs next to nothing in seconds.
+        router=RouterOptions(mode=RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0, cost=KvCost.WEIGHTS)),
         http=HttpOptions(port=0),
         settle_s=0,
         log=LogOptions(),

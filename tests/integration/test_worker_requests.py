@@ -141,7 +141,7 @@ async def test_a_caller_that_leaves_stops_the_engine(nats_server: NatsServer, na
         async with bus.client.open(bus.instance, bus.subject, "generate", body) as stream:
             await stream.read()
             assert engine.load().running == 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             await bus.server.drained()
         assert engine.load().running == 0
 
@@ -173,7 +173,7 @@ async def test_draining_finishes_what_is_open_and_refuses_what_is_new(nats_serve
         assert refused.value.retryable
         assert str(ShuttingDown("the worker")) in str(refused.value)
         gate.open.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             await bus.server.drained()
         assert (await open_request).id == "7"
 

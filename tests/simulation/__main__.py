@@ -4,7 +4,7 @@
     python -m tests.simulation --seeds 0-19999 --results simulate.jsonl     # resumable: seeds in the file are not run again
     python -m tests.simulation --replay 17                                  # prints the whole history
 
-Exit status 1 if an invariant does not hold.
+Exit status 1 if an invariant does not hold, or if a milestone was never reached in as many histories as always reach it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from tests.simulation.clients import Outcome
+from tests.simulation.milestones import Census
 
 _PER_PROCESS = 10
 """Seeds that a process runs. What they leave behind goes with it, which takes less time than to collect it."""
@@ -45,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"}
         )
     if arguments.replay is not None:
-        return _replay(arguments.replay)
-    done = _done(arguments.results)
+        return _replay(arguments.replay, plain=arguments.plain)
+    census = Census()
+    done = _done(arguments.results, census)
     seeds = [seed for seed in _seeds(arguments.seeds, arguments.new) if seed not in done]
-    return _run(seeds, arguments.jobs, arguments.results, arguments.within_s)
+    return _run(seeds, arguments, census)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -61,6 +64,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="a file of results, one JSON object per line, to which more are appended")
     parser.add_argument("--within-s", type=float, default=float("inf"), help="start no more seeds after this many seconds")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print its history")
+    parser.add_argument("--plain", action="store_true", help="histories as they were before there were milestones")
     arguments = parser.parse_args(argv)
     if not arguments.seeds and not arguments.new and arguments.replay is None:
         parser.error("name seeds with --seeds, --new or --replay")
@@ -79,31 +83,39 @@ def _seeds(text: str, new: int) -> list[int]:
     return seeds
 
 
-def _done(results: Path | None) -> set[int]:
+def _done(results: Path | None, census: Census) -> set[int]:
+    """Return the seeds that were run before; add what they came to."""
     if results is None or not results.exists():
         return set()
-    return {json.loads(line)["seed"] for line in results.read_text().splitlines()}
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    for record in records:
+        if "milestones" in record:  # not in files of older versions
+            census.add(record["milestones"])
+    return {record["seed"] for record in records}
 
 
-def _replay(seed: int) -> int:
+def _replay(seed: int, *, plain: bool) -> int:
     from tests.simulation.history import run_history
 
-    result = run_history(seed)
+    result = run_history(seed, plain=plain)
     print("\n".join(result.events))
     print(f"seed {seed}: {result.outcomes} in {result.virtual_s:.0f} s of virtual time")
+    print("\n".join(f"{count:9} {name}" for name, count in sorted(result.milestones.items())))
     print("\n".join(f"VIOLATION  {violation}" for violation in result.violations))
     return 0 if result.is_good else 1
 
 
-def _run(seeds: list[int], jobs: int, results: Path | None, within_s: float) -> int:
+def _run(seeds: list[int], arguments: argparse.Namespace, census: Census) -> int:
+    results: Path | None = arguments.results
     begun = time.monotonic()
     outcomes: Counter[str] = Counter()
     virtual_s, count, bad = 0.0, 0, []
-    for line in _results(seeds, jobs, within_s):
+    for line in _results(seeds, arguments.jobs, arguments.within_s, plain=arguments.plain):
         record = json.loads(line)
         count += 1
         virtual_s += record["virtual_s"]
         outcomes.update(record["outcomes"])
+        census.add(record["milestones"])
         if results is not None:
             with results.open("a") as file:
                 file.write(line + "\n")
@@ -112,10 +124,15 @@ def _run(seeds: list[int], jobs: int, results: Path | None, within_s: float) -> 
             print(f"seed {record['seed']}:", *record["violations"][:10], sep="\n    ", flush=True)
     took = time.monotonic() - begun
     print(f"{count} seeds, {sum(outcomes.values())} requests, {virtual_s / 60:.0f} virtual minutes in {took:.0f} s")
-    print("\n".join(summary(outcomes)))
+    print("\n".join([*summary(outcomes), *census.table()]))
+    overdue = census.overdue()
+    for milestone in overdue:
+        print(f"expected within {milestone.within} histories: {milestone.name}")
+    if overdue:
+        print(f"{len(overdue)} milestones were not reached: the histories are not what they were")
     if bad:
         print(f"{len(bad)} broke an invariant; replay one with: python -m tests.simulation --replay {bad[0]}")
-    return 1 if bad else 0
+    return 1 if bad or overdue else 0
 
 
 def summary(outcomes: Mapping[str, int]) -> list[str]:
@@ -124,21 +141,21 @@ def summary(outcomes: Mapping[str, int]) -> list[str]:
     return [f"{count:9} {name:9} {_OUTCOMES[Outcome(name)]}" for name, count in counts]
 
 
-def _results(seeds: list[int], jobs: int, within_s: float) -> Iterator[str]:
+def _results(seeds: list[int], jobs: int, within_s: float, *, plain: bool) -> Iterator[str]:
     """Results as they come, in order, as JSON lines."""
     importlib.import_module("tests.simulation.history")  # before processes are forked, so that each one has it
     until = time.monotonic() + within_s
     parts = [seeds[start : start + _PER_PROCESS] for start in range(0, len(seeds), _PER_PROCESS)]
     with ThreadPoolExecutor(jobs) as threads:
-        for lines in threads.map(_run_seeds, parts, [until] * len(parts)):
+        for lines in threads.map(partial(_run_seeds, until=until, plain=plain), parts):
             yield from lines
 
 
-def _run_seeds(seeds: list[int], until: float) -> list[str]:
+def _run_seeds(seeds: list[int], *, until: float, plain: bool) -> list[str]:
     """Run seeds in a process of their own. Raises RuntimeError if it dies."""
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(seeds, until, sender))
+    process = context.Process(target=_child, args=(seeds, until, plain, sender))
     process.start()
     sender.close()
     try:
@@ -150,19 +167,20 @@ def _run_seeds(seeds: list[int], until: float) -> list[str]:
     return lines
 
 
-def _child(seeds: list[int], until: float, sender: Connection) -> None:
+def _child(seeds: list[int], until: float, plain: bool, sender: Connection) -> None:
     from tests.simulation.history import run_history
 
     lines = []
     for seed in seeds:
         if time.monotonic() > until:
             break
-        result = run_history(seed, collect=False)
+        result = run_history(seed, plain=plain, collect=False)
         record = {
             "seed": seed,
             "violations": result.violations,
             "outcomes": result.outcomes,
             "virtual_s": round(result.virtual_s, 1),
+            "milestones": result.milestones,
         }
         lines.append(json.dumps(record))
     sender.send(lines)

@@ -20,12 +20,11 @@ from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from dynamo.worker.engine.sim.tokens import START, advance, next_token
+from tests.simulation.tokens import VOCABULARY, expected_tokens
 
 if TYPE_CHECKING:
     from tests.simulation.process import SimulatedFrontend
 
-VOCABULARY = 256
 _STEP_S = 0.02
 """A step of the slowest language model, with some requests beside and before it."""
 _RESPONSE_S = 0.05
@@ -67,6 +66,10 @@ class Attempt:
     """When the client loses its patience."""
     is_started: bool = False
     """A part of the response has arrived."""
+    account: str = ""
+    """The name of the key; empty: without one."""
+    prompt_tokens: int = 0
+    received_tokens: int = 0
     pause_s: float = 0.0
     """Between two reads of a slow reader."""
     over: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
@@ -94,8 +97,9 @@ async def run_request(attempt: Attempt, rng: Random) -> None:
     """Send one request and judge what comes back. Runs inside the frontend's process."""
     loop = asyncio.get_running_loop()
     work = {"stream": _infer_stream, "endless": _infer_stream, "generate": _generate}.get(attempt.kind, _infer)
+    stores = attempt.frontend.stores
     call = Call(
-        account=ANONYMOUS,
+        account=ANONYMOUS if stores is None or not attempt.account else stores.account(attempt.account),
         request_id=f"r{attempt.number}",
         endpoint="simulated",
         request_type=RequestType.STREAM,
@@ -164,29 +168,16 @@ async def _generate(attempt: Attempt, call: Call, rng: Random) -> str:
     request = TextRequest(
         model=attempt.model, prompt=prompt, stop=Stop(max_tokens=wanted, ignore_eos=True), sampling=Sampling(seed=seed)
     )
+    attempt.prompt_tokens = len(prompt)
     tokens: list[int] = []
     async with plane.generate(request, call) as generation:
         while batch := await generation.read():
             for delta in batch:
                 tokens += delta.tokens
+            attempt.received_tokens = len(tokens)
             if attempt.pause_s:
                 await asyncio.sleep(attempt.pause_s)
     expected = expected_tokens(prompt, seed, wanted)
     if tokens != expected:
         return f"tokens {tokens[:8]}… ({len(tokens)}) instead of {expected[:8]}… ({len(expected)})"
     return ""
-
-
-def expected_tokens(prompt: list[int], seed: int, count: int) -> list[int]:
-    """Return what the simulated engine generates after `prompt`."""
-    state = mixed = START
-    for part in (0, seed, 0):  # the engine's seed, the request's, and the number of the choice
-        mixed = advance(mixed, part)
-    for token in prompt:
-        state = advance(state, token)
-    tokens = []
-    for _ in range(count):
-        token = next_token(state, mixed, VOCABULARY)
-        tokens.append(token)
-        state = advance(state, token)
-    return tokens

@@ -23,12 +23,15 @@ _CLUSTER_ID = 0xC1
 class SimulatedEtcd:
     """The store, and who may reach it."""
 
-    def __init__(self, loop: SimulatedLoop, rng: Random) -> None:
+    def __init__(self, loop: SimulatedLoop, rng: Random, *, reached: Callable[[str], None] = lambda milestone: None) -> None:
         self.loop = loop
+        self.reached = reached
         self.is_up = True
         self.is_hung = False
         self._rng = rng
         self._cut: set[Process] = set()
+        self.readers: set[Process] = set()
+        """Those that have had a watch."""
         self._streams: dict[SimulatedStream, None] = {}
         self._begin_anew(_CLUSTER_ID)
 
@@ -40,6 +43,8 @@ class SimulatedEtcd:
         self.history: list[tuple[int, list[pb.Event]]] = []
         self.leases: dict[int, tuple[float, float]] = {}
         """Time to live and end, both in seconds."""
+        self.owners: dict[int, Process | None] = {}
+        """Who was granted each lease."""
 
     # Faults
 
@@ -65,6 +70,22 @@ class SimulatedEtcd:
     def let_in(self, process: Process) -> None:
         self._cut.discard(process)
         self._break(lambda stream: stream.process is process)
+
+    def lose_quorum(self) -> None:
+        """Take no requests, while the leases that cannot be renewed go on."""
+        self.is_hung = True
+
+    def regain_quorum(self, *, compacted: bool) -> None:
+        """Take requests again, and end leases that are over. `compacted`: clients that were connected have to list again."""
+        self.is_hung = False
+        for lease, (_, end) in list(self.leases.items()):
+            if end <= self.loop.time():
+                self._end_lease(lease)
+            else:  # its time may have been looked at meanwhile, when it was renewed already
+                self._watch_lease(lease)
+        if compacted:
+            self.compact()
+        self._break(lambda stream: True)
 
     def compact(self) -> None:
         """Forget how the present state came about."""
@@ -105,9 +126,12 @@ class SimulatedEtcd:
             gone = [key for key in sorted(self.keys) if _within(key, request.key, request.range_end)]
             self._delete(gone)
             return pb.DeleteRangeResponse(header=header, deleted=len(gone))
+        if isinstance(request, pb.TxnRequest):
+            return self._transact(request)
         if isinstance(request, pb.LeaseGrantRequest):
             lease = self._rng.getrandbits(62) + 1
             self.leases[lease] = (request.TTL, self.loop.time() + request.TTL)
+            self.owners[lease] = current_process()
             self._watch_lease(lease)
             return pb.LeaseGrantResponse(header=header, ID=lease, TTL=request.TTL)
         if isinstance(request, pb.LeaseRevokeRequest):
@@ -116,6 +140,22 @@ class SimulatedEtcd:
             self._end_lease(request.ID)
             return pb.LeaseRevokeResponse(header=header)
         raise NotImplementedError(type(request).__name__)
+
+    def _transact(self, request: pb.TxnRequest) -> pb.TxnResponse:
+        """Do one thing or another, by the revisions at which keys changed last."""
+        for compare in request.compare:
+            if (compare.target, compare.result) != (pb.Compare.MOD, pb.Compare.EQUAL):
+                raise NotImplementedError(str(compare))
+        revisions = [self.keys[each.key].mod_revision if each.key in self.keys else 0 for each in request.compare]
+        succeeded = revisions == [each.mod_revision for each in request.compare]
+        responses = []
+        for operation in request.success if succeeded else request.failure:
+            kind = operation.WhichOneof("request")
+            assert kind is not None
+            response = self.respond(getattr(operation, kind))
+            responses.append(pb.ResponseOp(**{kind.replace("request", "response"): response}))
+        header = pb.ResponseHeader(cluster_id=self.cluster_id, revision=self.revision)
+        return pb.TxnResponse(header=header, succeeded=succeeded, responses=responses)
 
     def renew(self, lease: int) -> pb.LeaseKeepAliveResponse:
         header = pb.ResponseHeader(cluster_id=self.cluster_id, revision=self.revision)
@@ -129,9 +169,12 @@ class SimulatedEtcd:
         header = pb.ResponseHeader(cluster_id=self.cluster_id, revision=self.revision)
         stream.put(pb.WatchResponse(header=header, created=True))
         if create.start_revision and create.start_revision <= self.compacted:
+            self.reached("watch-compacted")
             stream.put(pb.WatchResponse(header=header, canceled=True, compact_revision=self.compacted))
             return
         stream.watched = (create.key, create.range_end)
+        if stream.process is not None:
+            self.readers.add(stream.process)
         for revision, events in self.history:
             if revision >= create.start_revision:
                 self._notify(stream, revision, events)
@@ -180,12 +223,21 @@ class SimulatedEtcd:
         if lease not in self.leases:
             return
         _, end = self.leases[lease]
-        if not self.is_up:
-            return  # time stands still; `start` watches it again
+        if not self.is_up or self.is_hung:
+            return  # time stands still; `start` watches it again. Without quorum none ends before there is one
         if end > self.loop.time():
             self.loop.call_at(end, self._check_lease, lease, context=_outside())
         else:
+            owner = self.owners.get(lease)
+            self.reached("lease-expired-alive" if owner is not None and owner.is_alive else "lease-expired-dead")
+            if self._unwatched():
+                self.reached("lease-expired-unwatched")
             self._end_lease(lease)
+
+    def _unwatched(self) -> bool:
+        """Return whether some process that watches learns nothing now."""
+        readers = {stream.process for stream in self._streams if stream.watched is not None}
+        return any(each not in readers or not self.reaches(each) for each in self.readers if each.is_alive)
 
     def _end_lease(self, lease: int) -> None:
         del self.leases[lease]

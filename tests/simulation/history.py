@@ -9,6 +9,8 @@ Invariants:
    booking, no load, no bytes of a request, no task that was not there at the start; and nothing of a process that ended in order.
 5. When all is quiet, requests are served, and routers know exactly what instances have cached, which is
    nothing for those that are gone.
+
+For what frontends keep, see `kept`.
 """
 
 from __future__ import annotations
@@ -31,21 +33,31 @@ from random import Random
 from typing import Any, TypeVar, cast
 from unittest import mock
 
+from nats.js import object_store
+
 from dynamo.common import telemetry
 from dynamo.common.errors import Unavailable
 from dynamo.common.etcd import client as etcd_client
+from dynamo.common.messaging import records
+from dynamo.frontend.api.openai.batches import runner
 from dynamo.frontend.config import RouterMode
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.worker import serve
 from dynamo.worker.engine.sim import engine as sim_engine
+from tests.simulation import observers
 from tests.simulation.clients import Attempt, Outcome, run_request
 from tests.simulation.clock import Process, SimulatedLoop
 from tests.simulation.etcd_server import SimulatedEtcd, SimulatedTransport
-from tests.simulation.faults import ALL, FAULTS, Trouble
+from tests.simulation.faults import AIMED, ALL, BURSTS, FAULTS, STORED, Trouble
 from tests.simulation.hosts import Hosts, open_hosts
+from tests.simulation.kept import Kept
+from tests.simulation.milestones import Reached
 from tests.simulation.nats_server import SimulatedNats
 from tests.simulation.network import Network
 from tests.simulation.process import LANGUAGE_MODELS, MAX_PAYLOAD, MODELS, SimulatedFrontend, SimulatedWorker
+from tests.simulation.stores import LIMITED
 
+T = TypeVar("T")
 Member = TypeVar("Member", SimulatedFrontend, SimulatedWorker)
 
 RECOVERY_S = 12.0
@@ -54,15 +66,16 @@ WELL_S = 9.5
 """A fleet that is well for this long answers any request of a history, even one that was first sent to an instance that hangs."""
 LATE_S = 2.0
 """A request may end this long after its deadline, since clocks of timers are coarse and frontends may be busy."""
+STORE_CLIENTS = 2
 OVERDUE_S = 60.0
 """A request that has not ended this long after its deadline never will."""
+QUEUED_S = 15.0
+"""A request may wait so long in a queue of a fleet that is well."""
+AIM_S = 2.0
+"""For so long a fault waits for its moment."""
 QUIET_S = 60.0
 HOSTILE = ("raise", "header")
 """Kinds of requests that may fail."""
-
-
-class Violation(AssertionError):
-    """An invariant does not hold."""
 
 
 @dataclass
@@ -74,6 +87,12 @@ class Plan:
     frontends: int = 2
     faults: int = 5
     clients: int = 5
+    is_aimed: bool = False
+    """Faults strike in chosen phases of requests, too, and while others last."""
+    queue: bool = False
+    """Requests wait in frontends while all instances are busy, and there are bursts of them."""
+    stores: bool = False
+    """Clients have keys, some with limits, and use files, batches and responses in the background."""
 
 
 @dataclass
@@ -85,6 +104,8 @@ class Result:
     events: list[str]
     outcomes: dict[str, int]
     virtual_s: float
+    milestones: dict[str, int]
+    """How often the history came to each."""
 
     @property
     def is_good(self) -> bool:
@@ -104,16 +125,24 @@ class History:
         self.plan = plan
         self.events: list[str] = []
         self.violations: list[str] = []
+        self.reached = Reached()
         self.network = Network(loop, Random(seed + 1))
+        self.network.keeps_half_open = plan.is_aimed
         self.nats = SimulatedNats(
-            self.network, Random(seed + 2), max_payload=MAX_PAYLOAD, max_pending=512 * 1024, event=self.event
+            self.network,
+            Random(seed + 2),
+            max_payload=MAX_PAYLOAD,
+            max_pending=512 * 1024,
+            event=self.event,
+            reached=self.reached,
         )
-        self.etcd = SimulatedEtcd(loop, Random(seed + 3))
+        self.etcd = SimulatedEtcd(loop, Random(seed + 3), reached=self.reached)
         self.network.servers["127.0.0.1", 4222] = self.nats
         self.workers: list[SimulatedWorker] = []
         self.frontends: list[SimulatedFrontend] = []
         self.leaving: list[SimulatedWorker] = []
         self.attempts: list[Attempt] = []
+        self.kept = Kept(self)
         self.troubles: list[Trouble] = []
         self.instances: dict[str, tuple[float, float]] = {}
         """When each worker was registered with room to spare, and when it was gone."""
@@ -127,6 +156,10 @@ class History:
     def members(self) -> list[SimulatedFrontend | SimulatedWorker]:
         """The frontends and workers that were not told to end."""
         return [*self.frontends, *self.workers]
+
+    @property
+    def frontends_started(self) -> int:
+        return self._numbers["frontend"]
 
     # What faults use
 
@@ -154,6 +187,53 @@ class History:
         self.attempts.append(attempt)
         await self._send(attempt, Random(self.rng.getrandbits(32)))
 
+    async def companion(self, frontend: SimulatedFrontend, phase: str) -> None:
+        """Send a request that will be in a phase for a while."""
+        now, rng = self.loop.time(), Random(self.rng.getrandbits(32))
+        number, deadline = len(self.attempts), now + 30.0
+        match phase:
+            case "upload":
+                attempt = Attempt(number, "infer", frontend, now, deadline, 300_000)
+            case "credit":
+                attempt = Attempt(number, "stream", frontend, now, deadline, 60_000, "repeater", 20, pause_s=0.5)
+            case "endless":
+                attempt = Attempt(number, phase, frontend, now, now + 60.0, 400, "repeater", 10_000, leave_after_s=60.0)
+            case _:
+                attempt = Attempt(number, "generate", frontend, now, deadline, 100, rng.choice(list(LANGUAGE_MODELS)))
+        self.attempts.append(attempt)
+        await self._send(attempt, rng)
+
+    async def worker_in(self, phase: str, request_id: str = "") -> SimulatedWorker | None:
+        """Return a worker as soon as it has a request in a phase; None if that takes long."""
+        until = self.loop.time() + AIM_S
+        while self.loop.time() < until:
+            if (worker := observers.worker_in(phase, self.workers, request_id)) is not None:
+                return worker
+            await asyncio.sleep(0.001)
+        return None
+
+    async def keeper(self, kind: str) -> SimulatedFrontend | None:
+        """Return a frontend as soon as it carries out a batch, or generates a response; None if that takes long."""
+        until = self.loop.time() + AIM_S
+        while self.loop.time() < until:
+            if busy := [frontend for frontend in self.frontends if observers.keeps(frontend, kind)]:
+                return self.rng.choice(busy)
+            await asyncio.sleep(0.02)
+        return None
+
+    async def burst(self, frontend: SimulatedFrontend, count: int) -> None:
+        """Request more of the slow language model at a time than it can do."""
+        self.event(f"{count} requests at once at {frontend.process.name}")
+        now = self.loop.time()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(count):
+                size, timeout_s = self.rng.choice([40, 100]), self.rng.choice([0.3, 1.0, 4.0, 30.0])
+                attempt = Attempt(len(self.attempts), "generate", frontend, now, now + timeout_s, size, "small")
+                if self.rng.random() < 0.2:
+                    attempt.leave_after_s = self.rng.uniform(0.1, 2.0)
+                self.attempts.append(attempt)
+                tasks.create_task(self._send(attempt, Random(self.rng.getrandbits(32))))
+
     def start_worker(self) -> None:
         self._numbers["worker"] += 1
         worker = SimulatedWorker(f"worker-{self._numbers['worker']}", self.hosts.place())
@@ -165,7 +245,14 @@ class History:
     def start_frontend(self) -> None:
         self._numbers["frontend"] += 1
         number = self._numbers["frontend"]
-        frontend = SimulatedFrontend(f"frontend-{number}", self._mode, self.seed + number, self.hosts.place())
+        frontend = SimulatedFrontend(
+            f"frontend-{number}",
+            self._mode,
+            self.seed + number,
+            self.hosts.place(),
+            has_queue=self.plan.queue,
+            has_stores=self.plan.stores,
+        )
         self.frontends.append(frontend)
         self.event(f"{frontend.process.name} starts")
         self._starts(frontend.process.name)
@@ -174,6 +261,7 @@ class History:
         """As SIGKILL."""
         self.event(f"{member.process.name} is killed")
         now = self.loop.time()
+        observers.killed(self.reached, member, drains=bool(self.leaving), has_etcd=self.etcd.is_up)
         self.troubles.append(Trouble(member.process.name, now, float("inf"), "killed"))
         member.process.kill()
         self.network.process_died(member.process)
@@ -186,6 +274,7 @@ class History:
 
     def retire(self, worker: SimulatedWorker) -> None:
         """As SIGTERM."""
+        observers.terminated(self.reached, worker)
         self._gone(worker)
         self.leaving.append(worker)
         worker.terminate()
@@ -231,6 +320,7 @@ class History:
         """Let the engines of a worker sleep for a while."""
         assert worker.worker is not None
         sleeper = worker.worker.sleeper
+        observers.falls_asleep(self.reached, worker)
         with self.troubling(worker.process.name, f"asleep for {seconds:.1f} s"):
             await self._do(worker, sleeper.sleep())
             await asyncio.sleep(seconds)
@@ -245,8 +335,16 @@ class History:
         if task.done() and (error := task.exception()) is not None and not isinstance(error, Unavailable):
             self.violations.append(f"{worker.process.name} failed at {work}: {error!r}")
 
+    async def within(self, frontend: SimulatedFrontend, work: Coroutine[Any, Any, T]) -> T | None:
+        """Do `work` in a frontend's process; None if that dies. Raises the error of it."""
+        task = frontend.process.context.copy().run(self.loop.create_task, work)
+        while not task.done() and frontend.process.is_alive:
+            await asyncio.wait([task], timeout=1.0)
+        return task.result() if task.done() else None
+
     async def pausing(self, member: SimulatedWorker | SimulatedFrontend, seconds: float) -> None:
         """As SIGSTOP and SIGCONT."""
+        observers.paused(self.reached, member)
         with self.troubling(member.process.name, f"paused for {seconds} s"):
             member.process.pause()
             await asyncio.sleep(seconds)
@@ -275,6 +373,8 @@ class History:
 
     def _starts(self, name: str) -> None:
         now = self.loop.time()
+        self.reached("started-without-etcd", not self.etcd.is_up)
+        self.reached("started-without-nats", not self.nats.is_up)
         self.troubles.append(Trouble(name, now, now, "starts"))
 
     # The run
@@ -291,6 +391,9 @@ class History:
         async with asyncio.TaskGroup() as tasks:
             for number in range(self.plan.clients):
                 tasks.create_task(self._client(Random(self.seed * 1000 + number), end))
+            if self.plan.stores:
+                for number in range(STORE_CLIENTS):
+                    tasks.create_task(self.kept.client(Random(self.seed * 1000 + 500 + number), end))
             for _ in range(self.plan.faults):
                 tasks.create_task(self._fault(self.loop.time() + self.rng.uniform(0.0, self.plan.seconds)))
         self.event("faults are over")
@@ -329,6 +432,8 @@ class History:
         attempt = self._drawn(rng, frontend, now, now + timeout_s)
         if attempt.kind == "endless" or rng.random() < 0.1:
             attempt.leave_after_s = rng.choice([0.0, 0.002, 0.05, 1.0])
+        if self.plan.stores:
+            attempt.account = rng.choice(["", "alice", LIMITED])
         if attempt.kind != "infer" and rng.random() < 0.15:
             attempt.pause_s = rng.choice([0.05, 0.5])
         self.attempts.append(attempt)
@@ -403,6 +508,8 @@ class History:
             if before is not None and numbers["tasks"] > before["tasks"] + 1:
                 self.violations.append(f"{name} has {numbers['tasks']} tasks when idle; it began with {before['tasks']}")
         await self._check_service()
+        if self.plan.stores:
+            await self.kept.check()
 
     def _check_memory(self) -> None:
         """No body is in shared memory any more, and no arena without its process."""
@@ -427,7 +534,8 @@ class History:
                 continue
             for _ in range(6):
                 attempt = await self._request(rng, frontend, 20.0)
-                if attempt.outcome not in (Outcome.RIGHT, Outcome.CANCELLED):
+                is_limited = attempt.account == LIMITED and attempt.error.startswith("RateLimited")
+                if attempt.outcome not in (Outcome.RIGHT, Outcome.CANCELLED) and not is_limited:
                     self.violations.append(f"a request fails when all is quiet: {attempt}")
         await asyncio.sleep(5.0)
         workers = [member for member in (*self._buried, *self.workers) if isinstance(member, SimulatedWorker)]
@@ -448,6 +556,12 @@ class History:
                 f"at {worker.process.name}, and {len(held - cached)} that it has not"
             )
 
+    def summarize(self, seen: observers.Observers) -> None:
+        """Note what only the end of a history shows."""
+        seen.ended(self.attempts)
+        for member in [*self.members, *self._buried]:
+            observers.memory_used(self.reached, member)
+
     # Judging requests
 
     def _check(self, attempt: Attempt) -> None:
@@ -459,8 +573,16 @@ class History:
             self.violations.append(f"wrong: {attempt}")
         elif attempt.outcome is not Outcome.LOST and attempt.ended_s > attempt.deadline_s + self._lateness(attempt):
             self.violations.append(f"late: {attempt}")
+        elif attempt.account == LIMITED and attempt.error.startswith("RateLimited"):
+            return
+        elif self.plan.queue and attempt.error.startswith("Overloaded"):
+            return  # it says so: the queue was full
         elif attempt.outcome is Outcome.FAILED and attempt.kind not in HOSTILE and self._could_succeed(attempt):
             self.violations.append(f"failed though it could be answered: {attempt}")
+
+    def was_well_since(self, begin_s: float) -> bool:
+        """Return whether nothing was in trouble from then on, nor shortly before."""
+        return not any(trouble.end_s + RECOVERY_S >= begin_s for trouble in self.troubles)
 
     def _lateness(self, attempt: Attempt) -> float:
         name = attempt.frontend.process.name
@@ -477,8 +599,9 @@ class History:
         if during and attempt.is_started and attempt.responses > 1:
             return False  # the rest of a decoupled stream cannot be had from another instance
         frontend = [t for t in self.troubles if t.who in (ALL, attempt.frontend.process.name)]
+        needed_s = WELL_S + attempt.own_s + QUEUED_S * self.plan.queue
         return any(
-            _free_s(begin, end, [*frontend, *(t for t in self.troubles if t.who == name)], born, died) >= WELL_S + attempt.own_s
+            _free_s(begin, end, [*frontend, *(t for t in self.troubles if t.who == name)], born, died) >= needed_s
             for name, (born, died) in self.instances.items()
         )
 
@@ -497,11 +620,14 @@ def _free_s(begin: float, end: float, troubles: Sequence[Trouble], born: float, 
 def run_history(
     seed: int,
     plan: Plan | None = None,
-    faults: Sequence[tuple[float, Callable[[Any], Any]]] = FAULTS,
+    faults: Sequence[tuple[float, Callable[[Any], Any]]] | None = None,
     *,
+    plain: bool = False,
     collect: bool = True,
 ) -> Result:
     """Run one history to its end.
+
+    `plain`: one of those that there were before milestones. What a seed stands for there does not change any more.
 
     Without `collect`, what the dead processes of the history leave in cycles stays in memory: for a process that ends soon.
     """
@@ -513,7 +639,7 @@ def run_history(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            result = _run(seed, plan, faults)
+            result = _run(seed, plan or _drawn_plan(seed, plain=plain), faults)
             if collect:
                 gc.collect()  # coroutines of dead processes; what they say when they are collected means nothing
     finally:
@@ -525,13 +651,28 @@ def run_history(
     return result
 
 
-def _run(seed: int, plan: Plan | None, faults: Sequence[tuple[float, Callable[[Any], Any]]]) -> Result:
-    rng = Random(seed)
-    plan = plan or Plan(
+def _drawn_plan(seed: int, *, plain: bool) -> Plan:
+    rng, more = Random(seed), Random(seed + 9)
+    plan = Plan(
         workers=rng.randint(2, 4), frontends=rng.randint(1, 3), faults=rng.randint(1, 6), seconds=rng.choice([12.0, 25.0])
     )
+    if not plain:
+        plan.is_aimed = True
+        plan.faults += more.randint(0, 3)
+        plan.queue = more.random() < 0.5
+        plan.stores = more.random() < 0.5
+    return plan
+
+
+def _run(seed: int, plan: Plan, faults: Sequence[tuple[float, Callable[[Any], Any]]] | None) -> Result:
+    if faults is None:
+        faults = (*FAULTS, *(AIMED if plan.is_aimed else ()), *(BURSTS if plan.queue else ()), *(STORED if plan.stores else ()))
     loop = SimulatedLoop()
-    with open_hosts(Random(seed + 8)) as hosts, _deterministic(seed, loop, history := History(seed, loop, plan, faults, hosts)):
+    with (
+        open_hosts(Random(seed + 8)) as hosts,
+        _deterministic(seed, loop, history := History(seed, loop, plan, faults, hosts)),
+        observers.observed(history.reached) as seen,
+    ):
         asyncio.set_event_loop(loop)
         try:
             loop.run_until_complete(asyncio.wait_for(history.run(), 3600))
@@ -540,7 +681,8 @@ def _run(seed: int, plan: Plan | None, faults: Sequence[tuple[float, Callable[[A
         outcomes: dict[str, int] = {}
         for attempt in history.attempts:
             outcomes[attempt.outcome.value] = outcomes.get(attempt.outcome.value, 0) + 1
-        result = Result(seed, history.violations, history.events, outcomes, loop.time())
+        history.summarize(seen)
+        result = Result(seed, history.violations, history.events, outcomes, loop.time(), dict(history.reached.counts))
         _bury(loop, history)
     return result
 
@@ -552,6 +694,10 @@ def _bury(loop: SimulatedLoop, history: History) -> None:
     loop.set_exception_handler(lambda loop, context: None)  # tasks that are destroyed while they are pending
     asyncio.set_event_loop(None)
     loop.close()
+
+
+async def _run_at_once(offload: Offload, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    return function(*args, **more)  # threads have no place in virtual time
 
 
 @contextmanager
@@ -571,6 +717,10 @@ def _deterministic(seed: int, loop: SimulatedLoop, history: History) -> Iterator
             (os, "getpid", lambda: 1),  # a part of tokens
             (sim_engine, "perf_counter", loop.time),
             (serve, "perf_counter_ns", lambda: int(loop.time() * 1e9)),
+            (records, "INLINE_BYTES", 1024),
+            (object_store, "OBJ_DEFAULT_CHUNK_SIZE", 8192),  # nats-server takes messages of 64 KiB here
+            (runner, "SEGMENT_LINES", 2),
+            (Offload, "run", _run_at_once),
             (telemetry, "LAG_PERIOD_S", 10.0),  # a simulated loop never lags, and timers cost real time
             (etcd_client, "Transport", lambda config: SimulatedTransport(config, history.etcd)),
         ):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from random import Random
 
+from tests.simulation.jetstream import JetStream
 from tests.simulation.network import Network, ServerEnd
 
 MAX_PAYLOAD = 1024 * 1024
@@ -47,6 +48,7 @@ class Client:
             return
         if self._end.unread_bytes + len(data) > self._server.max_pending:
             self._server.event(f"nats cuts slow consumer {self.process_name}")
+            self._server.reached("slow-reader-cut")
             return self.refuse("Slow Consumer")
         self._end.write(data)
 
@@ -115,10 +117,10 @@ class Client:
             self.write(b"PONG\r\n")
         elif verb == b"SUB":
             self.subscriptions[words[-1]] = tuple(words[1].split(b"."))
-            self._server.routes.clear()
+            self._server.subscriptions_changed()
         elif verb == b"UNSUB":
             self.subscriptions.pop(words[1], None)
-            self._server.routes.clear()
+            self._server.subscriptions_changed()
         elif verb != b"PONG":
             self.refuse("Unknown Protocol Operation")
 
@@ -134,6 +136,7 @@ class SimulatedNats:
         max_payload: int = MAX_PAYLOAD,
         max_pending: int = MAX_PENDING,
         event: Callable[[str], None] = lambda text: None,
+        reached: Callable[[str], None] = lambda milestone: None,
     ) -> None:
         self.max_payload = max_payload
         self.max_pending = max_pending
@@ -141,6 +144,7 @@ class SimulatedNats:
         self.is_hung = False
         self.loss = 0.0
         self.event = event
+        self.reached = reached
         self.clients: list[Client] = []
         self.routes: dict[bytes, list[tuple[Client, bytes]]] = {}
         """The subscriptions that each subject was last delivered to; cleared when one changes."""
@@ -148,6 +152,7 @@ class SimulatedNats:
         self._rng = rng
         self._count = 0
         self._later: list[Callable[[], None]] = []
+        self.jetstream = JetStream(self._send, lambda subject: bool(self._subscriptions_to(subject)), matches, network.loop.time)
 
     def accepts(self) -> bool:
         return self.is_up
@@ -165,7 +170,9 @@ class SimulatedNats:
             self._greet(client)
 
     def publish(self, sender: Client | None, subject: bytes, reply: bytes, header: int, payload: bytes) -> None:
-        """Deliver one message to everybody who subscribed to its subject. Without a sender, it comes from elsewhere."""
+        """Deliver one message to all subscribers of its subject. Without a sender, it comes from elsewhere."""
+        if subject[:1] == b"$" and self.jetstream.takes(subject, reply, payload[:header], payload[header:]):
+            return
         subscriptions = self.routes.get(subject)
         if subscriptions is None:
             subscriptions = self.routes[subject] = self._subscriptions_to(subject)
@@ -178,6 +185,12 @@ class SimulatedNats:
             for sid, pattern in list(sender.subscriptions.items()):
                 if matches(pattern, tokens):
                     self._deliver(sender, reply, sid, b"", len(_NO_RESPONDERS), _NO_RESPONDERS)
+
+    def _send(self, to: bytes, subject: bytes, reply: bytes, header: bytes, payload: bytes) -> None:
+        """Deliver a message of the server itself to those who subscribe to `to`, as one on `subject`."""
+        for client, sid in self._subscriptions_to(to):
+            if not (self.loss and self._rng.random() < self.loss):
+                self._deliver(client, subject, sid, reply, len(header), header + payload)
 
     def _subscriptions_to(self, subject: bytes) -> list[tuple[Client, bytes]]:
         tokens = tuple(subject.split(b"."))
@@ -196,7 +209,11 @@ class SimulatedNats:
     def forget(self, client: Client) -> None:
         if client in self.clients:
             self.clients.remove(client)
-            self.routes.clear()
+            self.subscriptions_changed()
+
+    def subscriptions_changed(self) -> None:
+        self.routes.clear()
+        self.jetstream.interest_changed()
 
     # Faults
 
@@ -204,6 +221,7 @@ class SimulatedNats:
         """End as under SIGKILL: connections are cut, messages on the way are lost."""
         self.is_up = self.is_hung = False
         self._later.clear()
+        self.jetstream.stop()
         for client in list(self.clients):
             client.close()
 
@@ -223,7 +241,7 @@ class SimulatedNats:
     def _greet(self, client: Client) -> None:
         info = {
             "server_id": "SIMULATED", "version": "2.10.0", "proto": 1, "headers": True,
-            "max_payload": self.max_payload, "client_id": client.number,
+            "max_payload": self.max_payload, "jetstream": True, "client_id": client.number,
         }  # fmt: skip
         client.write(f"INFO {json.dumps(info)}\r\n".encode())
 

@@ -138,6 +138,15 @@ class Connection:
             self._server_end()
             self._client_end(ConnectionResetError("reset by the simulation"))
 
+    def abort(self) -> None:
+        """The client gives up: the server learns of it when its link lets that through."""
+        if self.network.keeps_half_open and self.is_open and self.network.is_held(self.process):
+            self.down.cut()
+            self.in_process(self.transport.lost, ConnectionResetError("aborted"))
+            self.drop_client()
+        else:
+            self.reset()
+
     def drop_client(self) -> None:
         """The client's process is dead: the server notices a little later."""
         self.up.send(None)
@@ -228,7 +237,7 @@ class ClientTransport(asyncio.Transport):
     def abort(self) -> None:
         if not self._is_lost:
             self._is_closing = True
-            self._connection.reset()
+            self._connection.abort()
 
     def is_closing(self) -> bool:
         return self._is_closing
@@ -259,6 +268,8 @@ class Network:
         self.context = copy_context()
         self.slow_s = 0.0
         """Added to every latency at the most."""
+        self.keeps_half_open = False
+        """Whether a server does not notice that a client gave up while the client's link is held."""
         self._rng = rng
         self._held: set[Process] = set()
         self._narrow: dict[Process, float] = {}

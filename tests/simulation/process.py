@@ -22,15 +22,16 @@ from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
 from dynamo.common.tensor_request import TensorRequest
-from dynamo.frontend.config import KvRouterOptions, RouterMode, RouterOptions
+from dynamo.frontend.config import KvRouterOptions, QueueOptions, RouterMode, RouterOptions, ServingOptions, Thresholds
 from dynamo.frontend.fleet.bookings import Bookings
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
 from dynamo.frontend.fleet.kv_feed import open_kv_feed
+from dynamo.frontend.fleet.turns import open_turn_exchange
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.load import LoadTable
-from dynamo.frontend.router.select import make_router
+from dynamo.frontend.router.select import follows_loads, make_router
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig
@@ -39,6 +40,7 @@ from dynamo.worker.engine.echo import EchoTensors, echo_declaration
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engines import sim_config
 from tests.simulation.clock import Process
+from tests.simulation.stores import Stores, open_stores
 from tests.support.fakes import FakeTexts
 
 NAMESPACE = "simulated"
@@ -57,6 +59,9 @@ LIMITS = PlaneLimits(
 NATS = NatsOptions(servers=("nats://127.0.0.1:4222",))
 LANGUAGE_MODELS = {"sim": "blocks=200,block_size=4,speedup=50", "small": "blocks=48,block_size=4,speedup=4"}
 """The simulated language models of each worker. The small one is slow, and evicts blocks all the time."""
+BUSY = Thresholds(active_decode_blocks=0.08)
+"""Where requests may wait: two long ones make an instance busy."""
+QUEUE_SIZE = 3
 MODELS = ("echo", "repeater", "raising", *LANGUAGE_MODELS)
 
 
@@ -132,8 +137,21 @@ def _sim_engine(name: str, settings: str) -> SimEngine:
 class SimulatedFrontend:
     """A frontend without its HTTP and gRPC ports: what they call is called directly."""
 
-    def __init__(self, name: str, mode: RouterMode, seed: int, memory: SharedMemoryOptions) -> None:
+    def __init__(
+        self,
+        name: str,
+        mode: RouterMode,
+        seed: int,
+        memory: SharedMemoryOptions,
+        *,
+        has_queue: bool = False,
+        has_stores: bool = False,
+    ) -> None:
         self.process = Process(name)
+        self._has_queue = has_queue
+        self._has_stores = has_stores
+        self.stores: Stores | None = None
+        """None without them, and until it serves."""
         self._seed = seed
         self._was_ready = False
         self._memory = memory
@@ -181,7 +199,10 @@ class SimulatedFrontend:
             self.client = client = await stack.enter_async_context(open_client(nats, NAMESPACE, LIMITS, self.memory))
             events = await stack.enter_async_context(self._open_events())
             options = RouterOptions(
-                mode=self.mode, replica_sync=self.mode is RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0)
+                mode=self.mode,
+                replica_sync=self.mode is RouterMode.KV,
+                kv=KvRouterOptions(speculative_ttl_s=0),
+                thresholds=BUSY if self._has_queue else Thresholds(),
             )
             bookings = Bookings(events, Endpoint(namespace=NAMESPACE)) if options.replica_sync else None
             self.loads = loads = LoadTable(secrets.token_hex(8))
@@ -191,16 +212,22 @@ class SimulatedFrontend:
             async def request(instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
                 return await client.open(instance.id, instance.subject, verb, body, deadline=deadline).result()
 
-            if self.mode is not RouterMode.ROUND_ROBIN:
+            if follows_loads(options):
                 feed = await stack.enter_async_context(open_kv_feed(events, directory, request, self.kv, loads, None))
                 events.on_dropped(feed.suspend)
                 events.on_resumed(feed.resume)
                 if bookings is not None:
                     await stack.enter_async_context(bookings.exchanged(loads, feed.is_registered))
+            settings = ServingOptions(queue=QueueOptions(size=QUEUE_SIZE if self._has_queue else 0))
+            metrics = FrontendMetrics(CollectorRegistry())
             plane = await stack.enter_async_context(
-                open_data_plane(directory, client, nats, router, FakeTexts(), FrontendMetrics(CollectorRegistry()))
+                open_data_plane(directory, client, nats, router, FakeTexts(), metrics, settings)
             )
+            if plane.turns is not None:
+                await stack.enter_async_context(open_turn_exchange(nats, NAMESPACE, plane.turns))
             await directory.ready.wait()
+            if self._has_stores:
+                self.stores = await stack.enter_async_context(open_stores(nats, etcd, NAMESPACE, plane, metrics))
             yield plane
 
     @asynccontextmanager

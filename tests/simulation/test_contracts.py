@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
 
+from dynamo.common.errors import Unavailable
 from dynamo.common.etcd import Etcd, Events, LeaseLost, Reset, connect_etcd
 from dynamo.common.etcd import client as etcd_client
-from dynamo.common.options import EtcdOptions
+from dynamo.common.messaging.connection import Connection, connect_nats
+from dynamo.common.messaging.records import RecordStore
+from dynamo.common.messaging.store import FileStore
+from dynamo.common.options import EtcdOptions, NatsOptions
 from tests.simulation.clock import Process, SimulatedLoop
 from tests.simulation.etcd_server import SimulatedEtcd, SimulatedTransport
 from tests.simulation.nats_server import SimulatedNats
@@ -91,6 +97,19 @@ class World:
             wire.close()
 
     @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """A connection as frontends have it, for JetStream."""
+        host, port = self._nats
+        async with connect_nats(NatsOptions(servers=(f"nats://{host}:{port}",)), "contract") as nats:
+            yield nats
+
+    @asynccontextmanager
+    async def records(self, **options: Any) -> AsyncIterator[RecordStore]:
+        async with self.connection() as nats:
+            bucket = f"contract-{secrets.token_hex(4)}"
+            yield RecordStore(nats, bucket, **{"ttl_s": 3600.0, "max_bytes": 64 << 20, **options})
+
+    @asynccontextmanager
     async def etcd(self) -> AsyncIterator[Etcd]:
         async with connect_etcd(EtcdOptions(endpoints=(self._etcd,))) as etcd:
             yield etcd
@@ -124,16 +143,16 @@ async def a_wildcard_stands_for_a_whole_token_and_a_tail_for_at_least_one(world:
     ]
 
 
-async def nobody_subscribed_is_said_at_the_reply_subject(world: World) -> None:
+async def no_subscriber_is_said_at_the_reply_subject(world: World) -> None:
     async with world.wire() as client:
-        client.send(b"SUB inbox.> 7\r\nPUB nobody.here inbox.1 2\r\nhi\r\n")
+        client.send(b"SUB inbox.> 7\r\nPUB nothing.here inbox.1 2\r\nhi\r\n")
         received = await client.round_trip()
     assert received.startswith(b"HMSG inbox.1 7 ") and b"NATS/1.0 503" in received
 
 
-async def a_message_without_reply_subject_is_lost_silently_when_nobody_subscribes(world: World) -> None:
+async def a_message_without_reply_subject_is_lost_silently_without_a_subscriber(world: World) -> None:
     async with world.wire() as client:
-        client.send(b"SUB > 1\r\nUNSUB 1\r\nPUB nobody.here 2\r\nhi\r\n")
+        client.send(b"SUB > 1\r\nUNSUB 1\r\nPUB nothing.here 2\r\nhi\r\n")
         assert await client.round_trip() == b""
 
 
@@ -232,11 +251,137 @@ async def a_watch_from_a_compacted_revision_lists_again(world: World) -> None:
         assert [kv.value for kv in first.kvs] == [b"3"]
 
 
+async def a_key_is_replaced_only_as_it_was_read(world: World) -> None:
+    async with world.etcd() as etcd:
+        key = world.prefix + "a"
+        assert await etcd.replace(key, b"1", mod_revision=0)
+        assert not await etcd.replace(key, b"2", mod_revision=0)
+        assert await etcd.replace(key, b"1", mod_revision=0), "a repeated attempt is no failure"
+        revision = (await etcd.range(key)).kvs[0].mod_revision
+        assert await etcd.replace(key, b"2", mod_revision=revision)
+        assert not await etcd.remove(key, mod_revision=revision)
+        assert await etcd.remove(key, mod_revision=(await etcd.range(key)).kvs[0].mod_revision)
+        assert await etcd.remove(key, mod_revision=1), "it is gone"
+
+
+async def a_record_is_read_as_it_was_written_last(world: World) -> None:
+    async with world.records() as records:
+        assert await records.get("a") is None
+        first = await records.put("a", b"1")
+        second = await records.put("a", b"")
+        assert first is not None and second is not None and second > first
+        record = await records.get("a")
+        assert record is not None and (record.value, record.revision) == (b"", second)
+        await records.delete("a")
+        await records.delete("a")
+        assert await records.get("a") is None
+
+
+async def a_record_is_replaced_only_as_it_was_read(world: World) -> None:
+    async with world.records() as records:
+        first = await records.put("a", b"1", last=0)
+        assert first is not None
+        assert await records.put("a", b"2", last=0) is None
+        second = await records.put("a", b"2", last=first)
+        assert second is not None
+        assert await records.put("a", b"3", last=first) is None
+        await records.delete("a")
+        assert await records.put("a", b"4", last=second) is None
+        assert await records.put("a", b"5", last=0) is not None, "a deleted record is none"
+
+
+async def a_large_record_is_read_as_it_was_written_last(world: World) -> None:
+    first, second = secrets.token_bytes(700_000), secrets.token_bytes(300_000)
+    async with world.records() as records:
+        for value in (first, second, b"small", first):
+            await records.put("a", value)
+            record = await records.get("a")
+            assert record is not None and record.value == value
+        await records.delete("a")
+        assert await records.get("a") is None
+
+
+async def records_are_listed_by_patterns(world: World) -> None:
+    async with world.records() as records:
+        assert await records.keys(">") == []
+        for key in ("x.b", "x.a", "x.a.deep", "y.a"):
+            await records.put(key, key.encode())
+        await records.put("x.gone", b"1")
+        await records.delete("x.gone")
+        assert await records.keys("x.*") == ["x.a", "x.b"]
+        assert await records.keys("x.>") == ["x.a", "x.a.deep", "x.b"]
+        assert await records.values("y.*") == {"y.a": b"y.a"}
+        assert await records.values("nothing.*") == {}
+
+
+def ordered_consumers() -> list[asyncio.Task[Any]]:
+    """Return the tasks with which nats-py keeps the subscriptions of listings, and of objects that it reads."""
+    return [task for task in asyncio.all_tasks() if "_JSI" in getattr(task.get_coro(), "__qualname__", "")]
+
+
+async def cancelled_at_each_step(read: Callable[[int], Coroutine[Any, Any, object]]) -> None:
+    """Begin to read again and again, cancel that a bit later each time, and return when nothing is left of it."""
+    for step in range(20):
+        reading = asyncio.create_task(read(step))
+        await asyncio.wait({reading}, timeout=step * 0.0005)
+        reading.cancel()
+        await asyncio.wait({reading})
+    async with asyncio.timeout(10):
+        while ordered_consumers():
+            await asyncio.sleep(0.05)
+
+
+async def a_listing_that_is_cancelled_leaves_no_consumer(world: World) -> None:
+    async with world.records() as records:
+        await records.put("a", b"1")
+        await cancelled_at_each_step(lambda step: records.keys(">"))
+        assert await records.keys(">") == ["a"]
+
+
+async def a_large_record_that_is_not_read_to_its_end_leaves_no_consumer(world: World) -> None:
+    value = secrets.token_bytes(1_000_000)
+    async with world.records() as records:
+        await records.put("a", value)
+        await cancelled_at_each_step(lambda step: records.get("a"))
+        record = await records.get("a")
+        assert record is not None and record.value == value
+
+
+async def a_file_that_is_not_fetched_to_its_end_leaves_no_consumer(world: World) -> None:
+    data = secrets.token_bytes(1_000_000)
+    async with world.connection() as nats:
+        with TemporaryDirectory() as folder:
+            key = await FileStore(nats, Path(folder) / "own").put(data)
+            await cancelled_at_each_step(lambda step: FileStore(nats, Path(folder) / str(step)).get(key))
+            assert await FileStore(nats, Path(folder) / "last").get(key) == data
+
+
+async def a_bucket_takes_no_more_than_its_bytes(world: World) -> None:
+    async with world.records(max_bytes=4096) as records:
+        await records.put("a", bytes(3000))
+        with pytest.raises(Unavailable, match="maximum bytes exceeded"):
+            await records.put("b", bytes(3000))
+        await records.delete("a")
+        assert await records.put("b", bytes(3000)) is not None
+
+
+async def a_file_is_fetched_as_it_was_put(world: World) -> None:
+    data = secrets.token_bytes(300_000)
+    async with world.connection() as nats:
+        with TemporaryDirectory() as folder:
+            store = FileStore(nats, Path(folder))
+            key = await store.put(data)
+            assert await store.put(data) == key
+            assert await store.get(key) == data
+            with pytest.raises(Unavailable, match="is not in the store"):
+                await store.get("0" * 64)
+
+
 CONTRACTS: list[Contract] = [
     a_message_reaches_each_matching_subscription_in_order,
     a_wildcard_stands_for_a_whole_token_and_a_tail_for_at_least_one,
-    nobody_subscribed_is_said_at_the_reply_subject,
-    a_message_without_reply_subject_is_lost_silently_when_nobody_subscribes,
+    no_subscriber_is_said_at_the_reply_subject,
+    a_message_without_reply_subject_is_lost_silently_without_a_subscriber,
     headers_are_handed_on,
     nothing_arrives_after_unsubscribing,
     a_payload_that_is_too_large_ends_the_connection,
@@ -246,6 +391,16 @@ CONTRACTS: list[Contract] = [
     keys_of_a_lease_go_with_it_in_one_revision,
     a_watch_begins_at_the_revision_that_it_names,
     a_watch_from_a_compacted_revision_lists_again,
+    a_key_is_replaced_only_as_it_was_read,
+    a_record_is_read_as_it_was_written_last,
+    a_record_is_replaced_only_as_it_was_read,
+    a_large_record_is_read_as_it_was_written_last,
+    records_are_listed_by_patterns,
+    a_listing_that_is_cancelled_leaves_no_consumer,
+    a_large_record_that_is_not_read_to_its_end_leaves_no_consumer,
+    a_file_that_is_not_fetched_to_its_end_leaves_no_consumer,
+    a_bucket_takes_no_more_than_its_bytes,
+    a_file_is_fetched_as_it_was_put,
 ]
 
 contracts = pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: contract.__name__)

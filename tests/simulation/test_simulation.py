@@ -8,26 +8,36 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.frontend.api.openai.batches import runner
+from dynamo.frontend.api.openai.batches.batch import Line
+from dynamo.frontend.api.openai.batches.files import FileObject, Files
+from dynamo.frontend.api.openai.responses.background import BackgroundResponses
+from dynamo.frontend.api.openai.responses.events import ResponseObject
 from dynamo.frontend.fleet import event_bus
 from dynamo.frontend.fleet.event_bus import EventBus
 from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.security.accounts import KeyAccount
+from dynamo.frontend.security.ledger import Ledger, Usage
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors
 from tests.simulation.__main__ import summary
 from tests.simulation.clients import Outcome
-from tests.simulation.faults import events_too_many
+from tests.simulation.faults import etcd_without_quorum, events_too_many
 from tests.simulation.history import Plan, run_history
+from tests.simulation.milestones import MILESTONES, SURFACES, Census, Reached
+from tests.simulation.stores import LIMITED
 
 ROOT = Path(__file__).parents[2]
 PLAN = Plan(seconds=5.0, workers=2, frontends=1, faults=0, clients=3)
 
 PAST_FAILURES = "5,15,16,17,18,21,30,32,33,40,51,107,117,128,141,294,379,5110,751925031"
-"""Seeds that once broke an invariant."""
+"""Seeds that once broke an invariant, of histories as they were before there were milestones."""
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -41,6 +51,38 @@ def test_the_summary_says_of_each_outcome_whether_it_is_allowed() -> None:
     assert [line.split()[1] for line in lines] == [outcome.value for outcome in reversed(Outcome)]
     assert {line.split()[1] for line in lines if "not allowed" in line} == {"open", "wrong"}
     assert {line.split()[1] for line in lines if " allowed:" in line and "not allowed" not in line} == {"failed", "lost"}
+
+
+def test_the_table_says_what_was_never_reached() -> None:
+    census = Census()
+    census.add({"moved": 2})
+    census.add({"moved": 1, "a name of another version": 1})
+    table = census.table()
+    line = next(line for line in table if " moved " in line)
+    assert line.split()[:2] == ["3", "2"]
+    never = table[table.index("never reached:") :]
+    assert len(never) == len(MILESTONES), "a title, and all but one"
+
+
+def test_a_milestone_is_overdue_once_as_many_histories_as_always_reach_it_did_not() -> None:
+    expected = [each for each in MILESTONES.values() if each.within is not None]
+    assert len(expected) >= 20
+    first = min(expected, key=lambda each: each.within or 0)
+    assert first.within is not None
+    census = Census()
+    for _ in range(first.within - 1):
+        census.add({})
+    assert census.overdue() == []
+    census.add({})
+    assert first in census.overdue()
+    census.add({each.name: 1 for each in expected})
+    assert census.overdue() == []
+
+
+def test_milestones_have_distinct_names_and_only_these_are_reached() -> None:
+    assert sum(map(len, SURFACES.values())) == len(MILESTONES)
+    with pytest.raises(KeyError):
+        Reached()("killed-in-a-dream")
 
 
 def test_a_fleet_without_faults_answers_every_request() -> None:
@@ -66,6 +108,13 @@ def test_a_frontend_that_cannot_read_all_events_does_without_them_and_serves_on(
     assert not any("failed" in result.outcomes for result in results)
 
 
+def test_leases_that_expire_while_etcd_has_no_quorum_fail_no_request() -> None:
+    plan = Plan(seconds=60.0, workers=2, frontends=1, faults=3, clients=3)
+    results = [run_history(seed, plan, [(1.0, etcd_without_quorum)]) for seed in range(3)]
+    assert [violation for result in results for violation in result.violations] == []
+
+
+@pytest.mark.slow
 def test_a_seed_gives_the_same_history_each_time() -> None:
     first, second = simulate("--replay", "21"), simulate("--replay", "21")
     assert "seed 21" in first.stdout
@@ -104,7 +153,65 @@ def test_a_booking_that_is_never_released_is_found() -> None:
     assert any("bookings when idle" in violation for result in results for violation in result.violations)
 
 
-@pytest.mark.timeout(300)
+STORES = Plan(seconds=10.0, workers=2, frontends=2, faults=0, clients=3, stores=True)
+
+
+def test_what_was_acknowledged_is_kept_and_counted() -> None:
+    result = run_history(1, STORES, [])
+    assert result.violations == []
+    assert {"file-kept", "batch-complete", "response-complete", "ledger-exact", "limit-refused"} <= result.milestones.keys()
+
+
+def test_a_file_that_is_lost_is_found() -> None:
+    async def forget(self: Files, owner: str, id: str, *arguments: Any) -> FileObject:
+        return FileObject(id=id, bytes=0, created_at=0, filename="", purpose="")
+
+    with mock.patch.object(Files, "put", forget):
+        result = run_history(1, STORES, [])
+    assert any("was acknowledged, and is gone" in violation for violation in result.violations)
+
+
+def test_a_line_of_a_batch_that_is_there_twice_is_found() -> None:
+    result_of = runner._result
+
+    def twice(batch: str, line: Line, response: tuple[int, bytes] | None, code: str = "") -> str:
+        return 2 * result_of(batch, line, response, code)
+
+    with mock.patch.object(runner, "_result", twice):
+        result = run_history(1, STORES, [])
+    assert any("its results are of the lines" in violation for violation in result.violations)
+
+
+def test_a_response_in_the_background_that_is_given_up_is_found() -> None:
+    async def give_up(self: BackgroundResponses, owner: str, response: ResponseObject, revision: int) -> None: ...
+
+    with mock.patch.object(BackgroundResponses, "_write", give_up):
+        result = run_history(1, STORES, [])
+    assert any("failed though all was well" in violation for violation in result.violations)
+
+
+def test_tokens_that_are_counted_twice_are_found() -> None:
+    add = Ledger.add
+
+    def add_twice(self: Ledger, key: str, model: str, usage: Usage) -> None:
+        add(self, key, model, usage)
+        add(self, key, model, usage)
+
+    with mock.patch.object(Ledger, "add", add_twice):
+        result = run_history(1, STORES, [])
+    assert any("were delivered" in violation for violation in result.violations)
+
+
+def test_limits_that_do_not_hold_are_found() -> None:
+    def ignore(self: KeyAccount, *arguments: Any) -> None: ...
+
+    many = Plan(seconds=10.0, workers=2, frontends=1, faults=0, clients=15, stores=True)
+    with mock.patch.object(KeyAccount, "_check_rate", ignore), mock.patch.object(KeyAccount, "_check_concurrency", ignore):
+        result = run_history(1, many, [])
+    assert any(f"requests of {LIMITED} were served" in violation for violation in result.violations)
+
+
+@pytest.mark.slow
 def test_histories_that_once_broke_an_invariant_keep_all_of_them() -> None:
-    done = simulate("--seeds", PAST_FAILURES, "--jobs", "1")
+    done = simulate("--seeds", PAST_FAILURES, "--plain", "--jobs", "1")
     assert done.returncode == 0, done.stdout

@@ -25,6 +25,7 @@ class BadBus:
     longest_delay_s: float = 0.3
     is_connected: bool = True
     max_payload: int = 1 << 20
+    reconnected_at: float = float("-inf")
 
     def be_good(self) -> None:
         self.lost = self.repeated = self.delayed = 0.0

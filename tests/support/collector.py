@@ -47,7 +47,7 @@ class Collector:
         """The spans of a trace, by `service/name`."""
         return {f"{span.service}/{span.name}": span for span in self.spans if span.trace_id == trace_id}
 
-    async def trace(self, trace_id: str, *names: str, within_s: float = 20.0) -> dict[str, SeenSpan]:
+    async def trace(self, trace_id: str, *names: str, within_s: float = 120) -> dict[str, SeenSpan]:
         """The spans of a trace, once all of these are there."""
         async with asyncio.timeout(within_s):
             while not set(names) <= self.of(trace_id).keys():

@@ -15,7 +15,7 @@ import httpx2
 
 from dynamo.common.options import EtcdOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
-from dynamo.frontend.config import AccessOptions, FrontendConfig, GrpcOptions, GrpcServerChoice, HttpOptions
+from dynamo.frontend.config import AccessOptions, FrontendConfig, GrpcOptions, HttpOptions
 from dynamo.frontend.security.keys import Limits, entry_for, make_key
 from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import inference_pb2 as pb
@@ -104,7 +104,7 @@ class Doors:
         """One unary gRPC call; its answer is thrown away."""
         path = method if method.startswith("/") else SERVICE + method
         start: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(path)
-        call = start(message, metadata=metadata(headers), timeout=20)
+        call = start(message, metadata=metadata(headers), timeout=120)
         try:
             await call
         except grpc.aio.AioRpcError as error:
@@ -148,7 +148,6 @@ async def open_doors(
     namespace: str,
     *,
     access: AccessOptions | None = None,
-    server: GrpcServerChoice = GrpcServerChoice.GRPCIO,
     logins: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> AsyncIterator[Doors]:
     """A frontend with one worker that serves `echo` (tensors) and `echo-llm` (text).
@@ -162,7 +161,7 @@ async def open_doors(
         settle_s=0,
         drain_timeout_s=1,
         http=HttpOptions(port=0),
-        grpc=GrpcOptions(enabled=True, port=0, server=server),
+        grpc=GrpcOptions(enabled=True, port=0),
         access=access or AccessOptions(),
         nats=bus,
         etcd=EtcdOptions(endpoints=(etcd.endpoint,), **logins["frontend"]),
@@ -173,10 +172,10 @@ async def open_doors(
     async with (
         open_worker([EchoTensors(), EchoTokens()], worker_config) as worker,
         serve_frontend(config) as frontend,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{frontend.http_port}", timeout=20) as http,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{frontend.http_port}", timeout=120) as http,
         grpc.aio.insecure_channel(f"127.0.0.1:{frontend.grpc_port}") as channel,
     ):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not all(frontend.readiness.is_model_ready(model) for model in ("echo", "echo-llm")):
                 await asyncio.sleep(0.01)
         yield Doors(frontend, worker, http, channel)

@@ -14,21 +14,20 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.model_card import ModelCard
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
 from dynamo.frontend.api.rpc.bounded import bounded
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
-from dynamo.frontend.config import CapacityOptions, GrpcOptions, GrpcServerChoice, OverloadStatus, ServingOptions
+from dynamo.frontend.config import CapacityOptions, GrpcOptions, OverloadStatus, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, FakeTexts, instance
-
-SERVERS = (GrpcServerChoice.GRPCIO, GrpcServerChoice.HTTP2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +82,15 @@ class Stream:
 @asynccontextmanager
 async def open_edge(
     *cards: ModelCard,
-    server: GrpcServerChoice = GrpcServerChoice.GRPCIO,
     options: GrpcOptions | None = None,
     declared: tuple[ModelCard, ...] = (),
     max_stream_requests: int = 256,
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
     capacity: CapacityOptions | None = None,
+    kserve: KserveServer | None = None,
 ) -> AsyncIterator[Edge]:
     """An edge whose instances 1, 2, … serve one card each; `edge.client.respond` says how they answer."""
-    options = replace(options or GrpcOptions(), port=0, server=server)
+    options = replace(options or GrpcOptions(), port=0, max_stream_requests=max_stream_requests)
     directory = FakeDirectory(*(instance(number, card) for number, card in enumerate(cards, 1)))
     client = FakeClient()
 
@@ -102,17 +101,14 @@ async def open_edge(
         readiness = Readiness()
         readiness.attach(plane)
         drain = StreamDrain()
-        options = replace(options, max_stream_requests=max_stream_requests)
         counted = Capacity(capacity)
-        services = {
-            SERVICE: KserveService(plane, readiness, drain, options, lambda: ANONYMOUS, overload, counted).handlers(),
-            HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
-            **dict.fromkeys(
-                REFLECTION_SERVICES, ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()
-            ),
-        }
+        operations = [
+            *KserveService(plane, readiness, drain, options, lambda: ANONYMOUS, overload, counted, kserve).operations(),
+            *HealthService(plane, readiness).operations(),
+            *ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).operations(),
+        ]
         async with (
-            serve_grpc(options, metered(bounded(services, counted, overload), GrpcServerMetrics(registry))) as running,
+            serve_grpc(options, metered(bounded(operations, counted, overload), GrpcServerMetrics(registry))) as running,
             grpc.aio.insecure_channel(
                 f"127.0.0.1:{running.port}",
                 options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)],

@@ -43,6 +43,11 @@ class FakeNats:
         for client in self.clients:
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
 
+    def thaw(self) -> None:
+        """End `freeze`."""
+        for client in self.clients:
+            client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+
     async def connections(self, count: int) -> None:
         """Return when so many connections have been made and logged in."""
         while sum(bool(client.connect) for client in self.clients) < count:

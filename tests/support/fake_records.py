@@ -2,27 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable
 from fnmatch import fnmatchcase
 
 from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.records import Record
+from dynamo.common.messaging.key_values import DamagedRecord
+from dynamo.common.messaging.records import Content, Record
+
+PIECE_BYTES = 128 * 1024
 
 
 class FakeRecords:
     """Records by key. While it is `away`, each operation fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self.clock = clock
+        """Of the store."""
         self.is_away = False
+        self.damaged: set[str] = set()
+        """Keys of records that are not what was written."""
         self.records: dict[str, Record] = {}
+        self.reads = 0
+        self.fails_at_piece: int | None = None
+        self.pieces_read = 0
+        """Of records that were opened."""
         self._revision = 0
 
     @property
     def is_ready(self) -> bool:
         return not self.is_away
 
-    async def get(self, key: str) -> Record | None:
+    async def get(self, key: str, hold: Callable[[int], None] | None = None) -> Record | None:
         self._check()
-        return self.records.get(key)
+        self.reads += 1
+        if key in self.damaged:
+            raise DamagedRecord("test", key)
+        record = self.records.get(key)
+        if record is not None and hold is not None:
+            hold(len(record.value))
+        return record
+
+    async def open(self, key: str) -> Content | None:
+        record = await self.get(key)
+        return None if record is None else Content(len(record.value), self._pieces(record.value))
+
+    async def _pieces(self, value: bytes) -> AsyncGenerator[bytes, None]:
+        for number, start in enumerate(range(0, len(value), PIECE_BYTES)):
+            self._check()
+            if number == self.fails_at_piece:
+                raise Unavailable("the bucket test in JetStream cannot be read")
+            self.pieces_read += 1
+            yield value[start : start + PIECE_BYTES]
 
     async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
         self._check()
@@ -30,8 +60,12 @@ class FakeRecords:
         if last is not None and last != (0 if present is None else present.revision):
             return None
         self._revision += 1
-        self.records[key] = Record(value, self._revision)
+        self.records[key] = Record(value, self._revision, self.clock())
         return self._revision
+
+    async def age_s(self, record: Record) -> float:
+        self._check()
+        return self.clock() - record.written_at
 
     async def keys(self, pattern: str) -> list[str]:
         self._check()

@@ -98,6 +98,9 @@ class FakeDirectory:
     def on_registrations(self, callback: Callable[[Sequence[Instance], Sequence[Instance]], None]) -> None:
         self._on_registrations.append(callback)
 
+    def confirm_by(self, served_by: object) -> None:
+        """Nothing is absent but what the test removes."""
+
     def add(self, *instances: Instance) -> None:
         self._apply({instance.key: encode_registration(instance) for instance in instances})
 
@@ -258,7 +261,7 @@ class FakeClient:
 
     async def opened_streams(self, count: int) -> list[FakeStream]:
         """Return the streams when at least `count` have been opened. Raises TimeoutError."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(120):
             while len(self.streams) < count:
                 self.opened.clear()
                 await self.opened.wait()
@@ -386,6 +389,7 @@ class FakeText:
             sampling=request.sampling,
             stop=type(request.stop)(max_tokens=max_tokens, min_tokens=request.stop.min_tokens),
             n=request.n,
+            cache_salt=request.cache_salt,
             media=request.media,
         )
 

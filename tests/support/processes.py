@@ -7,14 +7,16 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
 
 import httpx2
 
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import NatsServer, free_ports
 
 
 @dataclass
@@ -28,7 +30,7 @@ class Process:
     def log(self) -> str:
         return "\n".join(self.lines[-100:])
 
-    async def logged(self, text: str, timeout_s: float = 30.0, *, times: int = 1) -> None:
+    async def logged(self, text: str, timeout_s: float = 120, *, times: int = 1) -> None:
         """Returns when `text` stands in so many lines of the log."""
         async with asyncio.timeout(timeout_s):
             while sum(text in line for line in self.lines) < times:
@@ -46,7 +48,7 @@ class Process:
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
-    async def ended(self, timeout_s: float = 30.0) -> int:
+    async def ended(self, timeout_s: float = 120) -> int:
         """Its exit status."""
         async with asyncio.timeout(timeout_s):
             return await self.process.wait()
@@ -66,7 +68,7 @@ class FrontendProcess(Process):
             response = await client.get(f"http://127.0.0.1:{self.http_port}/health?instances=true")
             return response.status_code, response.json()
 
-    async def serves(self, *models: str, timeout_s: float = 60.0, key: str = "") -> None:
+    async def serves(self, *models: str, timeout_s: float = 120, key: str = "") -> None:
         """Return when it lists these models as ready, to the holder of `key` if keys are required."""
         headers = {"x-api-key": key} if key else {}
         url = f"http://127.0.0.1:{self.http_port}"
@@ -81,8 +83,14 @@ class FrontendProcess(Process):
                 await asyncio.sleep(0.05)
 
 
+_WITHOUT = () if find_spec("vllm") else (str(Path(__file__).parent / "without"),)
+"""The folder of modules that tests need and the processes that they start do not, except for vLLM."""
+
+
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "DYNAMO_"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_", "DYNAMO_"))}
+    paths = (*_WITHOUT, environment.get("PYTHONPATH", ""))
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 async def _start(module: str, *flags: str, variables: Mapping[str, str] | None = None) -> asyncio.subprocess.Process:
@@ -111,10 +119,26 @@ async def _following(process: Process) -> AsyncIterator[None]:
         await process.process.wait()
 
 
+class Reachable(Protocol):
+    """A server, or several, as a process is to reach it."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class At:
+    """An etcd at other addresses than a server's own: several members, or through a proxy."""
+
+    endpoint: str
+
+
 @asynccontextmanager
-async def worker(etcd: EtcdServer, nats: NatsServer, namespace: str, *flags: str) -> AsyncIterator[Process]:
-    """A worker process; `flags` name its models."""
-    started = await _start("dynamo.worker", *_where(etcd.endpoint, nats.url, namespace), *flags)
+async def worker(
+    etcd: Reachable, nats: NatsServer, namespace: str, *flags: str, sources: Sequence[Path] = ()
+) -> AsyncIterator[Process]:
+    """A worker process; `flags` name its models. With `sources` its code is there."""
+    started = await _start("dynamo.worker", *_where(etcd.endpoint, nats.url, namespace), *flags, variables=_code_in(sources))
     process = Process(started)
     async with _following(process):
         yield process
@@ -130,14 +154,21 @@ async def script(path: str, *arguments: str, runner: str, **variables: str) -> A
 
 
 @asynccontextmanager
-async def frontend(etcd_url: str, nats_url: str, namespace: str, *flags: str) -> AsyncIterator[FrontendProcess]:
-    """A frontend process with gRPC; not awaited: see `serves`."""
+async def frontend(
+    etcd_url: str, nats_url: str, namespace: str, *flags: str, sources: Sequence[Path] = ()
+) -> AsyncIterator[FrontendProcess]:
+    """A frontend process with gRPC; not awaited: see `serves`. With `sources` its code is there."""
     http_port, grpc_port = free_ports(2)
     ports = ("--grpc", "--http-port", str(http_port), "--grpc-port", str(grpc_port))
-    started = await _start("dynamo.frontend", *_where(etcd_url, nats_url, namespace), *ports, *flags)
+    where = _where(etcd_url, nats_url, namespace)
+    started = await _start("dynamo.frontend", *where, *ports, *flags, variables=_code_in(sources))
     process = FrontendProcess(started, http_port=http_port, grpc_port=grpc_port)
     async with _following(process):
         yield process
+
+
+def _code_in(sources: Sequence[Path]) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join((*_WITHOUT, *map(str, sources)))} if sources else {}
 
 
 def _where(etcd_url: str, nats_url: str, namespace: str) -> tuple[str, ...]:

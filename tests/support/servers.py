@@ -38,7 +38,9 @@ __all__ = [
 ETCD_FLAGS = ("--grpc-keepalive-min-time", "100ms", "--heartbeat-interval", "20", "--election-timeout", "200")
 """A client may ping as often as a test likes; a restart takes 0.3 s and not 1.5; and a lease may be as short as 1 s."""
 
-_LEADER_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 120
+"""Longer than a deployment would wait: a start on a busy machine takes longer than it would permit."""
+_LEADER_TIMEOUT_S = 120
 _POLL_S = 0.05
 
 S = TypeVar("S", bound=Server)
@@ -62,19 +64,21 @@ async def start_nats(
     jetstream: bool = True,
     max_payload_bytes: int | None = None,
     tls: ServerTls | None = None,
+    fsync: bool = True,
     config: str = "",
 ) -> AsyncIterator[NatsServer]:
     """nats-server for the body, with the default limits unless told otherwise; may be killed and restarted there."""
-    async with _running(
-        NatsServer(folder, port=port, jetstream=jetstream, max_payload_bytes=max_payload_bytes, tls=tls, config=config)
-    ) as server:
+    server = NatsServer(
+        folder, port=port, jetstream=jetstream, max_payload_bytes=max_payload_bytes, tls=tls, fsync=fsync, config=config
+    )
+    async with _running(server):
         yield server
 
 
 @asynccontextmanager
 async def _running(server: S) -> AsyncIterator[S]:
     try:
-        await server.start()
+        await server.start(_START_TIMEOUT_S)
         yield server
     except BaseException as error:
         error.add_note(f"--- end of {server.log_file} ---\n{server.log()}")
@@ -164,7 +168,7 @@ def serving(server: S) -> Iterator[S]:
     """The same for fixtures of a whole session, which outlive every event loop of a test."""
     loop = asyncio.new_event_loop()
     try:
-        loop.run_until_complete(server.start())
+        loop.run_until_complete(server.start(_START_TIMEOUT_S))
         yield server
     finally:
         loop.run_until_complete(server.stop())
@@ -174,4 +178,4 @@ def serving(server: S) -> Iterator[S]:
 def etcdctl(endpoint: str, *arguments: str) -> str:
     """Output of etcd's own command-line client: an opinion independent of ours. Blocks for some ten milliseconds."""
     command = [str(etcd_binary().with_name("etcdctl")), "--endpoints", endpoint, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout

@@ -15,7 +15,7 @@ from dynamo.frontend.config import FrontendConfig, HttpOptions, KvCost, KvRouter
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouterWrapper
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.serving.call import Call
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import StatusOptions, WorkerConfig
@@ -116,12 +116,14 @@ class SimFleet:
         assert isinstance(router, KvRouter)
         return router
 
-    async def generate(self, prompt: str, frontend: int = 0, tokens: int = 4) -> tuple[InstanceId, int, Summary]:
+    async def generate(
+        self, prompt: str, frontend: int = 0, tokens: int = 4, account: Account = ANONYMOUS
+    ) -> tuple[InstanceId, int, Summary]:
         """Where the request went, how many blocks of it the router thought to be there, and what it took."""
         request = TextRequest(
             model=self.model, prompt=prompt, stop=Stop(max_tokens=tokens, ignore_eos=True), sampling=Sampling(seed=1)
         )
-        async with self.frontends[frontend].plane.generate(request, Call(account=ANONYMOUS, request_id="test")) as generation:
+        async with self.frontends[frontend].plane.generate(request, Call(account=account, request_id="test")) as generation:
             while await generation.read():
                 pass
             assert generation.decision is not None

@@ -15,6 +15,7 @@ from dynamo.frontend.api.openai.responses.stored import StoredResponses
 from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.fleet.response_changes import ResponseChanges
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.preprocess.parsers import OutputParsers
 from tests.support.fake_bus import FakeBus, FakeConnection
 from tests.support.fake_records import FakeRecords
 from tests.support.fakes import FakeStream
@@ -32,6 +33,7 @@ class Storing:
     records: FakeRecords
     nats: FakeConnection
     now: list[float] = field(default_factory=lambda: [1000.0])
+    """The clock of the store, and of this process."""
 
     async def create(self, **fields: Any) -> dict[str, Any]:
         response = await self.edge.post(PATH, HELLO | fields)
@@ -47,7 +49,7 @@ class Storing:
 
     async def reached(self, id: str, *statuses: str) -> dict[str, Any]:
         """Return a response once it has one of the statuses."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             while (response := await self.read(id))["status"] not in statuses:
                 await asyncio.sleep(0)
         return response
@@ -77,9 +79,11 @@ async def storing(
     records: FakeRecords | None = None,
     bus: FakeBus | None = None,
     look_s: float = 60.0,
+    parsers: OutputParsers | None = None,
 ) -> AsyncIterator[Storing]:
     """`look_s`: how often those that follow a response look into the store without an announcement."""
     records, now = records or FakeRecords(), [1000.0]
+    records.clock = lambda: now[0]
     nats = FakeConnection(bus or FakeBus())
     made: list[BackgroundResponses] = []
 
@@ -88,7 +92,7 @@ async def storing(
         made.append(BackgroundResponses(stored, beat_s=beat_s))
         return made[0]
 
-    async with open_http_edge(respond=respond, background=background, capacity=capacity) as edge:
+    async with open_http_edge(respond=respond, background=background, capacity=capacity, parsers=parsers) as edge:
         try:
             yield Storing(edge, records, nats, now)
         finally:

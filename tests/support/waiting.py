@@ -10,7 +10,7 @@ if TYPE_CHECKING:  # tests of workers and engines wait as well
     from dynamo.frontend.api.capacity import Capacity
 
 
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 120) -> None:
     """Return once `condition()` holds. Raises TimeoutError after `within_s`."""
     async with asyncio.timeout(within_s):
         while not condition():
@@ -19,4 +19,4 @@ async def until(condition: Callable[[], object], within_s: float = 10.0) -> None
 
 async def until_free(capacity: Capacity) -> None:
     """Return when no request and no byte is counted, which is a moment after the client has its response."""
-    await until(lambda: not capacity.requests and not capacity.buffered_bytes, 5.0)
+    await until(lambda: not capacity.requests and not capacity.buffered_bytes, 120)

@@ -12,7 +12,7 @@
 
 Tasks handle what can be foreseen: an error that reaches this module is a defect. The processes enter `running` and
 `running_tasks` in their main task, so such an error ends them in order, with a sentence (`lifecycle.run`), rather than leave
-them half alive.
+them half alive. A task that ends as cancelled although no call cancelled it has failed, too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ OnFailure: TypeAlias = Callable[[str, BaseException], None]
 """Called with the task's name and its failure."""
 
 
+class CancelledByOthers(Exception):
+    """A task ended as if it were cancelled, and it was not: what it awaited was, as by a library that drops its futures."""
+
+
 class TaskFailed(Exception):
     """A task failed in a way that it does not handle. It has been logged; `str()` is a sentence for the operator."""
 
@@ -50,13 +54,30 @@ def start(work: Work[T], name: str, on_failure: OnFailure | None = None) -> asyn
     task: asyncio.Task[T] = awaited(work, name)
 
     def ended(task: asyncio.Task[T]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if (error := _failure(task)) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
             if on_failure is not None:
                 on_failure(task.get_name(), error)
 
     task.add_done_callback(ended)
     return task
+
+
+def _failure(task: asyncio.Task[Any]) -> BaseException | None:
+    """Return why a task failed; None if it has ended as it should, or was cancelled."""
+    if not task.cancelled():
+        return task.exception()
+    return None if task.cancelling() else CancelledByOthers("something that it awaited was cancelled")
+
+
+def raise_if_cancelled() -> None:
+    """Cancel the current task again if it was cancelled: for after a library that may have lost that.
+
+    Before Python 3.12, `asyncio.wait_for` loses a cancellation that comes together with the result that it waits for.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 class Tasks:
@@ -81,7 +102,7 @@ class Tasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if (error := _failure(task)) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
             if self._on_failure is not None:
                 self._on_failure(task.get_name(), error)

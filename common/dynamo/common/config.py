@@ -9,30 +9,37 @@
 
 A field without explicit names gets `--drain-timeout-s`, `DYN_DRAIN_TIMEOUT_S` and the file key `drain_timeout_s`;
 inside a group with a prefix `--nats-…`, `DYN_NATS_…` and `nats.…`. What does not fit stops the start with one sentence
-(`ConfigError`).
+(`ConfigError`). Names and values of the version before are declared beside the new ones (`formerly`, `replaced`), and
+work with a warning.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import logging
 import os
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from enum import StrEnum
+from enum import Enum, StrEnum
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
 import yaml
 
+from dynamo.common.interpreter import interpreter
+
 DISTRIBUTION = "dynamo-serving"
 ENTRY_POINTS = "dynamo.config"
 """Entry-point group naming the configuration class of each process: one file or environment can serve them all."""
 EXIT_CONFIG = 2
+
+log = logging.getLogger(__name__)
 
 C = TypeVar("C")
 _OPTION = "dynamo.option"
@@ -85,6 +92,8 @@ class Option:
     maximum: float | None = None
     secret: bool = False
     metavar: str | None = None
+    formerly: tuple[str, ...] = ()
+    replaced: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,8 @@ def option(
     maximum: float | None = None,
     secret: bool = False,
     metavar: str | None = None,
+    formerly: Sequence[str] = (),
+    replaced: Mapping[str, str] | None = None,
 ) -> Any:
     """A dataclass field that can be set from outside. Without a default it must be set.
 
@@ -119,7 +130,8 @@ def option(
     `repeatable` fields are tuples: the flag may be given several times, and each text is split at `separator` (empty:
     not split); with `several`, more texts may follow the first as arguments of their own. `secret` values never come from the
     command line, where every user of the machine can read them: they get a `…-file` flag and variable in addition to
-    the variable itself.
+    the variable itself. `formerly` are names of the version before, flags (`--old-port`), variables (`DYN_OLD_PORT`) and file
+    keys (`old.port`), and `replaced` its values with their successors: both work with a warning that names the new one.
     """
     keys = (file_key,) if isinstance(file_key, str) else file_key
     described = Option(
@@ -138,6 +150,8 @@ def option(
         maximum=maximum,
         secret=secret,
         metavar=metavar,
+        formerly=tuple(formerly),
+        replaced=replaced or {},
     )
     return field(default=default, metadata={_OPTION: described}, repr=not secret)
 
@@ -202,18 +216,58 @@ class _Setting:
     def file_file_keys(self) -> tuple[str, ...]:
         return tuple(f"{key}_file" for key in self.file_keys) if self.option.secret else ()
 
+    @property
+    def former_names(self) -> dict[str, str]:
+        """The names that `formerly` declares, each with its successor."""
+        names: dict[str, str] = {}
+        for old in self.option.formerly:
+            new = next(name for name in (*self.flags, *self.env, *self.file_keys) if _kind_of(name) is _kind_of(old))
+            forms = [(old, new)]
+            if self.is_bool and old.startswith("--"):
+                forms = list(zip(_with_negations([old]), _with_negations([new]), strict=True))
+            elif self.option.secret:
+                ending = {_Kind.FLAG: "-file", _Kind.VARIABLE: "_FILE", _Kind.KEY: "_file"}[_kind_of(old)]
+                forms = [*([] if old.startswith("--") else forms), (f"{old}{ending}", f"{new}{ending}")]
+            names.update(forms)
+        return names
 
-def load(cls: type[C], argv: Sequence[str], environ: Mapping[str, str], *, program: str, description: str | None = None) -> C:
+
+class _Kind(Enum):
+    FLAG, VARIABLE, KEY = range(3)
+
+
+def _kind_of(name: str) -> _Kind:
+    if name.startswith("--"):
+        return _Kind.FLAG
+    return _Kind.VARIABLE if name.isupper() else _Kind.KEY
+
+
+def load(
+    cls: type[C],
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    program: str,
+    description: str | None = None,
+    passes_on: Mapping[str, type[Any]] | None = None,
+) -> C:
     """Return a `cls` from the arguments (without the program's name) and the environment.
+
+    `passes_on` names repeatable fields of `cls` and the classes of other programs: a flag that one of them has, and neither `cls`
+    nor another of them, is appended to its field as `--flag=value`.
 
     Raises ConfigError; `--help` and `--version` print and raise SystemExit(0).
     """
     settings = list(_settings(cls))
-    flags = _read_flags(settings, argv, program, description or cls.__doc__ or "")
+    others: dict[tuple[str, ...], list[_Setting]] = {(name,): list(_settings(other)) for name, other in (passes_on or {}).items()}
+    renamed = _former_names(settings)
+    argv = _rename_flags(argv, _former_names(chain(settings, *others.values())))
+    environ = _rename_variables(environ, renamed)
+    flags = _read_flags(settings, others, argv, program, description or cls.__doc__ or "")
     values: dict[tuple[str, ...], object] = {}
     path = flags.config or environ.get("DYN_CONFIG") or None
     if path is not None:
-        document = _read_file(path)
+        document = _rename_keys(_read_file(path), renamed, path)
         _check_keys(cls, settings, document, path)
         for setting in settings:
             values.update(_from_file(setting, document, path))
@@ -230,10 +284,12 @@ def load(cls: type[C], argv: Sequence[str], environ: Mapping[str, str], *, progr
     return _build(cls, (), values)
 
 
-def load_or_exit(cls: type[C], *, program: str, description: str | None = None) -> C:
+def load_or_exit(
+    cls: type[C], *, program: str, description: str | None = None, passes_on: Mapping[str, type[Any]] | None = None
+) -> C:
     """`load` from `sys.argv` and the environment; an error is printed and ends the process with status 2."""
     try:
-        return load(cls, sys.argv[1:], os.environ, program=program, description=description)
+        return load(cls, sys.argv[1:], os.environ, program=program, description=description, passes_on=passes_on)
     except ConfigError as error:
         exit_with(program, error)
 
@@ -254,7 +310,16 @@ def project_version() -> str:
 
 def variables(cls: type[Any]) -> frozenset[str]:
     """Return the names of all environment variables that `cls` reads."""
-    return frozenset(name for setting in _settings(cls) for name in (*setting.env, *setting.file_env)) | {"DYN_CONFIG"}
+    settings = list(_settings(cls))
+    former = (name for name in _former_names(settings) if _kind_of(name) is _Kind.VARIABLE)
+    return frozenset(name for setting in settings for name in (*setting.env, *setting.file_env)) | {"DYN_CONFIG", *former}
+
+
+def replacements(cls: type[Any]) -> dict[str, str]:
+    """Return what `cls` takes for the last time, with what replaces it: names, and values as `--flag value`."""
+    settings = list(_settings(cls))
+    values = {f"{s.shown_as} {old}": f"{s.shown_as} {new}" for s in settings for old, new in s.option.replaced.items()}
+    return _former_names(settings) | values
 
 
 def markdown_table(cls: type[Any]) -> str:
@@ -381,6 +446,48 @@ def _build(cls: type[C], path: tuple[str, ...], values: Mapping[tuple[str, ...],
         raise ConfigError(str(error)) from error
 
 
+# --- names and values of the version before ----------------------------------------------------------------------------
+
+
+def _former_names(settings: Iterable[_Setting]) -> dict[str, str]:
+    return {old: new for setting in settings for old, new in setting.former_names.items()}
+
+
+def _warn_of(old: str, new: str) -> None:
+    log.warning("%s is deprecated: use %s, since the next version refuses it", old, new)
+
+
+def _rename_flags(argv: Sequence[str], renamed: Mapping[str, str]) -> list[str]:
+    words = []
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        if new := renamed.get(flag):
+            _warn_of(flag, new)
+        words.append(f"{new or flag}{equals}{value}")
+    return words
+
+
+def _rename_variables(environ: Mapping[str, str], renamed: Mapping[str, str]) -> dict[str, str]:
+    """A new name that is set takes precedence over the former one."""
+    variables = {name: value for name, value in environ.items() if name not in renamed}
+    for old, value in environ.items():
+        if new := renamed.get(old):
+            _warn_of(f"variable {old}", new)
+            variables[new] = variables.get(new) or value
+    return variables
+
+
+def _rename_keys(document: dict[str, Any], renamed: Mapping[str, str], path: str) -> dict[str, Any]:
+    """Return the document with new keys, as paths, beside the former ones; where both are given the new one counts."""
+    given = {old: _lookup(document, old) for old in renamed if _kind_of(old) is _Kind.KEY}
+    for old, (is_set, value) in given.items():
+        if is_set:
+            _warn_of(f"{path}: '{old}'", f"'{renamed[old]}'")
+            if not _lookup(document, renamed[old])[0]:
+                document = {**document, renamed[old]: value}
+    return document
+
+
 # --- flags -----------------------------------------------------------------------------------------------------------
 
 
@@ -404,7 +511,14 @@ class _Help(argparse.HelpFormatter):
         return f"usage: {self._prog} [options]\n\n"  # dozens of flags in one usage line are unreadable
 
 
-def _read_flags(settings: Sequence[_Setting], argv: Sequence[str], program: str, description: str) -> _Flags:
+def _read_flags(
+    settings: Sequence[_Setting],
+    others: Mapping[tuple[str, ...], Sequence[_Setting]],
+    argv: Sequence[str],
+    program: str,
+    description: str,
+) -> _Flags:
+    """`others` are the settings whose flags are passed on, by the path of the field that takes them."""
     given: dict[tuple[str, ...], list[tuple[str, str]]] = {}
 
     class Record(argparse.Action):
@@ -419,35 +533,76 @@ def _read_flags(settings: Sequence[_Setting], argv: Sequence[str], program: str,
     parser = _Parser(program, description=description, formatter_class=_Help, allow_abbrev=False, add_help=False)
     general = parser.add_argument_group(_GENERAL)
     general.add_argument("--help", "-h", action="help", help="Show this and exit.")
-    general.add_argument("--version", action="version", version=f"{program} {project_version()}", help="Show and exit.")
+    general.add_argument(
+        "--version", action="version", version=f"{program} {project_version()}, {interpreter()}", help="Show and exit."
+    )
     general.add_argument("--config", metavar="FILE", help="YAML file with these options [DYN_CONFIG].")
     groups = {_GENERAL: general}
     for setting in settings:
         if setting.title not in groups:
             groups[setting.title] = parser.add_argument_group(setting.title)
         _add_flags(groups[setting.title], setting, Record)
+    _add_passed_on(parser, settings, others, given)
     known, unknown = parser.parse_known_args(list(argv))
     if unknown:
-        raise ConfigError(_unknown_argument(unknown[0], settings))
+        raise ConfigError(_unknown_argument(unknown[0], [*settings, *chain(*others.values())]))
     return _Flags(known.config, given)
 
 
 def _add_flags(target: Any, setting: _Setting, record: type[argparse.Action]) -> None:
-    described = setting.option
-    shown, hidden = setting.flags, described.hidden_flags
-    if described.secret:
-        shown, hidden = setting.file_flags, ()
-    common: dict[str, Any] = {"action": record, "const": setting.path, "dest": argparse.SUPPRESS}
-    if setting.is_bool:
-        common["nargs"] = 0
-        shown, hidden = _with_negations(shown), _with_negations(hidden)
-    else:
-        common["metavar"] = "FILE" if described.secret else _metavar(setting)
-        common["nargs"] = "+" if described.several else None
+    shown, hidden = _forms(setting)
+    common: dict[str, Any] = {"action": record, "const": setting.path, "dest": argparse.SUPPRESS, "nargs": _nargs(setting)}
+    if not setting.is_bool:
+        common["metavar"] = "FILE" if setting.option.secret else _metavar(setting)
     if shown:
         target.add_argument(*shown, help=_help(setting).replace("%", "%%"), **common)
     if hidden:
         target.add_argument(*hidden, help=argparse.SUPPRESS, **common)
+
+
+def _forms(setting: _Setting) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the flags that the help shows, and the hidden ones."""
+    if setting.option.secret:
+        return setting.file_flags, ()
+    if setting.is_bool:
+        return _with_negations(setting.flags), _with_negations(setting.option.hidden_flags)
+    return setting.flags, setting.option.hidden_flags
+
+
+def _nargs(setting: _Setting) -> int | str | None:
+    return 0 if setting.is_bool else "+" if setting.option.several else None
+
+
+def _add_passed_on(
+    parser: argparse.ArgumentParser,
+    settings: Sequence[_Setting],
+    others: Mapping[tuple[str, ...], Sequence[_Setting]],
+    given: dict[tuple[str, ...], list[tuple[str, str]]],
+) -> None:
+    """Take the flags of `others` that are not our own. One that several programs have is refused."""
+    own = {form for setting in settings for forms in _forms(setting) for form in forms}
+    owners: dict[str, dict[tuple[str, ...], _Setting]] = {}
+    for path, members in others.items():
+        for setting in members:
+            for form in chain(*_forms(setting)):
+                if form not in own:
+                    owners.setdefault(form, {})[path] = setting
+    shown_as = {setting.path: setting.shown_as for setting in settings}
+
+    class PassOn(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+            flag = option_string or ""
+            paths = list(owners[flag])
+            if len(paths) > 1:
+                forms = " or ".join(f"{shown_as[path]}={flag}{'' if self.nargs == 0 else '=…'}" for path in paths)
+                raise ConfigError(f"{flag} is a flag of several programs; use {forms}")
+            texts = values if isinstance(values, list) else [values]
+            words = [flag] if self.nargs == 0 else [f"{flag}={text}" for text in texts]
+            given.setdefault(paths[0], []).extend((flag, word) for word in words)
+
+    for form, by_path in owners.items():
+        nargs = _nargs(next(iter(by_path.values())))
+        parser.add_argument(form, action=PassOn, nargs=nargs, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def _with_negations(flags: Iterable[str]) -> tuple[str, ...]:
@@ -566,6 +721,8 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def _lookup(document: Mapping[str, Any], key: str) -> tuple[bool, object]:
+    if key in document:  # as a path
+        return True, document[key]
     node: object = document
     for part in key.split("."):
         if not isinstance(node, Mapping):
@@ -587,7 +744,8 @@ def _check_keys(cls: type[Any], settings: Sequence[_Setting], document: Mapping[
 
 
 def _file_keys(settings: Sequence[_Setting]) -> frozenset[str]:
-    return frozenset(key for setting in settings for key in (*setting.file_keys, *setting.file_file_keys))
+    former = (name for name in _former_names(settings) if _kind_of(name) is _Kind.KEY)
+    return frozenset(key for setting in settings for key in (*setting.file_keys, *setting.file_file_keys)) | {*former}
 
 
 def _unknown_keys(node: Mapping[str, Any], prefix: str, known: frozenset[str]) -> Iterator[str]:
@@ -641,6 +799,9 @@ def _split(setting: _Setting, text: str, source: str) -> list[object]:
 
 def _value(setting: _Setting, text: str, source: str) -> object:
     described = setting.option
+    if new := described.replaced.get(text):
+        _warn_of(f"{source} {text}", new)
+        text = new
     if described.choices and text not in described.choices:
         raise ConfigError(f"{source}: {text!r} is not one of {', '.join(described.choices)}")
     value = _guard(setting.convert, text, source)

@@ -11,6 +11,7 @@ import logging
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
@@ -19,6 +20,7 @@ import msgspec
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import ADAPTERS_ROOT, LEASES_ROOT, NAMES_ROOT, REPOSITORY_ROOT, Endpoint, InstanceId
+from dynamo.common.protocol import UNNAMED, OtherProtocol, check_protocol
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time, seconds."""
     arena: str = ""
     """Token of the shared memory by which callers on the same host may send and get bodies; empty: there is none."""
+    protocol: int = UNNAMED
 
     @property
     def key(self) -> str:
@@ -60,15 +63,28 @@ def encode_registration(instance: Instance) -> bytes:
     return value
 
 
+class _Version(msgspec.Struct):
+    """All that is certain of a registration of another version."""
+
+    protocol: int = UNNAMED
+
+
 _DECODER = msgspec.json.Decoder(Instance)
+_VERSION_DECODER = msgspec.json.Decoder(_Version)
 
 
 def decode_registration(key: str, value: bytes) -> Instance:
-    """Return the instance registered under `key`. Raises InvalidRequest if the value is not a registration that belongs there."""
+    """Return the instance registered under `key`.
+
+    Raises InvalidRequest if the value is not a registration that belongs there, OtherProtocol if its version is too far off.
+    """
     try:
         instance = _DECODER.decode(value)
     except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
+        with suppress(ValueError, RecursionError):
+            check_protocol(_VERSION_DECODER.decode(value).protocol)
         raise InvalidRequest(f"it cannot be read: {error}") from None
+    check_protocol(instance.protocol)
     instance.card.check()
     if instance.key != key:
         raise InvalidRequest(f"its content belongs under {instance.key}")
@@ -231,6 +247,7 @@ class View:
         """By model, then by the name that was looked up."""
         self._names: dict[str, str] | None = None
         self._warned: set[str] = set()
+        self._other_protocols: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"<View of {len(self._by_key)} registrations of {len(self._models)} models, {len(self._down)} instances down>"
@@ -283,6 +300,15 @@ class View:
     def get(self, key: str) -> Instance | None:
         """Return the registration under a key; None if there is none that can be decoded."""
         return self._by_key.get(key)
+
+    def registrations_of(self, instance: InstanceId) -> Mapping[str, Instance]:
+        """Return the registrations of one instance by key."""
+        return self._of_instance.get(instance, {})
+
+    @property
+    def other_protocols(self) -> Mapping[str, int]:
+        """Versions of the protocol of registrations that are left out for it, by key."""
+        return self._other_protocols
 
     @property
     def keys(self) -> KeysView[str]:
@@ -389,6 +415,7 @@ class View:
         return added, removed
 
     def _read(self, key: str, value: bytes | None) -> Instance | None:
+        self._other_protocols.pop(key, None)
         if value is None or value == WITHDRAWN:
             self._warned.discard(key)
             return None
@@ -396,6 +423,10 @@ class View:
             return None
         try:
             return decode_registration(key, value)
+        except OtherProtocol as error:
+            self._other_protocols[key] = error.protocol
+            self._warn_once(key, f"the registration {key!r} is left out: {error}")
+            return None
         except DynamoError as error:
             self._warn_once(key, f"the registration {key!r} is ignored: {error}")
             return None

@@ -8,6 +8,7 @@ from math import isfinite
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import GenerateRequest, Sampling, Stop
+from dynamo.common.guided_rules import check_guided
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -16,7 +17,6 @@ MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKENS = 1024
 MAX_TOP_K = 1 << 20
 _DEFAULTS = Sampling()
-GUIDES = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 class Feature(StrEnum):
@@ -70,11 +70,15 @@ def check_request(request: GenerateRequest) -> None:
     """Raises InvalidRequest, with the field as `param`, for the first parameter that is out of range."""
     check_sampling(request.sampling)
     check_stop(request.stop)
-    _within("n", request.n, 1, MAX_CHOICES)
-    _within("logprobs", request.logprobs, 0, MAX_LOGPROBS)
-    _within("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
-    count = len(request.logprob_token_ids)
-    _within("the number of logprob_token_ids", count, 0, MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids")
+    if request.n != 1:
+        _within("n", request.n, 1, MAX_CHOICES)
+    if request.logprobs is not None:
+        _within("logprobs", request.logprobs, 0, MAX_LOGPROBS)
+    if request.prompt_logprobs is not None:
+        _within("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    if len(request.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+        count = len(request.logprob_token_ids)
+        _within("the number of logprob_token_ids", count, 0, MAX_LOGPROB_TOKEN_IDS, "logprob_token_ids")
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -97,18 +101,18 @@ def check_sampling(sampling: Sampling) -> None:
     _within("the number of entries in logit_bias", len(biases), 0, MAX_LOGIT_BIASES, "logit_bias")
     for token, bias in biases.items():
         _within(f"logit_bias of token {token}", bias, -100, 100, "logit_bias")
-    guided = sampling.guided
-    if guided is not None and (len(guided) != 1 or next(iter(guided)) not in GUIDES):
-        raise InvalidRequest(f"structured output takes exactly one of {', '.join(GUIDES)}", param="guided")
+    check_guided(sampling.guided)
 
 
 def check_stop(stop: Stop) -> None:
     """Raises InvalidRequest, with the field as `param`, for a stop condition that is out of range."""
     _within("max_tokens", stop.max_tokens, 0, 2**31 - 1)
-    _within("min_tokens", stop.min_tokens, 0, 2**31 - 1)
+    if stop.min_tokens:
+        _within("min_tokens", stop.min_tokens, 0, 2**31 - 1)
     if stop.max_tokens is not None and stop.min_tokens > stop.max_tokens:
         raise InvalidRequest(f"min_tokens is {stop.min_tokens}, above max_tokens {stop.max_tokens}", param="min_tokens")
-    _within("the number of stop token ids", len(stop.token_ids), 0, MAX_STOP_TOKENS, "stop_token_ids")
+    if len(stop.token_ids) > MAX_STOP_TOKENS:
+        _within("the number of stop token ids", len(stop.token_ids), 0, MAX_STOP_TOKENS, "stop_token_ids")
 
 
 def _within(name: str, value: float | None, least: float, most: float, param: str | None = None) -> None:

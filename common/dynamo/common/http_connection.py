@@ -9,7 +9,8 @@ A connection is closed as follows.
 1. Responses that are the last on their connection say `Connection: close`.
 2. If the request's body has not been read to its end, the connection is closed for writing only and what still comes is discarded
    for a moment: a reset would make the client lose the response.
-3. A client that closes its side after the request still gets the response. It is sent `100 Continue` meanwhile, which clients
+3. A server that stops serves what is under way: connections without a request are closed last, `last_requests_s` later.
+4. A client that closes its side after the request still gets the response. It is sent `100 Continue` meanwhile, which clients
    ignore, or in a stream what the application has for this (`ON_HALF_CLOSE`); one that is gone resets the connection, which ends
    the request.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
@@ -37,7 +38,9 @@ _LINGER_S = 2.0
 _MAX_LINGER_S = 30.0
 _LINGER_BYTES = 128 * 2**20
 _PROBE_S = 0.1
-_HEAD_TOO_LARGE = "The head of the request is too large."
+_INVALID = 400, "Invalid HTTP request received."
+_HEAD_TOO_LARGE = 431, "The head of the request is too large."
+_UNKNOWN_ENCODING = 501, "The only transfer encoding that is supported is chunked."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class HttpLimits:
     body_window_s: float = 10.0
     unread_timeout_s: float = 300.0
     """A client that reads nothing of a response for so long is disconnected."""
+    last_requests_s: float = 0.5
+    """When the server stops: for requests that are under way on connections whose clients do not know that yet."""
 
 
 class Connections(Protocol):
@@ -87,7 +92,9 @@ class HttpConnection(asyncio.Protocol):
         self._server = server
         self._limits = server.limits
         self._parser: Any = httptools.HttpRequestParser(self)  # None after the connection: the two hold each other
-        self._transport: asyncio.Transport
+        self.transport: asyncio.Transport
+        self.is_full = False
+        """The client reads too slowly for more to be written: `writable` waits until it does not."""
         self._is_tls = False
         self._addresses: dict[str, Any] = {}
 
@@ -103,10 +110,13 @@ class HttpConnection(asyncio.Protocol):
         self._deadline: float | None = None
         """Of the head, of an idle connection, or of lingering, on the event loop's clock."""
         self._in_head = True
+        self._asks_to_upgrade = False
+        """The head that was just parsed asks for another protocol."""
         self._url: list[bytes] = []
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
-        self._head_is_too_large = False
+        self._refusal = _INVALID
+        """What a parser's error means."""
         self._received_bytes = 0
         """In this window of the body, or while lingering."""
         self._window_start = 0.0
@@ -125,7 +135,7 @@ class HttpConnection(asyncio.Protocol):
     # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
         self._is_tls = transport.get_extra_info("sslcontext") is not None
         self._addresses = {
             "client": _address(transport.get_extra_info("peername")),
@@ -145,6 +155,7 @@ class HttpConnection(asyncio.Protocol):
                 request.disconnect()
         self._queue.clear()
         self._current = self._parsing = None
+        self.is_full = False
         self._writable.set()
         self._parser = None
         self._unparsed = b""
@@ -161,20 +172,22 @@ class HttpConnection(asyncio.Protocol):
     def _probe_client(self, again_s: float | None) -> None:
         """Send what only a client that is still there accepts. The reset of another is noticed by the next write."""
         request = self._current
-        if request is None or self._transport.is_closing():
+        if request is None or self.transport.is_closing():
             return
         if request.started:
             request.scope.get(ON_HALF_CLOSE, _nothing)()
         elif request.version == "1.1":
-            self._transport.write(CONTINUE)
+            self.transport.write(CONTINUE)
         if again_s is not None:
             self._probe = self.loop.call_later(again_s, self._probe_client, None)
 
     def pause_writing(self) -> None:
+        self.is_full = True
         self._writable.clear()
         self._unread_since = self.loop.time()
 
     def resume_writing(self) -> None:
+        self.is_full = False
         self._writable.set()
         self._unread_since = None
 
@@ -189,7 +202,7 @@ class HttpConnection(asyncio.Protocol):
     def _discard(self, data: bytes) -> None:
         self._received_bytes += len(data)
         if self._received_bytes > _LINGER_BYTES:
-            self._transport.abort()
+            self.transport.abort()
         elif self._lingering:
             self._deadline = min(self.loop.time() + _LINGER_S, self._linger_end)
 
@@ -203,7 +216,7 @@ class HttpConnection(asyncio.Protocol):
             step = data[: max(missing, _STEP_BYTES)]
             data = data[len(step) :]
             self._parse_step(step)
-            if self._failed or self._lingering or self.is_closing:
+            if self._failed or self._lingering or self.transport.is_closing():
                 return
             if data and missing <= _STEP_BYTES:
                 self.pause_reading()
@@ -213,7 +226,7 @@ class HttpConnection(asyncio.Protocol):
                 return
 
     def _parse_rest(self) -> None:
-        if self._queue or self.is_closing:
+        if self._queue or self.transport.is_closing():
             return
         data, self._unparsed = self._unparsed, b""
         self._parse(data)
@@ -226,19 +239,38 @@ class HttpConnection(asyncio.Protocol):
                 self._deadline = self.loop.time() + self._limits.head_timeout_s
             self._head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._failed = True  # what follows is another protocol; the request is served as if no upgrade was requested
-            if self._parsing is not None:
-                self._parsing.keep_alive = self._parsing.more_body = False
-                self._parsing.event.set()
-            return
+            self._feed(data)
         except httptools.HttpParserError:
-            if self._head_is_too_large:
-                return self._fail(431, _HEAD_TOO_LARGE)
-            return self._fail(400, "Invalid HTTP request received.")
+            return self._fail(*self._refusal)
         if self._in_head and self._head_bytes > self._limits.max_head_bytes:
-            self._fail(431, _HEAD_TOO_LARGE)
+            self._fail(*_HEAD_TOO_LARGE)
+
+    def _feed(self, data: bytes) -> None:
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = data[upgrade.args[0] :]
+                if not self._asks_to_upgrade:  # CONNECT: what follows is another protocol
+                    self._failed = True
+                    if self._parsing is not None:
+                        self._parsing.keep_alive = False
+                    return
+                data = self._head_without_upgrade() + rest
+            else:
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        """Return the head that was just parsed, without its wish for another protocol, for a new parser.
+
+        A server may ignore that wish (RFC 9110, 7.8), and httptools does not: for it, the request ends with its head.
+        """
+        self._asks_to_upgrade = False
+        method, version = self._parser.get_method(), self._parser.get_http_version().encode()
+        self._parser = httptools.HttpRequestParser(self)
+        lines = [b"%s %s HTTP/%s" % (method, b"".join(self._url), version)]
+        lines += [b"%s: %s" % (name, value) for name, value in self._headers if name != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _fail(self, status: int, message: str) -> None:
         """Refuse what was received last. A request that is complete is served first, then the connection is closed."""
@@ -257,7 +289,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _refuse(self, status: int, message: str, headers: tuple[bytes, ...] = ()) -> None:
         self._failed = True
-        if self.is_closing:
+        if self.transport.is_closing():
             return
         body = message.encode()
         head = [
@@ -268,7 +300,7 @@ class HttpConnection(asyncio.Protocol):
             b"\r\n",
             body,
         ]
-        self._transport.write(b"".join(head))
+        self.transport.write(b"".join(head))
         self._linger()
 
     # Called by the parser
@@ -286,21 +318,27 @@ class HttpConnection(asyncio.Protocol):
         else:  # a trailer: it has no meaning here, and may not be endless either
             self._head_bytes += len(name) + len(value)
             if self._head_bytes > self._limits.max_head_bytes:
-                self._head_is_too_large = True
-                raise ValueError(_HEAD_TOO_LARGE)
+                self._refuse_head(_HEAD_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
+        if self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT":
+            self._asks_to_upgrade = True  # `_feed` parses the head once more
+            return
         self._in_head = False
         self._deadline = None
         url = b"".join(self._url)
-        size, hosts = len(url), 0
+        size, hosts, has_other_encodings = len(url), 0, False
         for name, value in self._headers:
             size += len(name) + len(value) + 4
-            hosts += name == b"host"
+            if name == b"host":
+                hosts += 1
+            elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
+                has_other_encodings = True
         self._head_bytes = 0
         if size > self._limits.max_head_bytes:
-            self._head_is_too_large = True
-            raise ValueError(_HEAD_TOO_LARGE)
+            self._refuse_head(_HEAD_TOO_LARGE)
+        if has_other_encodings:
+            self._refuse_head(_UNKNOWN_ENCODING)
         if hosts > 1:
             raise ValueError(f"{hosts} Host headers, of which proxies and servers may use different ones")
         if not hosts and self._parser.get_http_version() == "1.1":
@@ -340,7 +378,14 @@ class HttpConnection(asyncio.Protocol):
             self.pause_reading()
         request.event.set()
 
+    def _refuse_head(self, refusal: tuple[int, str]) -> NoReturn:
+        """Make the parser fail, and say what that means."""
+        self._refusal = refusal
+        raise ValueError(refusal[1])
+
     def on_message_complete(self) -> None:
+        if self._asks_to_upgrade:
+            return
         request = self._parsing
         assert request is not None
         self._in_head = True
@@ -354,7 +399,7 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_closing(self) -> bool:
-        return self._transport.is_closing()
+        return self.transport.is_closing()
 
     @property
     def is_last_response(self) -> bool:
@@ -366,29 +411,26 @@ class HttpConnection(asyncio.Protocol):
         return self._server.date
 
     def write(self, data: bytes) -> None:
-        self._transport.write(data)
+        self.transport.write(data)
 
     async def writable(self) -> None:
         await self._writable.wait()
 
-    def is_writable(self) -> bool:
-        return self._writable.is_set()
-
     def pause_reading(self) -> None:
-        if not self._reading_paused and not self._eof and not self.is_closing:
+        if not self._reading_paused and not self._eof and not self.transport.is_closing():
             self._reading_paused = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self._reading_paused and not self._unparsed and not self._eof and not self.is_closing:
+        if self._reading_paused and not self._unparsed and not self._eof and not self.transport.is_closing():
             self._reading_paused = False
             self._received_bytes, self._window_start = 0, self.loop.time()
-            self._transport.resume_reading()
+            self.transport.resume_reading()
 
     def response_complete(self, request: HttpRequest) -> None:
         """Go on with the next request, or close the connection."""
         self._current = None
-        if self.is_closing:
+        if self.transport.is_closing():
             return
         if not request.keep_alive:
             return self._linger() if request.more_body else self._close()
@@ -402,13 +444,9 @@ class HttpConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close the connection so that the client notices that its response is incomplete."""
-        self._transport.abort()
+        self.transport.abort()
 
     # Called by the server
-
-    @property
-    def transport(self) -> asyncio.Transport:
-        return self._transport
 
     @property
     def is_busy(self) -> bool:
@@ -423,10 +461,10 @@ class HttpConnection(asyncio.Protocol):
         """Apply the limits that concern time."""
         limits = self._limits
         if self._unread_since is not None and now - self._unread_since > limits.unread_timeout_s:
-            self._transport.abort()
+            self.transport.abort()
         elif self._deadline is not None and now > self._deadline:
             if self._lingering:
-                self._transport.abort()
+                self.transport.abort()
             elif self._head_bytes:
                 self._fail(408, "The head of the request did not arrive in time.")
             else:
@@ -450,11 +488,11 @@ class HttpConnection(asyncio.Protocol):
         self._deadline = self.loop.time() + wait_s
 
     def _close(self) -> None:
-        self._transport.close()
+        self.transport.close()
 
     def _linger(self) -> None:
         """Close the connection for writing, and discard what the client still sends for a moment."""
-        if self._lingering or self._transport.is_closing():
+        if self._lingering or self.transport.is_closing():
             return
         self._lingering = True
         self._unparsed = b""
@@ -464,8 +502,8 @@ class HttpConnection(asyncio.Protocol):
         if self._eof:
             return self._close()
         self.resume_reading()
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
 
 def _nothing() -> None:

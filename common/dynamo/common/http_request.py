@@ -125,7 +125,7 @@ class HttpRequest:
         except Exception:
             _log.exception("%s %s failed unforeseen", self.scope["method"], self.scope["path"])
         finally:
-            if not self.complete and not self.disconnected and not connection.is_closing:
+            if not self.complete and not self._client.has_left and not connection.is_closing:
                 if self.started and not self._head:
                     connection.abort()
                 else:
@@ -148,11 +148,11 @@ class HttpRequest:
         if self._expects_continue and not self.started and not self._connection.is_closing:
             self._expects_continue = False
             self._connection.write(CONTINUE)
-        if not self.disconnected and not self.complete and not (self.parts or self.event.is_set()):
+        if not self._client.has_left and not self.complete and not (self.parts or self.event.is_set()):
             self._connection.resume_reading()
             await self.event.wait()
         self.event.clear()
-        if self.disconnected or self.complete:
+        if self._client.has_left or self.complete:
             self.event.set()
             return {"type": "http.disconnect"}
         body = bytes(self.parts[0]) if len(self.parts) == 1 else b"".join(self.parts)
@@ -162,10 +162,10 @@ class HttpRequest:
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
-        connection = self._connection
-        if not connection.is_writable() and not self.disconnected:
+        connection, client = self._connection, self._client
+        if connection.is_full and not client.has_left:
             await connection.writable()
-        if self.disconnected or connection.is_closing:
+        if client.has_left or connection.transport.is_closing():
             return
         if message["type"] == "http.response.start":
             if self.started:
@@ -225,7 +225,7 @@ class HttpRequest:
             self._connection.write(head)
             data = body
         if len(data):
-            self._connection.write(data)
+            self._connection.transport.write(data)
         if is_last:
             self._end()
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from email.utils import formatdate
 from typing import Protocol
 
+from dynamo.common.accepting import OTHER_FILES, Descriptors, TlsListener, close_listener, raise_open_files
 from dynamo.common.asgi import ASGIApp
 from dynamo.common.background import Tasks, running
 from dynamo.common.http_connection import HttpConnection, HttpLimits
@@ -27,9 +27,8 @@ _log = logging.getLogger(__name__)
 
 _CHECK_S = 1.0
 _BACKLOG = 2048
-_HANDSHAKE_S = 10.0
-OTHER_FILES = 256
-"""File descriptors that are left for everything but HTTP connections."""
+_REFUSED = OTHER_FILES // 2
+"""Connections beyond the limit that are told so; further ones are closed."""
 
 
 class ConnectionObserver(Protocol):
@@ -45,7 +44,14 @@ class ConnectionObserver(Protocol):
 class HttpServer:
     """A port that is being served."""
 
-    def __init__(self, app: ASGIApp, limits: HttpLimits, observer: ConnectionObserver | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: HttpLimits,
+        observer: ConnectionObserver | None = None,
+        descriptors: Descriptors | None = None,
+    ) -> None:
+        """`descriptors` are shared with the other servers of the process."""
         self.limits = limits
         self._observer = observer
         self.draining = False
@@ -56,9 +62,14 @@ class HttpServer:
         self._connections: dict[HttpConnection, float] = {}
         """With the time at which they were opened."""
         self._refused: set[HttpConnection] = set()
-        self._max_connections = min(limits.max_connections, max(16, raise_open_files() - OTHER_FILES))
+        self._handshakes: dict[HttpConnection, bool] = {}
+        """Whether the connections are within the limit whose TLS handshakes have not ended."""
+        self._descriptors = descriptors or Descriptors(raise_open_files())
+        self._counted = 0
+        self._uncounted = 0
+        """Connections beyond the limit that are told so."""
         self._requests = Tasks()
-        self._listener: asyncio.Server | None = None
+        self._listener: asyncio.Server | TlsListener[HttpConnection] | None = None
         self._quiet = asyncio.Event()
         """No request is being served."""
         self._empty = asyncio.Event()
@@ -70,33 +81,40 @@ class HttpServer:
     @property
     def open_connections(self) -> int:
         """The number of connections that count against the limit."""
-        return len(self._connections)
+        return self._counted
 
     async def listen(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         self.port = listener.getsockname()[1]
         self._tick()
-        self._listener = await self._loop.create_server(
-            lambda: HttpConnection(self, self._app, self._loop),
-            sock=listener,
-            ssl=tls,
-            backlog=_BACKLOG,
-            ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
-        )
+        if tls is not None:
+            listener.listen(_BACKLOG)
+            self._listener = TlsListener(listener, tls, self._accepted, self._failed)
+        else:
+            self._listener = await self._loop.create_server(self._new_connection, sock=listener, backlog=_BACKLOG)
+
+    def _new_connection(self) -> HttpConnection:
+        return HttpConnection(self, self._app, self._loop)
 
     def start_draining(self) -> None:
         """Let each response be the last on its connection, so that clients leave before `stop` closes the rest. Idempotent."""
         self.draining = True
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more connections, let requests finish for `grace_s` seconds, then close all connections. Idempotent."""
+        """Accept no more connections, let requests finish for `grace_s` seconds, then close all connections. Idempotent.
+
+        A connection without a request is closed after `last_requests_s`.
+        """
         self.start_draining()
         if self._stopped:
             return
         self._stopped = True
         if self._listener is not None:
-            self._listener.close()
+            await close_listener(self._listener)
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.limits.last_requests_s):
+                        await self._empty.wait()
                 while self._requests or self._connections:  # a connection may end before its request, and take another one first
                     await self._quiet.wait()
                     self._close_idle()
@@ -125,26 +143,65 @@ class HttpServer:
     def _tick(self) -> None:
         self.date = f"date: {formatdate(usegmt=True)}\r\n".encode()
 
+    # Called by the listener
+
+    def _accepted(self) -> HttpConnection | None:
+        is_served = self._count()
+        if is_served is None:
+            return None
+        connection = self._new_connection()
+        self._handshakes[connection] = is_served
+        return connection
+
+    def _failed(self, connection: HttpConnection) -> None:
+        is_served = self._handshakes.pop(connection, None)
+        if is_served is not None:
+            self._uncount(is_served=is_served)
+
+    def _count(self) -> bool | None:
+        """Count a connection; return whether it is served, False if it is told that there are too many, None if it is closed."""
+        if self._counted < self.limits.max_connections and self._descriptors.take():
+            self._counted += 1
+            return True
+        if self._uncounted < _REFUSED:
+            self._uncounted += 1
+            return False
+        return None
+
+    def _uncount(self, *, is_served: bool) -> None:
+        if is_served:
+            self._counted -= 1
+            self._descriptors.give_back()
+        else:
+            self._uncounted -= 1
+
     # Called by connections
 
     def opened(self, connection: HttpConnection) -> bool:
-        if len(self._connections) < self._max_connections:
+        is_served = self._handshakes.pop(connection, None)
+        if is_served is None:
+            is_served = self._count()
+        if is_served:
             self._connections[connection] = self._loop.time()
             self._empty.clear()
             if self._observer is not None:
                 self._observer.opened()
             return True
-        if len(self._refused) < OTHER_FILES // 2:
-            self._refused.add(connection)
-        else:
+        if is_served is None:
             connection.abort()
+        else:
+            self._refused.add(connection)
         return False
 
     def closed(self, connection: HttpConnection) -> None:
         opened_at = self._connections.pop(connection, None)
-        if opened_at is not None and self._observer is not None:
-            self._observer.closed(self._loop.time() - opened_at)
-        self._refused.discard(connection)
+        if opened_at is not None:
+            self._uncount(is_served=True)
+            if self._observer is not None:
+                self._observer.closed(self._loop.time() - opened_at)
+        elif connection in self._refused:
+            self._refused.remove(connection)
+            self._uncount(is_served=False)
         if not self._connections:
             self._empty.set()
 
@@ -157,18 +214,6 @@ class HttpServer:
             self._quiet.set()
 
 
-def raise_open_files() -> int:
-    """Raise the limit of open files as far as the system permits, and return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or soft < hard:
-        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        if soft < wanted:
-            with suppress(ValueError, OSError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-                soft = wanted
-    return soft
-
-
 @asynccontextmanager
 async def serve_asgi(
     listener: socket.socket,
@@ -176,9 +221,10 @@ async def serve_asgi(
     tls: ssl.SSLContext | None = None,
     limits: HttpLimits | None = None,
     observer: ConnectionObserver | None = None,
+    descriptors: Descriptors | None = None,
 ) -> AsyncIterator[HttpServer]:
     """Serve `app` on a listening socket until the context is left, which cuts off requests that still run."""
-    server = HttpServer(app, limits or HttpLimits(), observer)
+    server = HttpServer(app, limits or HttpLimits(), observer, descriptors)
     await server.listen(listener, tls)
     try:
         async with running(server.keep_time(), "HTTP server"):

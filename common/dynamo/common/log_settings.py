@@ -25,7 +25,7 @@ class LogSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 def apply_log_settings(settings: LogSettings) -> None:
     """Apply settings to the root logger. A level that is switched off is silent on all loggers but that of audit records.
 
-    Otherwise whoever may change settings could switch the log off and then act unseen.
+    Otherwise a caller who may change settings could switch the log off and then act unseen.
     """
     root = logging.getLogger()
     former = [own for handler in root.handlers for own in handler.filters if isinstance(own, _Levels)]

@@ -14,9 +14,10 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from dynamo.common.config import option
+from dynamo.common.config import option, parse_bytes
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
 from dynamo.common.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, read_varint
+from dynamo.common.tensors import Buffer
 
 _PACKED: Final = "packed numbers of variable length"
 _NAME: Final = "name"
@@ -57,6 +58,16 @@ class MessageLimits:
         minimum=1024,
         help="Integers and booleans in typed contents and shapes of a message together; raw tensors have no such limit.",
     )
+    max_typed_bytes: int = option(
+        16 * 2**20,
+        flags=("--grpc-max-typed-size",),
+        parse=parse_bytes,
+        minimum=1024,
+        maximum=2**31 - 1,
+        metavar="SIZE",
+        help="Bytes of an inference request apart from raw tensors: typed contents, names, parameters. Raw tensors have the bound"
+        " of the message.",
+    )
     max_name_bytes: int = 64 * 1024
     """Bytes of each name, id and key."""
 
@@ -71,17 +82,26 @@ class MessageScanner:
         self._limits = limits or MessageLimits()
         self._table = _table_of(kind.DESCRIPTOR)
 
-    def check(self, data: bytes) -> None:
+    def check_size(self, size_bytes: int) -> None:
+        """Raise PayloadTooLarge for so many bytes apart from raw tensors, which protobuf would copy in one go."""
+        most = self._limits.max_typed_bytes
+        if size_bytes > most:
+            raise PayloadTooLarge(
+                f"the {self._kind.DESCRIPTOR.name} has {size_bytes} bytes apart from raw tensors, where at most {most} are"
+                " allowed; send tensors in raw_input_contents"
+            )
+
+    def check(self, data: Buffer) -> None:
         """Raise PayloadTooLarge if a limit is exceeded, ValueError or IndexError if `data` is no message."""
         _Scan(data, self._kind, self._limits).message(0, len(data), self._table)
 
 
-def parse_message(kind: type[M], data: bytes) -> M:
+def parse_message(kind: type[M], data: Buffer) -> M:
     """Parse a message of a client. Raises InvalidRequest if it is none, PayloadTooLarge if it has too many parts."""
     try:
         if len(data) > _SMALL_BYTES:
             MessageScanner(kind).check(data)
-        return kind.FromString(data)
+        return kind.FromString(data)  # type: ignore[arg-type]  # takes any buffer
     except (DecodeError, ValueError, IndexError):
         raise InvalidRequest(f"the message is not a {kind.DESCRIPTOR.name}") from None
 
@@ -91,7 +111,7 @@ class _Scan:
 
     __slots__ = ("_data", "_fields", "_kind", "_limits", "_packed")
 
-    def __init__(self, data: bytes, kind: type[Message], limits: MessageLimits) -> None:
+    def __init__(self, data: Buffer, kind: type[Message], limits: MessageLimits) -> None:
         self._data = data
         self._kind = kind
         self._limits = limits

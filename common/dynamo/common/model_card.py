@@ -84,6 +84,8 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Content parts besides text that the engine takes: `image`, `audio`."""
     image_token: int | None = None
     """The token that stands for an image in a prompt; None: no single one."""
+    takes_cache_salt: bool = False
+    """Whether requests with different salts (`GenerateRequest.cache_salt`) share no cached prompts there."""
     renders_media: bool = False
     """Whether the engine, of a model that takes tokens, renders conversations with images: see `GenerateRequest.conversation`."""
 

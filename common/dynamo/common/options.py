@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from dynamo.common.config import option, parse_bytes
 
+_INBOX_PREFIX = re.compile(r"[A-Za-z0-9_-]{1,64}(\.[A-Za-z0-9_-]{1,64}){0,7}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsOptions:
@@ -36,6 +38,11 @@ class NatsOptions:
         metavar="FILE",
         help="Credentials file (JWT and nkey).",
     )
+    inbox_prefix: str | None = option(
+        None,
+        metavar="SUBJECT",
+        help="Where nats-server responds to this process; default: _INBOX_frontend of frontends, _INBOX_worker of workers.",
+    )
     tls_ca_file: str | None = option(None, metavar="FILE", help="CA certificates to trust; makes the connection use TLS.")
     tls_cert_file: str | None = option(None, metavar="FILE", help="Client certificate, for servers that require one.")
     tls_key_file: str | None = option(None, metavar="FILE", help="Key of the client certificate.")
@@ -50,6 +57,11 @@ class NatsOptions:
         _check_pair("--nats-user", self.user, "--nats-password-file", self.password)
         if not self.servers:
             raise ValueError("--nats-servers names no server")
+        if self.inbox_prefix is not None and not _INBOX_PREFIX.fullmatch(self.inbox_prefix):
+            raise ValueError(
+                "--nats-inbox-prefix must be letters, digits, '_' and '-' in at most 8 parts of 64, separated by dots, "
+                f"got {self.inbox_prefix[:100]!r}"
+            )
         _check_addresses("--nats-servers", self.servers, "--nats-user with --nats-password-file, or --nats-token-file")
         ways = (
             ("--nats-user", self.user),

@@ -30,7 +30,7 @@ def delimited(field_tag: bytes, payload: bytes) -> bytes:
     return field_tag + varint(len(payload)) + payload
 
 
-def read_varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
+def read_varint(data: bytes | bytearray | memoryview, position: int) -> tuple[int, int]:
     """Return the varint at `position`, and the position after it.
 
     Raises ValueError if it is longer than 64 bits, IndexError if it is truncated.

@@ -7,13 +7,17 @@ RepositoryIndex, and send `repository_load` and `repository_unload` to all of th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.protocol import UNNAMED, check_protocol
+from dynamo.common.tensors import Buffer
 
 LOAD = "repository_load"
 UNLOAD = "repository_unload"
@@ -69,6 +73,7 @@ class RepositoryInstance(msgspec.Struct, frozen=True, kw_only=True):
     """NATS subject that takes its requests."""
     mode: ControlMode
     entries: tuple[IndexEntry, ...] = ()
+    protocol: int = UNNAMED
 
     @property
     def key(self) -> str:
@@ -95,11 +100,19 @@ def decode_repository(key: str, value: bytes) -> RepositoryInstance:
         instance = _DECODER.decode(value)
     except (ValueError, RecursionError) as error:  # text that is not UTF-8 is a ValueError, too
         raise InvalidRequest(f"it cannot be read: {error}") from None
+    check_protocol(instance.protocol)
     if instance.key != key:
         raise InvalidRequest(f"its content belongs under {instance.key}")
     if not _SUBJECT.fullmatch(instance.subject):
         raise InvalidRequest(f"{instance.subject!r} is not a subject to send requests to")
     return instance
+
+
+Files: TypeAlias = Mapping[str, Sequence[Buffer]]
+"""A model's files by their paths in its folder: the pieces of each."""
+NO_FILES: Files = MappingProxyType({})
+_FILES, _MAP, _BYTES = msgspec.msgpack.encode("files"), b"\xdf", b"\xc6"
+"""In MessagePack: the name of a member, and what precedes the size of a map and of bytes."""
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -112,6 +125,18 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The model's files by their paths in its folder, instead of those in the repository."""
     path: str = ""
     """A folder or an object-store URL that holds the model, instead of the one in the repository."""
+
+    def encoded(self, files: Files) -> list[Buffer]:
+        """Return the body of this request with `files`, whose contents are not copied; it has none of its own."""
+        settings = msgspec.msgpack.encode(self)
+        if not files:
+            return [settings]
+        number = bytes((settings[0] + 1,))  # the head of a map of less than 16 members
+        pieces: list[Buffer] = [number, settings[1:], _FILES, _MAP + len(files).to_bytes(4)]
+        for path, content in files.items():
+            size = sum(map(len, content))
+            pieces += (msgspec.msgpack.encode(path), _BYTES + size.to_bytes(4), *content)
+        return pieces
 
 
 class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -15,6 +15,8 @@ from dynamo.common.tensor_request import MAX_PARAMETERS, TensorRequest
 from dynamo.common.tensors import (
     DATATYPES,
     MAX_BYTES,
+    MAX_BYTES_ELEMENTS,
+    MAX_DIMS,
     Buffer,
     check_range,
     datatype_named,
@@ -29,6 +31,8 @@ _MAX_CACHED_SHAPES = 1024
 _QUICK_BYTES = 512 * 1024
 _MAX_KEPT_BYTES = 1024
 """Larger heads are not kept in memory when their request is over."""
+_MAX_LISTED_DIMS = 64
+"""A longer wrong shape is not listed in the error: a message of 1 MB may have a million dimensions."""
 _INVALID = "<invalid>"
 """Triton's name of datatypes that do not exist."""
 BATCH_NOTE = (
@@ -176,6 +180,7 @@ class RequestChecker:
         if self._max_batch:
             self._check_batch(head)
         raws = request.raw_inputs
+        strings = 0
         for position, tensor in enumerate(inputs):
             declared = self._inputs.get(tensor.name)
             if declared is None:
@@ -191,6 +196,10 @@ class RequestChecker:
             count = declared.count_of(shape)
             if count is None:
                 raise self._wrong_shape(request, position, declared)
+            if not declared.kind.size:
+                strings += count
+                if strings > MAX_BYTES_ELEMENTS:
+                    raise _too_many_strings(head, strings)
             if raws:
                 self._check_size(head, tensor, declared, raws[position], count)
             else:
@@ -231,6 +240,8 @@ class RequestChecker:
         head = request.head
         tensor = head.inputs[position]
         name, shape = tensor.name, tensor.shape
+        if len(shape) > _MAX_LISTED_DIMS:
+            return _refusal(head, f"input '{name}' has {len(shape)} dimensions; at most {MAX_DIMS} are allowed")
         own = shape[1:] if self._max_batch else shape
         fits = len(shape) == len(declared.shape)
         if fits and -1 in own:
@@ -316,6 +327,10 @@ def check_request(request: TensorRequest, card: ModelCard) -> None:
 
 def _refusal(head: ModelInferRequest, sentence: str) -> InvalidRequest:
     return InvalidRequest(f"[request id: {head.id[:200] or '<id_unknown>'}] {sentence}")
+
+
+def _too_many_strings(head: ModelInferRequest, strings: int) -> InvalidRequest:
+    return _refusal(head, f"the request has {strings} or more BYTES elements; at most {MAX_BYTES_ELEMENTS} are allowed")
 
 
 def _elements(contents: InferTensorContents) -> Sequence[int]:

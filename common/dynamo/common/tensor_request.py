@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import msgspec
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from dynamo.common.errors import EngineError, InvalidRequest, PayloadTooLarge
@@ -13,6 +15,8 @@ from dynamo.common.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, delimit
 from dynamo.common.tensors import Buffer
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 
+SEQUENCE_OWNER = "sequence-owner"
+"""The header that says whose sequence a request with a `sequence_id` is part of: the name of an API key. No other joins it."""
 MAX_TENSORS = 4096
 MAX_PARAMETERS = 1024
 _MAX_TOP_FIELDS = 3 * MAX_TENSORS + MAX_PARAMETERS + 64
@@ -22,6 +26,8 @@ SMALL_BYTES = 16 * 1024
 
 _RAW_INPUT = ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | BYTES
 _MODEL_NAME = tag(ModelInferRequest, "model_name")
+_NO_PRIORITY = ModelInferRequest(parameters={"priority": InferParameter(int64_param=0)}).SerializeToString()
+"""Of a parameter that occurs twice, the last one counts."""
 _RAW_OUTPUT = tag(ModelInferResponse, "raw_output_contents")
 _RAW_OUTPUT_KEY = ModelInferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number << 3 | BYTES
 
@@ -47,6 +53,8 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
         try:
             if len(data) > SMALL_BYTES:
                 pieces, raw_inputs = _split(memoryview(data), _RAW_INPUT)
+                if scanner is not None:
+                    scanner.check_size(sum(map(len, pieces)))
                 rest = data if not raw_inputs and isinstance(data, bytes) else b"".join(pieces)
                 if scanner is not None and len(rest) > SMALL_BYTES:
                     scanner.check(rest)
@@ -67,6 +75,25 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
             pieces += (key + varint(len(raw)), raw)
         return cls(b"".join(pieces), head, raw_inputs)
 
+    @classmethod
+    def with_room(cls, head: ModelInferRequest, sizes: Sequence[int]) -> tuple[TensorRequest, Iterator[memoryview]]:
+        """Return a request with memory for tensors of these sizes, and where each of them is to be written, one after the other.
+
+        The memory is uninitialised, and what lies between tensors is written with them: its first use takes a while.
+        """
+        keys = [head.SerializeToString(), *(varint(_RAW_INPUT) + varint(size) for size in sizes)]
+        message = np.empty(sum(map(len, keys)) + sum(sizes), np.uint8).data  # uninitialised, which no bytearray is
+        begins = list(accumulate((len(key) + size for key, size in zip(keys, (0, *sizes), strict=True)), initial=0))
+        message[: begins[1]] = keys[0]
+        tensors = [message[end - size : end] for end, size in zip(begins[2:], sizes, strict=True)]
+
+        def rooms() -> Iterator[memoryview]:
+            for key, begin, tensor in zip(keys[1:], begins[1:], tensors, strict=False):
+                message[begin : begin + len(key)] = key
+                yield tensor
+
+        return cls(message, head, tensors), rooms()
+
     def renamed(self, model: str) -> TensorRequest:
         """Return the same request to another model. The message is copied unless it has this name already."""
         if self.head.model_name == model:
@@ -76,6 +103,10 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
         head.model_name = model
         # Of a field that occurs twice, the last one counts.
         return TensorRequest(b"".join((self.raw, delimited(_MODEL_NAME, model.encode()))), head, self.raw_inputs)
+
+    def without_priority(self) -> Sequence[Buffer]:
+        """Return the pieces of the message of the same request with the model's default priority."""
+        return self.raw, _NO_PRIORITY
 
     @property
     def wants_empty_final_response(self) -> bool:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import numpy as np
 
+from dynamo.common.classification import MAX_CLASSES, best_classes
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.model_card import ModelCard
 from dynamo.common.protobuf_wire import delimited, tag
 from dynamo.common.tensor_request import TensorRequest, join_response
 from dynamo.common.tensors import (
+    LONG_BYTES,
+    Array,
     Buffer,
     check_bytes,
     datatype_named,
     element_count,
-    encode_bytes,
     expected_bytes,
     to_numpy,
     typed_to_raw,
 )
+from dynamo.common.work import Work, finish
 from dynamo.protos.inference_pb2 import ModelInferResponse
 
 _UNCLASSIFIABLE = frozenset(("BYTES", "BOOL", "FP16", "BF16"))
@@ -43,6 +46,8 @@ class ResponseForm(msgspec.Struct, frozen=True):
     card: ModelCard
     names: bytes
     """Model, version and id, serialized."""
+    may_be_slow: bool
+    """Whether `is_slow` may be true of a response."""
 
     @classmethod
     def of(cls, request: TensorRequest, card: ModelCard) -> ResponseForm:
@@ -58,31 +63,35 @@ class ResponseForm(msgspec.Struct, frozen=True):
         version = head.model_version or card.versions[-1]
         fields = (_MODEL_NAME, head.model_name), (_MODEL_VERSION, version), (_ID, head.id)
         names = b"".join([delimited(key, text.encode()) for key, text in fields if text])
-        return cls(wanted, top, card, names)
+        return cls(wanted, top, card, names, bool(top) or any(spec.datatype == "BYTES" for spec in card.outputs))
+
+    def is_slow(self, raw_outputs: Sequence[Buffer]) -> bool:
+        """Return whether a response takes so long that it is to be encoded in steps."""
+        return bool(self.top) or (self.may_be_slow and sum(map(len, raw_outputs)) > LONG_BYTES)
 
     def encode(self, head: ModelInferResponse, raw_outputs: Sequence[Buffer] = (), encoded: bytes = b"") -> list[Buffer]:
         """Return a serialized ModelInferResponse in pieces, see `build_response`.
 
         `head` has outputs (name, datatype, shape), parameters if any, and typed contents if `raw_outputs` is empty. It is
         modified unless `encoded` is given: `head`, serialized, with which `raw_outputs` are known to agree.
-        Raises EngineError if the response contradicts itself or the request.
+        Raises EngineError if the response contradicts itself or the request, InvalidRequest if it cannot be classified as the
+        request wants.
         """
-        if encoded:
-            if not self.top and (not self.wanted or all(output.name in self.wanted for output in head.outputs)):
-                return join_response(encoded + self.names, raw_outputs)
-            head = ModelInferResponse.FromString(encoded)
-        outputs = head.outputs
-        typed_contents = bool(outputs) and not raw_outputs
-        raws = [_to_raw(output) for output in outputs] if typed_contents else list(raw_outputs)
-        if len(raws) != len(outputs):
-            raise EngineError(f"the model responded with {len(raws)} buffers for {len(outputs)} outputs")
-        for output, raw in zip(outputs, raws, strict=True):
-            _check(output, raw)
-        if typed_contents:
-            for output in outputs:
-                output.ClearField("contents")
-        if self.wanted and outputs:
-            raws = self._select(head, raws)
+        if encoded and self._takes_all(head):
+            return join_response(encoded + self.names, raw_outputs)
+        head, raws, strings = _checked(head, raw_outputs, encoded)
+        if strings or self.top or self.wanted:
+            raws = finish(self._complete(head, raws, strings))
+        return join_response(head.SerializeToString() + self.names, raws)
+
+    def encode_in_steps(
+        self, head: ModelInferResponse, raw_outputs: Sequence[Buffer] = (), encoded: bytes = b""
+    ) -> Work[list[Buffer]]:
+        """Do the same as `encode`, for what `is_slow`."""
+        if encoded and self._takes_all(head):
+            return join_response(encoded + self.names, raw_outputs)
+        head, raws, strings = _checked(head, raw_outputs, encoded)
+        raws = yield from self._complete(head, raws, strings)
         return join_response(head.SerializeToString() + self.names, raws)
 
     def encode_final(self) -> list[Buffer]:
@@ -91,58 +100,107 @@ class ResponseForm(msgspec.Struct, frozen=True):
         head.parameters[FINAL_RESPONSE].bool_param = True
         return join_response(head.SerializeToString() + self.names)
 
-    def _select(self, head: ModelInferResponse, raws: Sequence[Buffer]) -> list[Buffer]:
-        """Keep only the requested outputs in `head`, in the engine's order, and return their buffers."""
-        if not self.top and all(output.name in self.wanted for output in head.outputs):
-            return list(raws)
+    def _takes_all(self, head: ModelInferResponse) -> bool:
+        """Return whether the outputs are sent as they are."""
+        return not self.top and (not self.wanted or all(output.name in self.wanted for output in head.outputs))
+
+    def _complete(
+        self, head: ModelInferResponse, raws: Sequence[Buffer], strings: Sequence[tuple[OutputTensor, Buffer]]
+    ) -> Work[Sequence[Buffer]]:
+        """Check `strings`, keep only the requested outputs in `head`, in the engine's order and classified, and return their
+        buffers.
+        """
+        for output, raw in strings:
+            yield from _check_bytes(output, raw)
+        if self._takes_all(head):
+            return raws
         kept: list[OutputTensor] = []
         kept_raws: list[Buffer] = []
+        left = MAX_CLASSES
         for output, raw in zip(head.outputs, raws, strict=True):
-            if output.name in self.wanted:
-                classified = self._classify(output, raw) if output.name in self.top else (output, raw)
-                kept.append(OutputTensor.FromString(classified[0].SerializeToString()))  # deleting empties the originals
-                kept_raws.append(classified[1])
+            if output.name not in self.wanted:
+                continue
+            if output.name in self.top:
+                rows, shape = self._rows(output, raw)
+                left -= math.prod(shape)
+                if left < 0:
+                    raise InvalidRequest(
+                        f"'classification' of output '{output.name}' wants {self.top[output.name]} classes of {rows.shape[1]} "
+                        f"for {len(rows)} rows; a response has at most {MAX_CLASSES} classes, in all outputs together"
+                    )
+                raw = yield from best_classes(rows, shape[-1], self._labels(output.name))
+                output = OutputTensor(name=output.name, datatype="BYTES", shape=shape)
+            kept.append(OutputTensor.FromString(output.SerializeToString()))  # deleting empties the originals
+            kept_raws.append(raw)
         del head.outputs[:]
         head.outputs.extend(kept)
         return kept_raws
 
-    def _classify(self, output: OutputTensor, raw: Buffer) -> tuple[OutputTensor, bytes]:
-        """Return the highest values of each row as BYTES `value:index` or `value:index:label`, best first, ties by index."""
+    def _rows(self, output: OutputTensor, raw: Buffer) -> tuple[Array, Sequence[int]]:
+        """Return the values to be classified, in two dimensions, and the shape of the classes."""
         if output.datatype in _UNCLASSIFIABLE:
             raise InvalidRequest(f"class result not available for output due to unsupported type '{output.datatype}'")
         values = to_numpy(raw, output.datatype, output.shape)
         batched = self.card.max_batch_size > 0 and values.ndim > 0
         rows = values.reshape(values.shape[0], -1) if batched and values.size else values.reshape(1, -1)
         count = min(self.top[output.name], rows.shape[1])
-        labels = next((spec.labels for spec in self.card.outputs if spec.name == output.name), ())
-        order = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :count]
-        texts = [_class_text(row[index], int(index), labels) for row, best in zip(rows, order, strict=True) for index in best]
-        shape = [rows.shape[0], count] if batched else [count]
-        return OutputTensor(name=output.name, datatype="BYTES", shape=shape), encode_bytes(texts)
+        return rows, (rows.shape[0], count) if batched else (count,)
+
+    def _labels(self, name: str) -> Sequence[str]:
+        return next((spec.labels for spec in self.card.outputs if spec.name == name), ())
 
 
-def _class_text(value: np.generic, index: int, labels: Sequence[str]) -> str:
-    number = f"{value:f}" if isinstance(value, np.floating) else f"{value}"
-    return f"{number}:{index}:{labels[index]}" if index < len(labels) else f"{number}:{index}"
+def _checked(
+    head: ModelInferResponse, raw_outputs: Sequence[Buffer], encoded: bytes
+) -> tuple[ModelInferResponse, Sequence[Buffer], Sequence[tuple[OutputTensor, Buffer]]]:
+    """Return head and raw outputs of a response, without contents in the head, and the BYTES, which are still to be checked.
+
+    Raises EngineError if the response contradicts itself.
+    """
+    if encoded:
+        head = ModelInferResponse.FromString(encoded)
+    outputs = head.outputs
+    typed_contents = bool(outputs) and not raw_outputs
+    raws = [_to_raw(output) for output in outputs] if typed_contents else raw_outputs
+    if len(raws) != len(outputs):
+        raise EngineError(f"the model responded with {len(raws)} buffers for {len(outputs)} outputs")
+    strings: list[tuple[OutputTensor, Buffer]] = []
+    for output, raw in zip(outputs, raws, strict=True):  # no comprehension, which is a call more
+        if not _check(output, raw):
+            strings.append((output, raw))
+    if typed_contents:
+        for output in outputs:
+            output.ClearField("contents")
+    return head, raws, strings
 
 
-def _check(output: OutputTensor, raw: Buffer) -> None:
-    """Raises EngineError unless `raw` is what the output's datatype and shape say."""
+def _check(output: OutputTensor, raw: Buffer) -> bool:
+    """Return whether `raw` is what datatype and shape say; false for BYTES, where that takes longer. Raises EngineError."""
     try:
         kind = datatype_named(output.datatype)
         count = element_count(output.shape)
-        if not kind.size:
-            check_bytes(raw, count)
-        elif len(raw) != expected_bytes(kind, count):
+        if kind.size and len(raw) != expected_bytes(kind, count):
             raise InvalidRequest(
                 f"it has {len(raw)} bytes where {kind.name} of shape {list(output.shape)} needs {kind.size * count}"
             )
     except InvalidRequest as error:
-        raise EngineError(f"the model responded with a malformed output '{output.name}': {error}") from error
+        raise _malformed(output, error) from error
+    return kind.size > 0
+
+
+def _check_bytes(output: OutputTensor, raw: Buffer) -> Work[None]:
+    try:
+        yield from check_bytes(raw, element_count(output.shape))
+    except InvalidRequest as error:
+        raise _malformed(output, error) from error
+
+
+def _malformed(output: OutputTensor, error: InvalidRequest) -> EngineError:
+    return EngineError(f"the model responded with a malformed output '{output.name}': {error}")
 
 
 def _to_raw(output: OutputTensor) -> bytes:
     try:
         return typed_to_raw(output.contents, output.datatype, element_count(output.shape))
     except InvalidRequest as error:
-        raise EngineError(f"the model responded with a malformed output '{output.name}': {error}") from error
+        raise _malformed(output, error) from error

@@ -21,6 +21,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dynamo.common.accepting import Descriptors, raise_open_files
 from dynamo.common.background import running, start
 from dynamo.common.config import ConfigError
 from dynamo.common.errors import InvalidRequest, Unavailable
@@ -104,7 +105,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
         Links(),
         StreamDrain(),
     )
-    capacity = Capacity(config.capacity)
+    capacity, descriptors = Capacity(config.capacity), Descriptors(raise_open_files())
     control = make_control(config.router, links)
     loads = LoadWatch(links, config.namespace, asyncio.get_running_loop().time)
     with _plain_errors():
@@ -138,6 +139,7 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
                     kserve,
                     background,
                     quota,
+                    descriptors,
                     share_port=share_port,
                 )
             )
@@ -145,7 +147,19 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             plane = await stack.enter_async_context(open_plane(config, links, loads, control, metrics, http_guard.accounts))
             memory = None if links.client is None else links.client.memory
             grpc = await stack.enter_async_context(
-                open_grpc(config, grpc_guard, plane, readiness, drain, metrics, capacity, kserve, memory, share_port=share_port)
+                open_grpc(
+                    config,
+                    grpc_guard,
+                    plane,
+                    readiness,
+                    drain,
+                    metrics,
+                    capacity,
+                    kserve,
+                    memory,
+                    descriptors,
+                    share_port=share_port,
+                )
             )
             readiness.attach(plane)
             batches = start(http.batches.run(), "batches")

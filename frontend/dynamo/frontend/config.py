@@ -20,6 +20,7 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
 from dynamo.common.security.tls import TlsFiles
+from dynamo.common.web_pages import parse_allowed_host
 from dynamo.frontend.security.surfaces import Restriction, Surface, parse_restrictions
 
 MIB = 2**20
@@ -241,6 +242,15 @@ class HttpOptions:
         metavar="SIZE",
         help="Largest body without tensors: conversations and prompts, with the images in them.",
     )
+    max_tensor_json_bytes: int = option(
+        32 * MIB,
+        flags=("--http-max-tensor-json-size",),
+        parse=parse_bytes,
+        minimum=1024,
+        maximum=2**31 - 1,
+        metavar="SIZE",
+        help="Most JSON in a request of KServe's infer. Tensors in binary follow it and have only the bound of the body.",
+    )
     max_connections: int = option(
         32_768, minimum=1, maximum=1_000_000, help="Connections of a process; the system's limit of open files may permit fewer."
     )
@@ -271,10 +281,11 @@ class HttpOptions:
     )
     max_json_depth: int = option(100, minimum=4, maximum=500, help="How deep arrays and objects of a request may nest.")
     max_json_values: int = option(
-        1_000_000,
+        750_000,
         minimum=1000,
         maximum=2**31 - 1,
-        help="Values in a JSON body without tensors; each object, array and key counts as 8. Counted before anything is decoded.",
+        help="Values in a JSON body without tensors, counted before anything is decoded. Each object, array and key counts as 8,"
+        " a string as 6, a number with a fraction as 2.",
     )
     strict_fields: bool = option(
         False, help="Refuse requests of OpenAI's and Anthropic's APIs with fields that this server does not have."
@@ -287,7 +298,8 @@ class HttpOptions:
         flags=("--allowed-origins",),
         repeatable=True,
         metavar="ORIGIN",
-        help="Origins whose pages may use this server from a browser (CORS): `https://example.org`, or `*`. Default: none.",
+        help="Origins whose pages may use this server from a browser (CORS): `https://example.org`, or `*`, which without API "
+        "keys does not include what administrators do, such as loading models. Default: none.",
     )
     allowed_methods: tuple[str, ...] = option(
         ("*",), flags=("--allowed-methods",), repeatable=True, metavar="METHOD", help="Methods that these pages may use."
@@ -297,6 +309,16 @@ class HttpOptions:
     )
     allow_credentials: bool = option(
         False, flags=("--allow-credentials",), help="Whether these pages may send cookies and client certificates."
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        flags=("--allowed-host",),
+        repeatable=True,
+        parse=parse_allowed_host,
+        metavar="HOST",
+        help="Without API keys: further names by which this server may be addressed (the header `Host`), besides addresses, "
+        "`localhost` and the name of the machine. A domain such as `*.example.com` or `.svc` includes all names in it; `*`: any. "
+        "May be given several times.",
     )
     console: bool = option(True, help="Serve `/console`, a page about the fleet.")
     admin_api: bool = option(
@@ -344,7 +366,8 @@ class CapacityOptions:
         minimum=MIB,
         maximum=2**40,
         metavar="SIZE",
-        help="Bytes of the bodies and messages of all requests in progress.",
+        help="Bytes of the bodies and messages of all requests in progress, and of what is read for them from stores and from "
+        "memory of clients.",
     )
 
 
@@ -534,7 +557,11 @@ class GrpcOptions:
     )
     server: GrpcServerChoice = option(
         GrpcServerChoice.AUTO,
-        help="Which server runs: http2 is this project's, on the event loop; grpcio is gRPC's own. auto takes http2.",
+        replaced={"native": "http2"},
+        help="Which server runs: http2 is this project's, on the event loop, and auto takes it. grpcio is gRPC's own as it ships,"
+        " a reference that is not for untrusted clients: it accepts one call per turn of the event loop; a call whose path"
+        " is not UTF-8 ends it (seen with 1.85.1); it takes messages before bounds of the process count them, lets clients be as"
+        " slow as they like, and has neither --grpc-max-connections nor metrics of connections.",
     )
     workers: int = option(
         1,
@@ -747,6 +774,13 @@ class AccessOptions:
         choices=tuple(surface.value for surface in Surface),
         metavar="SURFACE",
         help=f"With API keys: what is open without one. Of {', '.join(Surface)}.",
+    )
+    cache_salt_per_key: bool = option(
+        True,
+        flags=("--cache-salt-per-key",),
+        env=("DYN_CACHE_SALT_PER_KEY",),
+        file_key="cache_salt_per_key",
+        help="With API keys: prompts that are cached for one key, or a group of keys, are not used for others, who would notice.",
     )
     grpc_restricted: str | None = option(
         None,

@@ -358,7 +358,7 @@ class RequestTimer:
         self._started = clock()
         self._last = 0.0
         self.output_tokens = 0
-        """As `tokens` has counted them."""
+        """As `tokens` has counted them, or the engine reports at the end."""
         self._gaps: list[int] | None = None
         self._gap_sum = 0.0
         self._pending = 0
@@ -386,8 +386,16 @@ class RequestTimer:
             count_gaps, gap = count, (now - self._last) / count
         self.output_tokens += count
         self._last = now
-        if count_gaps:
-            self._add_gaps(gap, count_gaps)
+        if not count_gaps:
+            return
+        # Collected here and added in bulk: an `observe` per token would cost more than forwarding the token.
+        if self._gaps is None:
+            self._gaps = [0] * (len(SECONDS) + 1)
+        self._gaps[bisect_left(SECONDS, gap)] += count_gaps
+        self._gap_sum += gap * count_gaps
+        self._pending += count_gaps
+        if self._pending >= _FLUSH_TOKENS:
+            self._flush_gaps()
 
     def finish(self, error: BaseException | None = None, *, input_tokens: int = 0, cached_tokens: int = 0) -> None:
         """End the request, with success or with `error`."""
@@ -411,16 +419,6 @@ class RequestTimer:
             if input_tokens or output:
                 self._span.set({"dynamo.prompt_tokens": input_tokens, "dynamo.output_tokens": output})
             self._span.end(code)
-
-    def _add_gaps(self, gap: float, count: int) -> None:
-        """Collected here and added in bulk: an `observe` per token would cost more than forwarding the token."""
-        if self._gaps is None:
-            self._gaps = [0] * (len(SECONDS) + 1)
-        self._gaps[bisect_left(SECONDS, gap)] += count
-        self._gap_sum += gap * count
-        self._pending += count
-        if self._pending >= _FLUSH_TOKENS:
-            self._flush_gaps()
 
     def _flush_gaps(self) -> None:
         if self._gaps is not None:

@@ -77,7 +77,9 @@ class _Supervisor:
         self._folder = folder
         self._children: dict[SpawnProcess, float] = {}
         """With the time of their start."""
-        self._stopping = False
+        self._stopping: signal.Signals | None = None
+        """The signal by which the children are to end."""
+        self._signalled_children: set[SpawnProcess] = set()
         self._status = EXIT_OK
 
     def run(self) -> int:
@@ -89,7 +91,8 @@ class _Supervisor:
             signal.signal(number, self._signalled)
         pause_s = _FIRST_PAUSE_S
         for _ in range(self._config.processes):
-            self._start()
+            if self._stopping is None:
+                self._start()
         while self._children:
             multiprocessing.connection.wait([wake, *(child.sentinel for child in self._children)])
             with contextlib.suppress(BlockingIOError):
@@ -98,7 +101,8 @@ class _Supervisor:
                 del self._children[child]
                 mark_process_dead(child.pid, self._folder)  # type: ignore[no-untyped-call]
                 if self._stopping:
-                    self._status = self._status or (EXIT_FAILURE if child.exitcode else EXIT_OK)
+                    ended_early = child.exitcode == -signal.SIGTERM  # before it handled signals, so it served nothing
+                    self._status = self._status or (EXIT_FAILURE if child.exitcode and not ended_early else EXIT_OK)
                 elif child.exitcode == EXIT_CONFIG:  # a configuration that one child cannot use, none can
                     self._stop(signal.SIGTERM)
                     self._status = child.exitcode
@@ -107,7 +111,7 @@ class _Supervisor:
                     log.error("process %s ended with status %s; starting another in %g s", child.pid, child.exitcode, pause_s)
                     multiprocessing.connection.wait([wake], pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                    if not self._stopping:
+                    if self._stopping is None:
                         self._start()
         return self._status
 
@@ -116,6 +120,8 @@ class _Supervisor:
         child = multiprocessing.get_context("spawn").Process(target=_serve, args=arguments)
         child.start()
         self._children[child] = time.monotonic()
+        if self._stopping is not None and child not in self._signalled_children:  # the signal came while it was started
+            self._signal(child, self._stopping)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if self._stopping:
@@ -123,10 +129,14 @@ class _Supervisor:
         self._stop(signal.SIGKILL if self._stopping else signal.SIGTERM)
 
     def _stop(self, number: signal.Signals) -> None:
-        self._stopping = True
+        self._stopping = number
         for child in self._children:
-            if child.pid is not None and child.is_alive():
-                os.kill(child.pid, number)
+            self._signal(child, number)
+
+    def _signal(self, child: SpawnProcess, number: signal.Signals) -> None:
+        self._signalled_children.add(child)
+        if child.pid is not None and child.is_alive():
+            os.kill(child.pid, number)
 
 
 def _serve(config: FrontendConfig, program: str, folder: str) -> None:

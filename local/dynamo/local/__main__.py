@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
-from dynamo.common.config import load_or_exit
+from dynamo.common.config import ConfigError, exit_with, load_or_exit
 from dynamo.common.lifecycle import run
 from dynamo.common.logs import setup_logging_or_exit
 from dynamo.local.app import serve
-from dynamo.local.config import LocalConfig
+from dynamo.local.config import PASSES_ON, LocalConfig
+from dynamo.local.deployment import check_flags
 
 PROGRAM = "dynamo-local"
 TOOLS = {"top": "dynamo.local.top", "replay": "dynamo.local.replay.command"}
@@ -19,7 +21,11 @@ TOOLS = {"top": "dynamo.local.top", "replay": "dynamo.local.replay.command"}
 def main() -> None:
     if sys.argv[1:] and (tool := TOOLS.get(sys.argv[1])):
         importlib.import_module(tool).main(sys.argv[2:])
-    config = load_or_exit(LocalConfig, program=PROGRAM)
+    config = load_or_exit(LocalConfig, program=PROGRAM, passes_on=PASSES_ON)
+    try:
+        check_flags(config, os.environ)
+    except ConfigError as error:
+        exit_with(PROGRAM, error)
     setup_logging_or_exit(config.log, PROGRAM)
     sys.exit(run(serve(config), program=PROGRAM))
 

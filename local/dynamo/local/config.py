@@ -8,7 +8,8 @@ from pathlib import Path
 from dynamo.common.config import group, option, parse_port
 from dynamo.common.names import parse_name
 from dynamo.common.options import LogOptions
-from dynamo.worker.config import TextOptions
+from dynamo.frontend.config import FrontendConfig
+from dynamo.worker.config import TextOptions, WorkerConfig
 
 EXIT_UNAUTHENTICATED = 3
 """Exit status of `dynamo.local.ask` if the frontend requires an API key. The launcher reads it without importing that module."""
@@ -33,7 +34,11 @@ def parse_first_request(text: str) -> FirstRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalConfig:
-    """A whole deployment on this machine: etcd, nats-server, workers and a frontend, each a process of its own."""
+    """A whole deployment on this machine: etcd, nats-server, workers and a frontend, each a process of its own.
+
+    Flags of `dynamo-frontend` and `dynamo-worker` that are not listed here work, too, if only one of the two has them, as in
+    `--router-mode kv`; those of both, such as `--drain-timeout`, go to `--frontend-flag` or `--worker-flag`.
+    """
 
     models: tuple[str, ...] = option(
         ("smollm2",),
@@ -107,7 +112,7 @@ class LocalConfig:
         repeatable=True,
         separator="",
         metavar="FLAG",
-        help="A further flag for each worker, as in --worker-flag=--drain-timeout=5. Repeatable.",
+        help="A flag for each worker that the frontend has, too, as in --worker-flag=--drain-timeout=5. Repeatable.",
     )
     frontend_flags: tuple[str, ...] = option(
         (),
@@ -117,7 +122,7 @@ class LocalConfig:
         repeatable=True,
         separator="",
         metavar="FLAG",
-        help="A further flag for the frontend, as in --frontend-flag=--router-mode=random. Repeatable.",
+        help="A flag for the frontend that workers have, too, as in --frontend-flag=--drain-timeout=5. Repeatable.",
     )
     ask: bool = option(
         True, env=("DYN_LOCAL_ASK",), file_key="local.ask", help="Send a first request to every model and show the response."
@@ -152,3 +157,7 @@ class LocalConfig:
             raise ValueError("--model names nothing to serve")
         if self.http_port is not None and self.http_port == self.grpc_port != 0:
             raise ValueError(f"--http-port and --grpc-port are both {self.http_port}")
+
+
+PASSES_ON = {"frontend_flags": FrontendConfig, "worker_flags": WorkerConfig}
+"""The programs whose flags `dynamo-local` takes, by the field that they are put into."""

@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from dynamo.common.config import ConfigError
+from dynamo.common.config import ConfigError, load
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd import Etcd, connect_etcd
 from dynamo.common.names import InstanceId
 from dynamo.common.options import EtcdOptions
+from dynamo.frontend.config import FrontendConfig
 from dynamo.local.config import LocalConfig
 from dynamo.local.logins import Login, make_login
 from dynamo.local.servers import HOST, EtcdServer, NatsServer, free_ports
 from dynamo.local.supervisor import Report, Supervisor
 from dynamo.local.view import read_instances, ready_workers, served_models
-from dynamo.worker.config import TextOptions
+from dynamo.worker.config import TextOptions, WorkerConfig
 
 HTTP_PORT, GRPC_PORT = 8000, 8001
 _POLL_S = 0.1
@@ -71,7 +72,7 @@ async def start_deployment(config: LocalConfig, supervisor: Supervisor, report: 
     grpc = choose_port("--grpc-port", config.grpc_port, GRPC_PORT)
     etcd = Backend(config.etcd_endpoints) if config.etcd_endpoints else await _start_etcd(supervisor, folder, report)
     nats = Backend(config.nats_servers) if config.nats_servers else await _start_nats(supervisor, config, folder, report)
-    environment = child_environment(os.environ, etcd, nats)
+    environment = child_environment(os.environ, config)
     shutil.rmtree(logs, ignore_errors=True)
     async with connect_etcd(_etcd_options(etcd)) as client:
         others = frozenset(instance.id for instance in await read_instances(client, config.namespace))
@@ -83,6 +84,17 @@ async def start_deployment(config: LocalConfig, supervisor: Supervisor, report: 
         instances = await supervisor.unless_died(_all_ready(client, config, others, report))
     await supervisor.unless_died(_all_served(http, [model.card.name for model in served_models(instances)], config))
     return Deployment(f"http://{HOST}:{http}", f"{HOST}:{grpc}", logs, tuple(instances))
+
+
+def check_flags(config: LocalConfig, environ: Mapping[str, str]) -> None:
+    """Read the flags of the frontend and the workers as they will, before anything starts. Raises ConfigError."""
+    etcd, nats = (Backend(urls or (f"{HOST}:1",)) for urls in (config.etcd_endpoints, config.nats_servers))
+    ports = (config.http_port or HTTP_PORT, config.grpc_port or GRPC_PORT)
+    environment = child_environment(environ, config)
+    _, _, _, *frontend_flags = frontend_command(config, etcd, nats, *ports)
+    load(FrontendConfig, frontend_flags, environment, program="dynamo-frontend")
+    _, _, _, *worker_flags = worker_command(config, etcd, nats)
+    load(WorkerConfig, worker_flags, environment, program="dynamo-worker")
 
 
 async def _start_etcd(supervisor: Supervisor, folder: Path, report: Report) -> Backend:
@@ -192,10 +204,10 @@ def _login_flags(server: str, login: Login | None) -> list[str]:
     return [] if login is None else [f"--{server}-user", login.user, f"--{server}-password-file", str(login.file)]
 
 
-def child_environment(environ: Mapping[str, str], etcd: Backend, nats: Backend) -> dict[str, str]:
+def child_environment(environ: Mapping[str, str], config: LocalConfig) -> dict[str, str]:
     """Return `environ` without logins and certificates that are meant for other servers than those started here."""
-    started_here = ((etcd, _ETCD_VARIABLES), (nats, _NATS_VARIABLES))
-    prefixes = tuple(prefix for server, names in started_here if server.login is not None for prefix in names)
+    running_already = ((config.etcd_endpoints, _ETCD_VARIABLES), (config.nats_servers, _NATS_VARIABLES))
+    prefixes = tuple(prefix for addresses, names in running_already if not addresses for prefix in names)
     return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
 
 

@@ -47,7 +47,7 @@ def make_login(user: str, file: Path) -> Login:
 async def protect_etcd(url: str, login: Login) -> None:
     """Make an etcd that has just been created accept `login` only, as its root.
 
-    Until then everybody on the machine can write to it, so it must hold nothing else afterwards: no key and no other user.
+    Until then every user of the machine can write to it, so it must hold nothing else afterwards: no key and no other user.
     Raises LoginsNotSet.
     """
     try:

@@ -80,9 +80,7 @@ def cases() -> Iterator[Case]:
 
 
 def _together(messages: Sequence[pb.ModelInferRequest], door: Door) -> Response:
-    """Send requests on one stream. Their responses interleave as it happens."""
-    response = door.stream(messages)
-    return replace(response, body=sorted(response.body, key=lambda entry: str(entry.get("infer_response", {}).get("id"))))
+    return door.interleaved(messages)
 
 
 def _statistics(model: str, door: Door) -> Response:

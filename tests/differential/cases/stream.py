@@ -18,12 +18,16 @@ def cases() -> Iterator[Case]:
     for what, requests, metadata in _streams():
         yield Case("stream", what, partial(_send, requests, metadata))
     for count in (1, 2, 3):
-        yield Case("stream", f"a batch of a decoupled model, {count} requests", partial(_send, _batch(count), {}))
+        yield Case("stream", f"a batch of a decoupled model, {count} requests", partial(_send_batch, count))
     yield Case("stream", "statistics of the batches of a decoupled model", _statistics_of_batches)
 
 
 def _send(requests: Sequence[pb.ModelInferRequest], metadata: Mapping[str, str], door: Door) -> Response:
     return door.stream(requests, metadata)
+
+
+def _send_batch(count: int, door: Door) -> Response:
+    return door.interleaved(_batch(count))
 
 
 def _batch(count: int) -> list[pb.ModelInferRequest]:

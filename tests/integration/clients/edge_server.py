@@ -6,7 +6,7 @@ import asyncio
 import sys
 
 from dynamo.common.lifecycle import run
-from dynamo.frontend.config import GrpcOptions, GrpcServerChoice
+from dynamo.frontend.config import GrpcOptions
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import open_edge
 from tests.support.fakes import FakeStream, tensor_card
@@ -19,13 +19,13 @@ def echo(stream: FakeStream) -> None:
     stream.end(response.SerializeToString())
 
 
-async def serve(kind: str) -> None:
+async def serve() -> None:
     options = GrpcOptions(max_message_bytes=4 * 2**20)
-    async with open_edge(tensor_card(), server=GrpcServerChoice(kind), options=options) as edge:
+    async with open_edge(tensor_card(), options=options) as edge:
         edge.client.respond = echo
         print(edge.server.port, flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
 if __name__ == "__main__":
-    run(serve(sys.argv[1]))
+    run(serve())

@@ -63,13 +63,13 @@ class Doors:
         """The status and, if it is OK, the answer, else the words."""
         call = self.channel.unary_unary(SERVICE + "ModelInfer")
         try:
-            response = call(request.SerializeToString(), timeout=20.0, metadata=tuple(headers.items()))
+            response = call(request.SerializeToString(), timeout=120, metadata=tuple(headers.items()))
         except grpc.RpcError as error:
             return error.code().name, error.details()  # type: ignore[attr-defined]
         return "OK", pb.ModelInferResponse.FromString(response)
 
     def send_rest(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Mapping[str, str], bytes]:
-        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
+        with closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)) as connection:
             connection.request("POST", path, body, dict(headers))
             response = connection.getresponse()
             return response.status, dict(response.getheaders()), response.read()
@@ -179,7 +179,7 @@ def check_same_response(doors: Doors, request: Any, form: Form = Form.BINARY, he
     assert code == STATUSES[status], (status, response, code, text)
     if status != "OK":
         assert response_headers["content-type"] == "application/json"
-        assert json.loads(text) == {"error": response}
+        assert json.loads(text) == {"error": response}, (text[:300], response)
         return
     message, outputs = outputs_of_rest(response_headers, text)
     assert list(outputs.items()) == list(outputs_of_grpc(response).items())
@@ -434,7 +434,7 @@ def _(doors: Doors) -> None:
         assert client.is_model_ready("types")
         assert client.is_model_ready(FIXED, "3")
         assert not client.is_model_ready("types", "2")
-        assert not client.is_model_ready("nobody")
+        assert not client.is_model_ready("missing")
 
 
 @case("server metadata")
@@ -481,10 +481,10 @@ REFUSALS: dict[str, Callable[[Any], Any]] = {
     "load_model": lambda c: c.load_model("x"),
     "unload_model": lambda c: c.unload_model("x"),
     "register_system_shared_memory": lambda c: c.register_system_shared_memory("x", "/x", 10),
-    "metadata of an unknown model": lambda c: c.get_model_metadata("nobody"),
+    "metadata of an unknown model": lambda c: c.get_model_metadata("missing"),
     "metadata of an unknown version": lambda c: c.get_model_metadata("types", "2"),
-    "config of an unknown model": lambda c: c.get_model_config("nobody"),
-    "statistics of an unknown model": lambda c: c.get_inference_statistics("nobody"),
+    "config of an unknown model": lambda c: c.get_model_config("missing"),
+    "statistics of an unknown model": lambda c: c.get_inference_statistics("missing"),
     "statistics of an unknown version": lambda c: c.get_inference_statistics("types", "2"),
 }
 

@@ -167,8 +167,8 @@ def control(door: Any, client: Any, folder: Path) -> dict[str, Callable[[], None
         assert "evil" not in index(door, client)
 
     def reports_what_is_wrong() -> None:
-        assert "failed to load 'nobody', failed to poll from model repository" in refused(lambda: client.load_model("nobody"))
-        client.unload_model("nobody")
+        assert "failed to load 'missing', failed to poll from model repository" in refused(lambda: client.load_model("missing"))
+        client.unload_model("missing")
         files = {"file:1/model.py": b"raise ValueError('no weights here')"}
         message = refused(lambda: client.load_model("broken", config=json.dumps(CONFIG), files=files))
         assert "no weights here" in message, message

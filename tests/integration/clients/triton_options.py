@@ -108,7 +108,7 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 def await_model() -> None:
     """Return when the frontend serves the model."""
-    client, until = grpc_client(GRPC_LOGIN), time.monotonic() + 60
+    client, until = grpc_client(GRPC_LOGIN), time.monotonic() + 120
     while time.monotonic() < until:
         try:
             if client.is_model_ready("types", client_timeout=5):

@@ -29,6 +29,31 @@ async def test_a_failure_ends_the_body_and_is_raised_in_place_of_its_cancellatio
     assert task is not None and not task.cancelling()
 
 
+async def test_a_task_whose_future_was_cancelled_by_others_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    dropped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def serve() -> None:
+        async with running(wait_for(dropped), "the follower"):
+            await asyncio.sleep(0)
+            dropped.cancel()
+            await asyncio.Event().wait()
+
+    with pytest.raises(TaskFailed, match="something that it awaited was cancelled"):
+        await serve()
+    assert [record.getMessage() for record in caplog.records] == ["the follower failed"]
+
+
+async def test_a_task_that_was_cancelled_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    tasks = Tasks()
+    tasks.start(asyncio.Event().wait()).cancel()
+    await tasks.close()
+    assert not caplog.records
+
+
+async def wait_for(future: asyncio.Future[None]) -> None:
+    await future
+
+
 async def test_the_error_of_the_body_comes_through_as_it_is() -> None:
     ended = asyncio.Event()
 
@@ -132,16 +157,22 @@ async def test_the_failure_of_an_objects_task_is_logged_once_and_handed_over(cap
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
-async def test_the_failure_of_a_started_task_is_logged_without_anybody_awaiting_it(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_failure_of_a_started_task_is_logged_though_it_is_not_awaited(caplog: pytest.LogCaptureFixture) -> None:
     task = start(_fail(), "work")
     await asyncio.wait([task])
     await asyncio.sleep(0)
     assert [record.getMessage() for record in caplog.records] == ["work failed"]
 
 
+_STARTS = ("create_task", "ensure_future")
+
+
 def _bare_starts(path: Path) -> list[str]:
     """Calls of `create_task` and `ensure_future` on anything but a TaskGroup, as file:line."""
-    tree = ast.parse(path.read_text())
+    source = path.read_text()
+    if not any(name in source for name in _STARTS):
+        return []
+    tree = ast.parse(source)
     groups: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.AsyncWith):
@@ -156,7 +187,7 @@ def _bare_starts(path: Path) -> list[str]:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func).rpartition(".")[2] in ("create_task", "ensure_future")
+        and ast.unparse(node.func).rpartition(".")[2] in _STARTS
         and ast.unparse(node.func).rpartition(".")[0] not in groups
     ]
 

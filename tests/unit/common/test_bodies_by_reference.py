@@ -320,3 +320,43 @@ async def test_requests_to_an_instance_without_subscription_leave_no_region() ->
             await stream.result()
         await asyncio.sleep(3)
         assert p.regions == (0, 0)
+
+
+COPIED_IN_STEPS = 9 * MIB
+
+
+@in_virtual_time
+async def test_large_bodies_are_copied_in_turns_and_the_event_loop_goes_on_between_them() -> None:
+    async with plane({"measure": measure}, size=64 * MIB) as p:
+        streams = [p.open("measure", content(COPIED_IN_STEPS)) for _ in range(3)]
+        turns = 0
+        while p.ours.bytes["lent"] < 3 * COPIED_IN_STEPS:
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns >= 3 * COPIED_IN_STEPS // (4 * MIB)
+        assert [bytes(await stream.result()) for stream in streams] == 3 * [b"%d" % COPIED_IN_STEPS]
+        assert p.regions == (0, 0)
+
+
+@in_virtual_time
+async def test_a_request_that_is_cancelled_while_its_body_is_copied_leaves_no_region() -> None:
+    async with plane({"echo": echo}, size=64 * MIB) as p:
+        stream = p.open("echo", content(COPIED_IN_STEPS))
+        for _ in range(2):
+            await asyncio.sleep(0)
+        assert p.ours.used_bytes >= COPIED_IN_STEPS and not p.ours.bytes["lent"]
+        stream.cancel()
+        await asyncio.sleep(1)
+        assert p.ours.used_bytes == 0
+        assert bytes(await p.open("echo", content(COPIED_IN_STEPS)).result()) == content(COPIED_IN_STEPS)
+
+
+@in_virtual_time
+async def test_a_large_body_that_finds_no_room_or_cannot_be_read_travels_in_messages() -> None:
+    async with plane({"measure": measure}, size=8 * MIB) as p:
+        assert bytes(await p.open("measure", content(COPIED_IN_STEPS)).result()) == b"%d" % COPIED_IN_STEPS
+        assert p.ours.fallbacks == {"full": 1}
+    async with plane({"measure": measure}, size=64 * MIB) as p:
+        p.theirs.take = lambda owner, reference: None  # type: ignore[method-assign]
+        assert bytes(await p.open("measure", content(COPIED_IN_STEPS)).result()) == b"%d" % COPIED_IN_STEPS
+        assert p.ours.bytes["lent"] == COPIED_IN_STEPS, "it is not copied again"

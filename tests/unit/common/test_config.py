@@ -12,7 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from dynamo.common.config import ConfigError, FileSecret, group, load, markdown_table, option, parse_bytes, parse_port, variables
+from dynamo.common.config import (
+    ConfigError,
+    FileSecret,
+    group,
+    load,
+    markdown_table,
+    option,
+    parse_bytes,
+    parse_port,
+    project_version,
+    replacements,
+    variables,
+)
+from dynamo.common.interpreter import interpreter
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 
 
@@ -89,6 +102,42 @@ def refusal(*argv: str, file: str | None = None, folder: Path | None = None, **e
         read(*argv, file=file, folder=folder, **environ)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renamed:
+    """Options that had other names and values in the version before."""
+
+    mode: Mode = option(Mode.RANDOM, file_key="pick.mode", replaced={"any": "random", "turns": "round-robin"}, help="Mode.")
+    port: int = option(1, parse=parse_port, formerly=("--old-port", "OLD_PORT", "old.port_number"), help="Port.")
+    events: bool = option(True, formerly=("--listen",), help="Events.")
+    password: str | None = option(None, secret=True, formerly=("--passwd", "DYN_PASSWD", "passwd"), help="Password.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontend:
+    port: int = option(1, flags=("--port",), hidden_flags=("--hidden-port",), formerly=("--door",), help="Port.")
+    metrics: bool = option(True, help="Metrics.")
+    drain_s: float = option(1.0, help="Drain.")
+    key: str | None = option(None, secret=True, help="Key.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    names: tuple[str, ...] = option((), repeatable=True, several=True, help="Names.")
+    drain_s: float = option(1.0, help="Drain.")
+    model: str = option("", help="Model.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launcher:
+    model: str = option("", help="Model.")
+    for_frontend: tuple[str, ...] = option((), flags=("--for-frontend",), repeatable=True, separator="", help="Flags.")
+    for_worker: tuple[str, ...] = option((), flags=("--for-worker",), repeatable=True, separator="", help="Flags.")
+
+
+def launch(*argv: str) -> Launcher:
+    return load(Launcher, argv, {}, program="launcher", passes_on={"for_frontend": Frontend, "for_worker": Worker})
 
 
 def test_without_anything_the_defaults_hold() -> None:
@@ -237,7 +286,7 @@ def test_version_is_printed() -> None:
     shown = io.StringIO()
     with redirect_stdout(shown), pytest.raises(SystemExit):
         read("--version")
-    assert shown.getvalue().startswith("server ")
+    assert shown.getvalue() == f"server {project_version()}, {interpreter()}\n"
 
 
 def test_the_table_for_the_docs_has_every_option() -> None:
@@ -264,3 +313,99 @@ def test_a_secret_from_a_file_reaches_another_process_with_its_path(tmp_path: Pa
     copy = pickle.loads(pickle.dumps(FileSecret("old", str(file))))
     file.write_text("new")
     assert (copy, copy.current()) == ("old", "new")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "file", "expected", "warning"),
+    [
+        (["--mode", "turns"], {}, "", Renamed(mode=Mode.ROUND_ROBIN), "--mode turns is deprecated: use round-robin"),
+        ([], {"DYN_MODE": "any"}, "", Renamed(), "variable DYN_MODE any is deprecated: use random"),
+        (
+            [],
+            {},
+            "pick: {mode: turns}",
+            Renamed(mode=Mode.ROUND_ROBIN),
+            "{path}: 'pick.mode' turns is deprecated: use round-robin",
+        ),
+        (["--old-port=7"], {}, "", Renamed(port=7), "--old-port is deprecated: use --port"),
+        (["--old-port", "7"], {}, "", Renamed(port=7), "--old-port is deprecated: use --port"),
+        (["--no-listen"], {}, "", Renamed(events=False), "--no-listen is deprecated: use --no-events"),
+        ([], {"OLD_PORT": "7"}, "", Renamed(port=7), "variable OLD_PORT is deprecated: use DYN_PORT"),
+        ([], {"OLD_PORT": "7", "DYN_PORT": "8"}, "", Renamed(port=8), "variable OLD_PORT is deprecated: use DYN_PORT"),
+        ([], {"OLD_PORT": "7", "DYN_PORT": ""}, "", Renamed(port=7), "variable OLD_PORT is deprecated: use DYN_PORT"),
+        ([], {}, "old: {port-number: 7}", Renamed(port=7), "{path}: 'old.port_number' is deprecated: use 'port'"),
+        ([], {}, "{port: 8, old: {port_number: 7}}", Renamed(port=8), "{path}: 'old.port_number' is deprecated: use 'port'"),
+        (["--passwd-file", "{path}"], {}, "{}", Renamed(password="{}"), "--passwd-file is deprecated: use --password-file"),
+        ([], {"DYN_PASSWD": "x"}, "", Renamed(password="x"), "variable DYN_PASSWD is deprecated: use DYN_PASSWORD"),
+        ([], {}, "passwd: x", Renamed(password="x"), "{path}: 'passwd' is deprecated: use 'password'"),
+    ],
+)
+def test_names_and_values_of_the_version_before_work_with_a_warning(
+    argv: list[str],
+    environ: dict[str, str],
+    file: str,
+    expected: Renamed,
+    warning: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(file)
+    argv = [word.replace("{path}", str(path)) for word in argv]
+    assert load(Renamed, ["--config", str(path), *argv], environ, program="server") == expected
+    assert caplog.messages == [f"{warning.replace('{path}', str(path))}, since the next version refuses it"]
+
+
+def test_former_names_are_listed_beside_their_successors_and_nowhere_else() -> None:
+    assert replacements(Renamed) == {
+        "--old-port": "--port",
+        "OLD_PORT": "DYN_PORT",
+        "old.port_number": "port",
+        "--listen": "--events",
+        "--no-listen": "--no-events",
+        "--passwd-file": "--password-file",
+        "DYN_PASSWD": "DYN_PASSWORD",
+        "DYN_PASSWD_FILE": "DYN_PASSWORD_FILE",
+        "passwd": "password",
+        "passwd_file": "password_file",
+        "--mode any": "--mode random",
+        "--mode turns": "--mode round-robin",
+    }
+    assert "old" not in markdown_table(Renamed) and "passwd" not in markdown_table(Renamed)
+
+
+def test_without_former_names_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    load(Renamed, ["--port", "7", "--mode", "random"], {"DYN_EVENTS": "1"}, program="server")
+    assert caplog.messages == []
+
+
+def test_a_key_of_the_file_may_be_a_path(tmp_path: Path) -> None:
+    assert read(file="limits.body: 2KiB", folder=tmp_path).limits.body == 2048
+
+
+def test_flags_of_one_other_program_are_passed_on_to_it() -> None:
+    config = launch("--port", "7", "--no-metrics", "--names", "a", "b", "--model", "m", "--key-file=/k", "--names=c")
+    assert config.for_frontend == ("--port=7", "--no-metrics", "--key-file=/k")
+    assert config.for_worker == ("--names=a", "--names=b", "--names=c")
+    assert config.model == "m", "our own flag is not passed on"
+    assert launch("--hidden-port=8", "--for-frontend=--port=9").for_frontend == ("--hidden-port=8", "--port=9"), "in their order"
+
+
+def test_a_former_flag_of_another_program_is_passed_on_by_its_new_name(caplog: pytest.LogCaptureFixture) -> None:
+    assert launch("--door", "7").for_frontend == ("--port=7",)
+    assert caplog.messages == ["--door is deprecated: use --port, since the next version refuses it"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "sentence"),
+    [
+        ("--drain-s=1", "--drain-s is a flag of several programs; use --for-frontend=--drain-s=… or --for-worker=--drain-s=…"),
+        ("--prot=1", "unknown flag --prot; did you mean --port?"),
+        ("--port", "--port: expected one argument"),
+        ("--key=x", "--key would be readable in the process list; use --key-file or DYN_KEY"),
+    ],
+)
+def test_a_flag_that_cannot_be_passed_on_is_one_sentence(flag: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch(flag)
+    assert str(caught.value) == sentence

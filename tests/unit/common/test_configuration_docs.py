@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dynamo.common.config import ConfigError, load
+from dynamo.common.config import ConfigError, load, replacements
 from dynamo.common.options import LogFormat
 from dynamo.frontend.config import FrontendConfig
 from dynamo.local.config import LocalConfig
@@ -29,9 +30,16 @@ log: {format: json}
 """
 
 
+def test_names_and_values_go_with_the_second_release_after_their_successors_came() -> None:
+    _, *releases = re.split(r"^## ", (DOCS.parent / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    recent = "".join(releases[:2])
+    for cls in (FrontendConfig, WorkerConfig, LocalConfig):
+        assert [old for old in replacements(cls) if f"`{old}`" not in recent] == []
+
+
 def test_the_configuration_page_is_what_the_code_says() -> None:
     checked = subprocess.run(
-        [sys.executable, str(DOCS / "make_configuration.py"), "--check"], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, str(DOCS / "make_configuration.py"), "--check"], capture_output=True, text=True, timeout=120, check=False
     )
     assert checked.returncode == 0, checked.stderr
 

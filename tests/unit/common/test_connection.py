@@ -11,6 +11,7 @@ from pathlib import Path
 import nkeys  # type: ignore[import-untyped]
 import pytest
 from nats.aio.client import Client
+from nats.errors import FlushTimeoutError
 
 from dynamo.common.background import running
 from dynamo.common.messaging.connection import Connection, connect_nats
@@ -27,8 +28,8 @@ def options(fake: FakeNats, **more: object) -> NatsOptions:
 
 
 async def back(connection: Connection, fake: FakeNats, connections: int = 2) -> None:
-    await asyncio.wait_for(fake.connections(connections), 5)
-    await asyncio.wait_for(connection.connected(), 5)
+    await asyncio.wait_for(fake.connections(connections), 120)
+    await asyncio.wait_for(connection.connected(), 120)
     assert connection.is_connected
 
 
@@ -86,7 +87,7 @@ async def test_a_file_with_credentials_that_is_being_replaced_is_waited_for(tmp_
     ):
         file.write_bytes(b"")
         fake.clients[0].cut()
-        await asyncio.wait_for(connection.lost(), 5)
+        await asyncio.wait_for(connection.lost(), 120)
         await asyncio.sleep(0.05)
         file.write_bytes(seed)
         await back(connection, fake)
@@ -111,7 +112,7 @@ async def test_subscriptions_are_made_again_and_messages_reach_them() -> None:
         subscribed = [line for line in fake.clients[1].lines if line.startswith(b"SUB")]
         assert [line.split()[1] for line in subscribed] == [b"a.b"]
         fake.clients[1].send(b"MSG a.b " + subscribed[0].split()[2] + b" 5\r\nhello")
-        await asyncio.wait_for(came.wait(), 5)
+        await asyncio.wait_for(came.wait(), 120)
     assert payloads == [b"hello"]
     assert len(returned) == 1
 
@@ -122,7 +123,7 @@ async def test_a_subscription_that_is_cancelled_while_it_is_made_is_none() -> No
         await asyncio.sleep(0)
         subscribing.cancel()
         await asyncio.wait({subscribing})
-        await asyncio.wait_for(fake.received(b"UNSUB"), 5)
+        await asyncio.wait_for(fake.received(b"UNSUB"), 120)
         fake.clients[0].cut()
         await back(connection, fake)
         assert subscribing.cancelled()
@@ -135,7 +136,7 @@ async def test_a_message_above_the_limit_is_not_sent_and_costs_no_connection(cap
         assert not connection.publish_nowait("large", [bytes(600), bytes(401)])
         assert not connection.publish_soon("large", bytes(1001))
         assert connection.publish_nowait("small", bytes(1000))
-        await asyncio.wait_for(fake.received(b"PUB small 1000"), 5)
+        await asyncio.wait_for(fake.received(b"PUB small 1000"), 120)
         assert not any(b"large" in line for line in fake.clients[0].lines)
     assert sum("takes at most 1000" in record.getMessage() for record in caplog.records) == 2
 
@@ -144,7 +145,7 @@ async def test_without_a_connection_nothing_is_published() -> None:
     async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
         assert connection.away_s == 0
         fake.clients[0].cut()
-        await asyncio.wait_for(connection.lost(), 5)
+        await asyncio.wait_for(connection.lost(), 120)
         assert not connection.publish_nowait("a", b"x")
         assert not connection.publish_soon("a", b"x")
         assert connection.away_s > 0
@@ -179,7 +180,7 @@ async def test_messages_past_the_share_of_a_turn_wait_until_others_have_run() ->
         (line,) = (line for line in fake.clients[0].lines if line.startswith(b"SUB"))
         async with running(count_turns(), "turns"):
             fake.clients[0].send(b"\r\n".join([b"MSG a " + line.split()[2] + b" 5\r\nhello"] * 100))
-            await asyncio.wait_for(done.wait(), 5)
+            await asyncio.wait_for(done.wait(), 120)
     assert max(received.count(each) for each in received) <= 7
 
 
@@ -193,22 +194,39 @@ async def test_a_ping_ends_when_all_that_came_before_is_handled_or_the_connectio
         await connection.subscribe("a", on_message)
         (line,) = (line for line in fake.clients[0].lines if line.startswith(b"SUB"))
         fake.clients[0].send(b"\r\n".join([b"MSG a " + line.split()[2] + b" 5\r\nhello"] * 100))
-        await asyncio.wait_for(connection.ping(), 5)
+        await asyncio.wait_for(connection.ping(), 120)
         assert len(received) == 100
         fake.freeze()
         pong = connection.ping()
         fake.clients[0].cut()
-        await asyncio.wait({pong}, timeout=5)
+        await asyncio.wait({pong}, timeout=120)
         assert pong.cancelled()
         await back(connection, fake)
-        assert await asyncio.wait_for(connection.ping(), 5)
+        assert await asyncio.wait_for(connection.ping(), 120)
 
 
 async def test_a_cancelled_ping_does_not_disturb_the_next_one() -> None:
     async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
         connection.ping().cancel()
-        assert await asyncio.wait_for(connection.ping(), 5)
+        assert await asyncio.wait_for(connection.ping(), 120)
         assert connection.is_connected
+        assert len(fake.clients) == 1
+
+
+async def test_a_flush_of_nats_py_that_was_given_up_ends_neither_its_reading_nor_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with start_fake_nats() as fake, connect_nats(options(fake, silence_s=600.0), "test") as connection:
+        fake.freeze()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await connection.client.flush()
+        with pytest.raises(FlushTimeoutError):
+            await connection.client.flush(timeout=0.01)  # type: ignore[arg-type]  # passed to asyncio.wait_for
+        fake.thaw()
+        await until(lambda: not vars(connection.client)["_pongs"])
+        assert [record.getMessage() for record in caplog.records] == []
+        assert await asyncio.wait_for(connection.ping(), 120)
         assert len(fake.clients) == 1
 
 
@@ -219,12 +237,12 @@ async def test_messages_of_a_subscription_that_ended_are_ignored() -> None:
         (line,) = (line for line in fake.clients[0].lines if line.startswith(b"SUB"))
         await subscription.close()
         fake.clients[0].send(b"MSG a " + line.split()[2] + b" 5\r\nhello")
-        assert await asyncio.wait_for(connection.ping(), 5)
+        assert await asyncio.wait_for(connection.ping(), 120)
     assert received == []
 
 
 async def test_closing_does_not_wait_for_a_server_that_reads_no_more() -> None:
-    async with asyncio.timeout(30), start_fake_nats() as fake, connect_nats(options(fake, silence_s=60.0), "test") as connection:
+    async with asyncio.timeout(120), start_fake_nats() as fake, connect_nats(options(fake, silence_s=60.0), "test") as connection:
         fake.freeze()
         for _ in range(80):
             connection.publish_nowait("a", bytes(1 << 19))
@@ -243,7 +261,7 @@ async def test_a_server_that_owes_a_pong_makes_the_connection_silent() -> None:
         start_fake_nats() as fake,
         connect_nats(options(fake, ping_interval_s=0.5, silence_s=60.0), "test") as connection,
     ):
-        assert await asyncio.wait_for(connection.ping(), 5)
+        assert await asyncio.wait_for(connection.ping(), 120)
         assert not connection.is_silent
         assert connection.away_s == 0
         fake.freeze()
@@ -256,7 +274,7 @@ async def test_the_same_reason_for_being_away_is_logged_once(caplog: pytest.LogC
     caplog.set_level(logging.WARNING)
     async with start_fake_nats() as fake:
         port = fake.port
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         connecting = asyncio.ensure_future(_connect(f"nats://127.0.0.1:{port}"))
         await asyncio.sleep(0.3)
         connecting.cancel()
@@ -273,9 +291,10 @@ async def _connect(url: str) -> None:
 async def test_nats_py_uses_the_transport_that_it_is_given() -> None:
     """`Client._transport` is private: the connection sets it before `connect`, and nats-py makes none of its own then.
 
-    So is `_pongs`, to which `Connection.ping` adds.
+    So are `_pongs`, to which `Connection.ping` adds, and `_process_pong`.
     """
     assert version("nats-py") == "2.16.0", "look whether `connection` and `socket_transport` still fit, then change this line"
     async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
         assert isinstance(vars(connection.client)["_transport"], SocketTransport)
     assert vars(Client()).keys() >= {"_transport", "_pongs"}
+    assert "_process_pong" in vars(Client)

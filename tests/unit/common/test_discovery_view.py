@@ -9,6 +9,7 @@ from dynamo.common.discovery import Instance, View, decode_registration, encode_
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.protocol import PROTOCOL
 from tests.support.memory import kept_objects
 
 ENDPOINT = Endpoint("space", "backend", "generate")
@@ -227,3 +228,35 @@ def test_marks_of_unknown_and_departed_instances_are_not_kept() -> None:
     view.mark_down(InstanceId(1))
     view.apply({instance(1).key: None})
     assert not view.is_down(InstanceId(1))
+
+
+@pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL, PROTOCOL + 1])
+def test_a_registration_of_a_version_at_most_one_apart_is_used_without_the_fields_that_are_unknown(protocol: int) -> None:
+    document = msgspec.to_builtins(instance(1)) | {"protocol": protocol, "new_field": {"x": 1}}
+    document["card"]["new_field"] = 1
+    assert decode_registration(instance(1).key, msgspec.json.encode(document)).id == 1
+
+
+def test_a_registration_without_a_version_is_of_the_first() -> None:
+    document = msgspec.to_builtins(instance(1))
+    del document["protocol"]
+    assert decode_registration(instance(1).key, msgspec.json.encode(document)).protocol == 1
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_registration_of_a_version_further_apart_is_left_out_and_named_until_it_is_gone(
+    is_readable: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    document = msgspec.to_builtins(instance(1)) if is_readable else {"all": "is different"}
+    value, key = msgspec.json.encode(document | {"protocol": PROTOCOL + 2}), instance(1).key
+    view = View()
+    for _ in range(2):
+        assert not view.apply({key: value})
+    assert view.other_protocols == {key: PROTOCOL + 2}
+    assert caplog.text.count(f"it speaks version {PROTOCOL + 2} of the protocol") == 1
+    assert view.apply({key: encode_registration(instance(1))})
+    assert view.other_protocols == {}
+    view.apply({key: value})
+    assert not view.registered()
+    view.apply({key: None})
+    assert view.other_protocols == {}

@@ -27,7 +27,7 @@ from dynamo.protos.inference_pb2 import ModelReadyRequest, RepositoryIndexRespon
 from dynamo.worker.engine.base import Context, Engine, HasFiles
 from examples.extending.adapter_router import AdapterRouter
 from examples.extending.context_endpoint import context_operations
-from examples.extending.instances_extension import instance_handlers, instance_operations
+from examples.extending.instances_extension import instance_methods, instance_operations
 from examples.extending.option import ExampleConfig
 from examples.extending.prompt_metric import CountingRouter, PromptMetrics
 from examples.extending.reverse_engine import ReverseEngine
@@ -145,9 +145,8 @@ async def test_the_extension_gives_the_same_over_rest_and_grpc() -> None:
         response = await get(edge, "GET", "/v2/models/talker/instances")
         assert response.json() == {"name": "talker", "instances": ["1"]}
         assert (await get(edge, "GET", "/v2/models/nothing/instances")).status_code == 404
-        services = {"inference.GRPCInferenceService": instance_handlers(edge.plane, lambda: ANONYMOUS)}
         async with (
-            serve_grpc(GrpcOptions(port=0), services) as server,
+            serve_grpc(GrpcOptions(port=0), instance_methods(edge.plane, lambda: ANONYMOUS)) as server,
             grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel,
         ):
             call = channel.unary_unary("/inference.GRPCInferenceService/ModelInstances")

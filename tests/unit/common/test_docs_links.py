@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from dynamo.common.config import markdown_table, variables
+from dynamo.common.config import markdown_table, replacements, variables
 from dynamo.frontend.config import FrontendConfig
 from dynamo.local.config import LocalConfig
 from dynamo.local.replay.config import ReplayConfig
@@ -51,6 +52,7 @@ ARGUMENT = re.compile(r'add_argument\(\s*"(?:-\w", ")?(--[a-z-]+)"')
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """The anchors that headings get: lower case, without punctuation, with hyphens for spaces, numbered when repeated."""
     found: list[str] = []
@@ -61,16 +63,19 @@ def anchors(page: Path) -> set[str]:
     return set(found)
 
 
+@cache
 def known_flags() -> set[str]:
     found = {"--help", "--version", "--config"}
     for config in CONFIGS:
         found.update(re.findall(r"`(--[a-z0-9-]+)`", markdown_table(config)))
+        found.update(replacements(config))
     for folder in ("common", "frontend", "worker", "local", "benchmarks", "tests/simulation"):
         for source in (ROOT / folder).rglob("*.py"):
             found.update(ARGUMENT.findall(source.read_text()))
     return found
 
 
+@cache
 def known_variables() -> set[str]:
     return {"DYN_CONFIG", "DYN_API_KEY"}.union(*(variables(config) for config in CONFIGS))
 
@@ -119,8 +124,9 @@ def test_files_exist(page: Path) -> None:
                 assert exists(name), name
 
 
-@pages
-def test_every_page_can_be_found_from_the_readme(page: Path) -> None:
+@cache
+def linked_pages() -> set[Path]:
+    """The pages that one gets to from the README."""
     seen: set[Path] = set()
     open_ = [ROOT / "README.md"]
     while open_:
@@ -130,7 +136,12 @@ def test_every_page_can_be_found_from_the_readme(page: Path) -> None:
         seen.add(here)
         links = [link.partition("#")[0] for link in LINK.findall(here.read_text())]
         open_ += [(here.parent / link).resolve() for link in links if link.endswith(".md") and "://" not in link]
-    assert page in seen
+    return seen
+
+
+@pages
+def test_every_page_can_be_found_from_the_readme(page: Path) -> None:
+    assert page in linked_pages()
 
 
 def test_the_lists_of_other_programs_hold_only_what_pages_name_and_nothing_of_ours() -> None:

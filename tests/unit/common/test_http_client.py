@@ -27,7 +27,7 @@ class Server:
         self.port = 0
 
     @asynccontextmanager
-    async def client(self, timeout_s: float = 10) -> AsyncIterator[HttpClient]:
+    async def client(self, timeout_s: float = 120) -> AsyncIterator[HttpClient]:
         server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
         async with server:
             client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=timeout_s)

@@ -56,6 +56,24 @@ def test_large_typed_floats_and_parameters_are_accepted() -> None:
     assert TensorRequest.parse(request.SerializeToString(), SCANNER).head == request
 
 
+def test_all_but_raw_tensors_has_a_bound_in_bytes_that_is_checked_before_it_is_parsed() -> None:
+    scanner = MessageScanner(pb.ModelInferRequest, MessageLimits(max_typed_bytes=MIB))
+    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(4 * MIB)])
+    request.inputs.add(name="x")
+    parsed = TensorRequest.parse(request.SerializeToString(), scanner)
+    assert [len(raw) for raw in parsed.raw_inputs] == [4 * MIB]
+    for change in (
+        lambda r: r.inputs[0].contents.fp32_contents.extend(np.zeros(MIB // 4).tolist()),
+        lambda r: r.inputs[0].contents.bytes_contents.append(bytes(MIB)),
+        lambda r: r.parameters["text"].MergeFrom(pb.InferParameter(string_param="a" * MIB)),
+    ):
+        changed = pb.ModelInferRequest()
+        changed.CopyFrom(request)
+        change(changed)
+        with pytest.raises(PayloadTooLarge, match=r"apart from raw tensors, .* send tensors in raw_input_contents"):
+            TensorRequest.parse(changed.SerializeToString(), scanner)
+
+
 @given(st.binary(max_size=200))
 def test_the_scan_accepts_what_the_parser_accepts_apart_from_groups(noise: bytes) -> None:
     scanner = MessageScanner(pb.ModelInferRequest)

@@ -43,12 +43,36 @@ async def turn() -> None:
 async def test_frames_of_one_turn_leave_a_few_at_a_time_and_the_rest_at_its_end() -> None:
     bus = Bus()
     outbox = outbox_on(bus)
-    for stream in range(2 * FRAMES + 1):
+    for stream in range(3 * FRAMES + 1):
         outbox.add(frame(stream))
-    assert [len(message) for message in bus.messages] == [FRAMES, FRAMES]
+    assert [len(message) for message in bus.messages] == [FRAMES, 2 * FRAMES]
     await turn()
-    assert [len(message) for message in bus.messages] == [FRAMES, FRAMES, 1]
-    assert [stream for message in bus.messages for stream in message] == list(range(2 * FRAMES + 1))
+    assert [len(message) for message in bus.messages] == [FRAMES, 2 * FRAMES, 1]
+    assert [stream for message in bus.messages for stream in message] == list(range(3 * FRAMES + 1))
+    for stream in range(FRAMES):
+        outbox.add(frame(stream))
+    assert len(bus.messages) == 4  # the next turn begins with few frames again
+
+
+async def test_only_urgent_frames_make_a_message_leave_before_the_end_of_the_turn() -> None:
+    bus = Bus()
+    outbox = outbox_on(bus)
+    for stream in range(3 * FRAMES):
+        outbox.add(frame(stream), patient=True)
+    outbox.add(frame(100))
+    assert not bus.messages
+    for stream in range(101, 100 + FRAMES):
+        outbox.add(frame(stream))
+    assert bus.messages == [[*range(3 * FRAMES), *range(100, 100 + FRAMES)]]
+
+
+async def test_a_long_turn_costs_few_messages() -> None:
+    bus = Bus()
+    outbox = outbox_on(bus)
+    for stream in range(128):  # 64 short responses, of two frames each
+        outbox.add(frame(stream))
+    await turn()
+    assert len(bus.messages) == 6
 
 
 async def test_patient_frames_of_one_turn_share_one_message_however_many() -> None:
@@ -64,10 +88,10 @@ async def test_patient_frames_of_one_turn_share_one_message_however_many() -> No
 async def test_a_frame_that_leads_another_one_leaves_with_it_and_does_not_count() -> None:
     bus = Bus()
     outbox = outbox_on(bus)
-    for stream in range(0, 4 * FRAMES, 2):
+    for stream in range(0, 6 * FRAMES, 2):
         outbox.lead(frame(stream))
         outbox.add(frame(stream + 1))
-    assert bus.messages == [list(range(2 * FRAMES)), list(range(2 * FRAMES, 4 * FRAMES))]
+    assert bus.messages == [list(range(2 * FRAMES)), list(range(2 * FRAMES, 6 * FRAMES))]
     outbox.lead(frame(1))
     outbox.add(frame(2), at_once=True)
     assert bus.messages[2:] == [[1, 2]]

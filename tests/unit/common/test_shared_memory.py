@@ -119,6 +119,18 @@ def test_a_region_that_is_read_stays_after_its_request_is_over(arena: Arena, nei
     assert bytes(view) == b"x" * UNIT_BYTES
 
 
+def test_a_child_of_the_reader_that_drops_its_copy_of_a_view_releases_nothing(arena: Arena, neighbour: Neighbour) -> None:
+    view = neighbour.take(lend(arena, b"A" * 100))
+    child = os.fork()
+    if child == 0:
+        del view
+        os._exit(0)
+    assert os.waitpid(child, 0) == (child, 0)
+    arena.sweep()
+    assert arena.used_bytes > 0
+    assert view.tobytes() == b"A" * 100
+
+
 def test_settling_frees_at_once_what_has_been_released(arena: Arena, neighbour: Neighbour) -> None:
     reference = lend(arena, bytes(UNIT_BYTES))
     neighbour.take(reference)

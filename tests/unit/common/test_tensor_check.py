@@ -56,6 +56,32 @@ def typed_request() -> ModelInferRequest:
     return request
 
 
+def strings_request(*counts: int) -> TensorRequest:
+    request = ModelInferRequest(model_name="s")
+    for name, count in zip("AB", counts, strict=True):
+        request.inputs.add(name=name, datatype="BYTES", shape=[count])
+        request.raw_input_contents.append(bytes(4 * count))
+    return TensorRequest.parse(request.SerializeToString())
+
+
+def test_a_request_has_at_most_a_million_strings_in_all_inputs() -> None:
+    inputs = tuple(TensorSpec(name=name, datatype="BYTES", shape=(-1,)) for name in "AB")
+    card = ModelCard(name="s", kind=ModelKind.TENSOR, inputs=inputs)
+    check_request(strings_request(500_000, 500_000), card)
+    for counts in (500_000, 500_001), (1_000_001, 0):
+        with pytest.raises(InvalidRequest, match="has 1000001 or more BYTES elements; at most 1000000 are allowed"):
+            check_request(strings_request(*counts), card)
+
+
+@pytest.mark.parametrize("card", [CARD, BATCHED])
+def test_a_shape_with_too_many_dimensions_is_not_listed(card: ModelCard) -> None:
+    request = raw_request() if card is CARD else batched_request()
+    request.inputs[0].shape.extend([2] * 1_000_000)
+    with pytest.raises(InvalidRequest) as refused:
+        check_request(TensorRequest.parse(request.SerializeToString()), card)
+    assert str(refused.value).endswith("input 'A' has 1000002 dimensions; at most 16 are allowed")
+
+
 def batched_request(a: int = 2, b: int = 2) -> ModelInferRequest:
     request = ModelInferRequest(model_name="b")
     request.inputs.add(name="A", datatype="INT8", shape=[a, 2])

@@ -129,6 +129,39 @@ def test_each_row_of_a_batch_is_classified() -> None:
     assert decode_bytes(response.raw_output_contents[0], 6) == [b"3:2", b"2:1", b"1:0", b"9:0", b"8:1", b"7:2"]
 
 
+def test_more_classes_than_the_output_has_elements_are_all_of_them() -> None:
+    response = encoded(form("P", top=2**62), {"P": np.array([0.25, 0.5, 0.5], np.float32)})
+    assert list(response.outputs[0].shape) == [3]
+
+
+def test_a_response_has_at_most_10000_classes() -> None:
+    values = np.arange(20_000, dtype=np.float32)
+    assert list(encoded(form("P", top=10_000), {"P": values}).outputs[0].shape) == [10_000]
+    assert list(encoded(form("P", top=10_001), {"P": values[:10_000]}).outputs[0].shape) == [10_000]
+    with pytest.raises(
+        InvalidRequest, match=r"'classification' of output 'P' wants 10001 classes of 20000 for 1 rows; .* most 10000"
+    ):
+        encoded(form("P", top=10_001), {"P": values})
+    with pytest.raises(InvalidRequest, match=r"'classification' of output 'P' .* in all outputs together"):
+        encoded(form("P", "Y", top=6_000), {"Y": values, "P": values})
+
+
+def test_the_classes_of_all_rows_count() -> None:
+    card = ModelCard(
+        name="m", kind=ModelKind.TENSOR, max_batch_size=200, outputs=(TensorSpec(name="P", datatype="INT64", shape=(-1, 100)),)
+    )
+    assert list(encoded(form("P", top=100, card=card), {"P": np.zeros((100, 100), int)}).outputs[0].shape) == [100, 100]
+    with pytest.raises(InvalidRequest, match="wants 100 classes of 100 for 101 rows"):
+        encoded(form("P", top=100, card=card), {"P": np.zeros((101, 100), int)})
+
+
+def test_refused_classes_are_not_searched() -> None:
+    head = ModelInferResponse()
+    head.outputs.add(name="P", datatype="FP32", shape=[1_000_000])
+    with pytest.raises(InvalidRequest):
+        next(form("P", top=10_001).encode_in_steps(head, [bytes(4_000_000)]))
+
+
 @pytest.mark.parametrize(
     ("head", "raws", "sentence"),
     [

@@ -13,6 +13,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.tensors import (
     DATATYPES,
     bf16_to_float32,
+    bytes_array,
     check_bytes,
     decode_bytes,
     element_count,
@@ -22,6 +23,7 @@ from dynamo.common.tensors import (
     to_numpy,
     typed_to_raw,
 )
+from dynamo.common.work import finish
 from dynamo.protos.inference_pb2 import InferTensorContents
 
 FIXED = [name for name, kind in DATATYPES.items() if kind.size]
@@ -76,15 +78,28 @@ def test_equally_long_bytes_elements_are_read_as_any_others(count: int, length: 
     assert decode_bytes(encode_bytes(elements), count) == elements
 
 
+@pytest.mark.parametrize("last", [b"", b"a", b"ab"])
+def test_long_bytes_are_read_in_steps(last: bytes) -> None:
+    elements = [b"a"] * 99_999 + [last]
+    raw = encode_bytes(elements)
+    assert finish(bytes_array(raw, len(elements))).tolist() == elements
+    assert sum(1 for _ in bytes_array(raw, len(elements))) >= 10
+
+
+def test_memory_is_taken_for_no_more_elements_than_there_can_be() -> None:
+    with pytest.raises(InvalidRequest, match="has 3 BYTES elements where its shape needs"):
+        to_numpy(bytes(12), "BYTES", (2**50,))
+
+
 @given(st.binary(max_size=300), st.integers(0, 70))
 def test_random_bytes_are_a_bytes_tensor_or_an_invalid_request(raw: bytes, count: int) -> None:
     try:
         elements = decode_bytes(raw, count)
     except InvalidRequest:
         with pytest.raises(InvalidRequest):
-            check_bytes(raw, count)
+            finish(check_bytes(raw, count))
     else:
-        check_bytes(raw, count)
+        finish(check_bytes(raw, count))
         assert encode_bytes(elements) == raw
 
 

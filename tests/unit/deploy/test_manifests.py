@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
@@ -18,6 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from dynamo.common.config import load, parse_bytes
+from dynamo.common.web_pages import OwnHosts
 from dynamo.frontend.config import FrontendConfig
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engines import choose_engine
@@ -76,6 +78,19 @@ def config_of(found: Placed) -> FrontendConfig | WorkerConfig | None:
     return None
 
 
+@folders
+def test_frontends_without_keys_answer_to_the_names_of_their_services(folder: Path, tmp_path: Path) -> None:
+    services = [name for name in of_kind(render(folder), "Service") if name.startswith("dynamo-frontend")]
+    frontends = [config for _, found in placed(folder, tmp_path) if isinstance(config := config_of(found), FrontendConfig)]
+    assert services and frontends
+    for name, config in itertools.product(services, frontends):
+        hosts = OwnHosts(config.http.allowed_hosts, config.http.host)
+        for domain in (".dynamo.svc", ".dynamo.svc.cluster.local"):
+            assert hosts.include(f"{name}{domain}:8000")
+        assert not hosts.include("evil.example")
+    assert hosts.include("dynamo-frontend:8000") and hosts.include("dynamo-frontend.dynamo:8000")
+
+
 def test_all_overlays_are_found() -> None:
     assert {"dev", "disaggregated", "gpu", "repository", "tls"} <= {folder.name for folder in OVERLAYS}
 
@@ -124,7 +139,7 @@ def test_a_pod_is_given_the_time_that_its_process_takes_to_stop(folder: Path, tm
                 assert before_s > 0 and config.settle_s > 0
                 needed_s = before_s + config.settle_s + config.drain_timeout_s + CLOSE_S
                 probe = found.container.spec["readinessProbe"]
-                assert config.settle_s >= probe["periodSeconds"] * probe["failureThreshold"], "drains before anybody knows"
+                assert config.settle_s >= probe["periodSeconds"] * probe["failureThreshold"], "drains before balancers know"
             case WorkerConfig():
                 needed_s = config.drain_timeout_s + config.close_timeout_s + CLOSE_S
             case None:
@@ -295,7 +310,7 @@ def selects(labels: Mapping[str, str], workload: Manifest) -> bool:
 
 def test_the_dockerfile_is_clean() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
 
 

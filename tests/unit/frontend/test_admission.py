@@ -39,6 +39,8 @@ class OneAtATime(RecordingRouter):
     def __init__(self, room: int = 1) -> None:
         super().__init__()
         self.room = room
+        self.room_of_each: int | None = None
+        """Instead of `room`."""
         self.ttft_goal_s = math.inf
         self.missing: dict[str, int] = {}
         """By name, which is the salt of the prompt."""
@@ -49,7 +51,10 @@ class OneAtATime(RecordingRouter):
     def pick(self, request, candidates, *, explain=False) -> RoutingDecision:  # type: ignore[no-untyped-def]
         if request.waited_s > self.ttft_goal_s:
             raise TooLate("no instance can begin in time")
-        if len(self.open) >= self.room:
+        if self.room_of_each is not None:
+            open_ = list(self.open.values())
+            candidates = [each for each in candidates if open_.count(each.id) < self.room_of_each]
+        if not candidates or (self.room_of_each is None and len(self.open) >= self.room):
             raise Overloaded("all instances are busy", retry_after_s=1)
         return super().pick(request, candidates, explain=explain)
 
@@ -280,14 +285,85 @@ async def test_when_the_last_instance_leaves_those_in_line_hear_so() -> None:
 
 
 @in_virtual_time
-async def test_a_pinned_request_does_not_wait_for_others() -> None:
+async def test_a_request_that_names_its_instance_waits_in_line_as_others_do() -> None:
     fleet = Fleet(10)
     tasks = [fleet.send(name) for name in "ab"]
+    tasks.append(fleet.send("pinned", instance=InstanceId(1)))
     await asyncio.sleep(0.1)
-    with pytest.raises(Overloaded, match="all instances are busy"):
-        await fleet.send("pinned", instance=InstanceId(1))
+    tasks.append(fleet.send("c"))
     for _ in tasks:
         await fleet.respond()
+    await asyncio.gather(*tasks)
+    assert fleet.done == ["a", "b", "pinned", "c"]
+
+
+@in_virtual_time
+async def test_a_key_gets_no_more_of_the_fleet_by_naming_its_instances() -> None:
+    fleet = Fleet(100)
+    alice, bob = key("alice"), key("bob")
+    tasks = [fleet.send("running", account=bob)]
+    await asyncio.sleep(0.01)
+    tasks += [fleet.send(f"a{number}", account=alice, instance=InstanceId(1)) for number in range(4)]
+    tasks += [fleet.send(f"b{number}", account=bob) for number in range(4)]
+    await asyncio.sleep(0.01)
+    for _ in tasks:
+        await fleet.respond()
+    await asyncio.gather(*tasks)
+    turns = [name[0] for name in fleet.done[1:]]
+    assert abs(turns[:4].count("a") - turns[:4].count("b")) <= 2
+    assert sorted(turns[:2]) == ["a", "b"]
+
+
+@in_virtual_time
+async def test_requests_that_name_a_busy_instance_hold_up_no_others() -> None:
+    fleet = Fleet(10)
+    fleet.directory.add(instance(2))
+    fleet.router.room_of_each = 1
+    one, two = InstanceId(1), InstanceId(2)
+    running = [fleet.send("on one", instance=one), fleet.send("on two", instance=two)]
+    await asyncio.sleep(0.1)
+    waiting = [fleet.send("first", instance=one), fleet.send("second", instance=one)]
+    await asyncio.sleep(0.1)
+    rest = [fleet.send("third"), fleet.send("fourth", instance=two)]
+    await asyncio.sleep(0.1)
+    for name in ("on two", "third", "fourth", "on one", "first", "second"):
+        next(s for s in fleet.client.streams if bytes(s.body).decode() == name and not s.is_over).end(b"response")
+        await asyncio.sleep(0.1)
+    await asyncio.gather(*running, *waiting, *rest)
+    assert fleet.done == ["on two", "third", "fourth", "on one", "first", "second"]
+    assert fleet.queue.waiting("adder") == 0
+
+
+@in_virtual_time
+async def test_a_new_request_does_not_wait_for_those_whose_instances_are_busy() -> None:
+    fleet = Fleet(10)
+    fleet.directory.add(instance(2))
+    fleet.router.room_of_each = 1
+    tasks = [fleet.send("running", instance=InstanceId(1)), fleet.send("pinned", instance=InstanceId(1))]
+    await asyncio.sleep(0.1)
+    began = now()
+    tasks.append(fleet.send("new"))
+    while "new" not in fleet.served and now() == began:
+        await asyncio.sleep(0)
+    assert now() == began
+    for _ in tasks:
+        await fleet.respond()
+    await asyncio.gather(*tasks)
+
+
+@in_virtual_time
+async def test_without_a_queue_a_request_that_names_a_busy_instance_is_refused() -> None:
+    fleet = Fleet(0)
+    dispatcher = Dispatcher(fleet.directory, fleet.client, FakeLink(), fleet.router)
+    work = Work(model="adder", verb="infer", body=b"x", metrics=fleet.metrics)
+    call = Call(account=ANONYMOUS, request_id="r", instance=InstanceId(1))
+    stream = dispatcher.stream(work, call)
+    reading = asyncio.create_task(stream.read())
+    await asyncio.sleep(0.1)
+    with pytest.raises(Overloaded, match="busy"):
+        await dispatcher.call(work, call)
+    reading.cancel()
+    assert fleet.router.requests[0].needs_room
 
 
 @in_virtual_time
@@ -512,7 +588,9 @@ def test_between_two_keys_that_always_wait_no_one_is_ahead_by_more_than_a_reques
     for name, cost, is_there in steps:
         if is_there:
             queue.push(Waiting("c", next(numbers)))
-        item = queue.pop()
+        first = queue.next()
+        assert first is not None
+        item = queue.pop(first)
         queue.charge(item.key, cost, weights[item.key])
         served[item.key] += cost / weights[item.key]
         if item.key != "c":
@@ -543,3 +621,50 @@ async def test_slots_are_given_to_keys_in_turn_and_come_back_however_the_work_en
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert order == ["a0", "a1", "b0", "a2", "b1", "a3", "b2", "a4", "a5", "a6"]
     assert [type(result) for result in results if result is not None] == [ValueError, asyncio.CancelledError]
+
+
+@in_virtual_time
+async def test_requests_for_many_busy_instances_are_tried_the_less_often_the_more_there_are() -> None:
+    fleet = Fleet(200)
+    fleet.router.room_of_each = 0
+    for number in range(2, 101):
+        fleet.directory.add(instance(number))
+    tasks = [fleet.send(str(number), instance=InstanceId(number)) for number in range(1, 101)]
+    tries = 0
+    pick = fleet.router.pick
+
+    def count(*arguments: Any, **options: Any) -> RoutingDecision:
+        nonlocal tries
+        tries += 1
+        return pick(*arguments, **options)
+
+    fleet.router.pick = count  # type: ignore[method-assign]
+    await asyncio.sleep(10)
+    assert tries < 10 * 500
+    fleet.router.room_of_each = 1
+    await asyncio.sleep(1)
+    assert len(fleet.served) == 100
+    for _ in tasks:
+        await fleet.respond()
+    await asyncio.gather(*tasks)
+
+
+@in_virtual_time
+async def test_a_request_that_names_its_instance_has_its_turn_as_soon_as_one_there_ends() -> None:
+    fleet = Fleet(10)
+    fleet.directory.add(instance(2))
+    fleet.router.room_of_each = 1
+    one, two = InstanceId(1), InstanceId(2)
+    tasks = [fleet.send("on one", instance=one), fleet.send("on two", instance=two)]
+    await asyncio.sleep(0.1)
+    tasks += [fleet.send("pinned", instance=one), fleet.send("free")]
+    await asyncio.sleep(0.1)
+    began = now()
+    fleet.client.streams[0].end(b"response")
+    while "pinned" not in fleet.served and now() == began:
+        await asyncio.sleep(0)
+    assert now() == began
+    for _ in tasks[1:]:
+        await fleet.respond()
+    await asyncio.gather(*tasks)
+    assert fleet.done[-1] == "free"

@@ -37,7 +37,7 @@ async def test_the_id_of_a_request_is_in_the_header_that_anthropics_client_reads
         settings: dict[str, Any] = {"max_tokens": 5, "messages": HELLO["messages"]}
         response = await anthropic(edge).messages.with_raw_response.create(model="talker", **settings)
         with pytest.raises(NotFoundError) as failure:
-            await anthropic(edge).messages.create(model="nobody", **settings)
+            await anthropic(edge).messages.create(model="missing", **settings)
     assert response.request_id
     assert failure.value.request_id
 
@@ -207,7 +207,7 @@ async def test_errors_have_the_form_of_anthropic() -> None:
         broken = await edge.post(PATH, HELLO | {"stream": True})
         async with anthropic(edge) as client:
             with pytest.raises(NotFoundError):
-                await client.messages.create(**{**HELLO, "model": "nobody"})
+                await client.messages.create(**{**HELLO, "model": "missing"})
     assert wrong.status_code == 400
     assert wrong.json() == {
         "type": "error",

@@ -6,6 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import Cancelled, DynamoError, InvalidRequest, Overloaded
+from dynamo.common.names import InstanceId
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.booking import Booker, Booking
@@ -19,7 +20,7 @@ class Bench:
         self.released = 0
         self.booker = Booker(self.router, self.client, self.on_released)
 
-    def on_released(self) -> None:
+    def on_released(self, instance: InstanceId) -> None:
         self.released += 1
 
     def book(self) -> Booking:

@@ -19,7 +19,7 @@ from tests.support.waiting import until
 
 
 async def no_app(scope: Any, receive: Any, send: Any) -> None:
-    raise AssertionError("nobody sends a request")
+    raise AssertionError("no client sends a request")
 
 
 @asynccontextmanager
@@ -29,7 +29,7 @@ async def serving(protocol: str, observer: ConnectionObserver) -> AsyncIterator[
         async with serve_asgi(open_listener("127.0.0.1", 0, flag="--http-port"), no_app, observer=observer) as http:
             yield http.port
     else:
-        async with serve_grpc(GrpcOptions(port=0), {}, observer=observer) as grpc:
+        async with serve_grpc(GrpcOptions(port=0), [], observer=observer) as grpc:
             yield grpc.port
 
 
@@ -47,7 +47,7 @@ async def test_open_connections_are_counted_and_the_ages_of_closed_ones_observed
         writers.pop().close()
         await until(lambda: value("connections") == 2)
         assert value("connection_seconds_count") == 1
-    assert (value("connections"), value("connection_seconds_count")) == (0, 3)
+    await until(lambda: (value("connections"), value("connection_seconds_count")) == (0, 3))
     for writer in writers:
         writer.close()
 

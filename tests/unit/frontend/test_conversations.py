@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,17 +16,21 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.background import running
 from dynamo.common.errors import InvalidRequest, NotFound, Overloaded, PayloadTooLarge
 from dynamo.common.messaging.records import Record
+from dynamo.common.model_card import LlmInfo
 from dynamo.frontend.api.openai.responses import storage as storage_module
 from dynamo.frontend.api.openai.responses.conversations import ConversationNotFound, Conversations
 from dynamo.frontend.api.openai.responses.events import ResponseObject
 from dynamo.frontend.api.openai.responses.storage import ItemIds, Storage, parse_items
 from dynamo.frontend.api.openai.responses.stored import new_response_id
+from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.fake_records import FakeRecords
 from tests.support.http_edge import Speaker
 from tests.support.storing import Storing, stored_responses, storing
 
 PATH = "/v1/responses"
+MIB = 2**20
 
 
 def conversations(records: FakeRecords) -> Conversations:
@@ -58,7 +65,7 @@ async def test_a_response_is_added_before_it_is_complete(fields: dict[str, Any])
         conversation = await client.conversations.create()
         created = await s.edge.post(PATH, {"model": "talker", "input": "Hi", "conversation": conversation.id} | fields)
         if "background" in fields:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(120):
                 while (await s.read(created.json()["id"]))["status"] == "queued":
                     await asyncio.sleep(0)
         else:
@@ -200,8 +207,8 @@ async def test_responses_that_end_at_once_all_add_their_items() -> None:
 
 async def test_a_conversation_that_others_change_all_the_time_is_refused() -> None:
     class Changing(FakeRecords):
-        async def get(self, key: str) -> Record | None:
-            record = await super().get(key)
+        async def get(self, key: str, hold: Callable[[int], None] | None = None) -> Record | None:
+            record = await super().get(key, hold)
             if record is not None:
                 await super().put(key, record.value)
             return record
@@ -266,6 +273,32 @@ async def test_others_have_their_turns_while_a_large_conversation_is_parsed() ->
     async with running(other(), "other work"):
         assert await parse_items(msgspec.json.encode(items)) == items
     assert turns > 10
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadOfParsers(OutputParsers):
+    """Notes the thread in which a conversation is made text."""
+
+    threads: list[int] = field(default_factory=list)
+
+    def choose(self, llm: LlmInfo, *, with_tools: bool) -> tuple[ParserKind, ...]:
+        self.threads.append(threading.get_ident())
+        return OutputParsers.choose(self, llm, with_tools=with_tools)
+
+
+@pytest.mark.parametrize("path", [PATH, f"{PATH}/input_tokens"])
+async def test_a_short_request_with_a_large_conversation_is_made_text_beside_the_event_loop_and_held(path: str) -> None:
+    parsers = ThreadOfParsers({}, {})
+    async with storing(Speaker(), parsers=parsers) as s:
+        many = {"role": "user", "content": [{"type": "input_text", "text": ""}] * 5_000}
+        for item in ({"role": "user", "content": "a"}, many):
+            made = (await s.edge.post("/v1/conversations", {"items": [item]})).json()
+            body = {"model": "talker", "input": "Hi", "conversation": made["id"]}
+            await s.edge.post(path, body)
+        with s.edge.capacity.holding() as others:
+            others.hold(CapacityOptions().max_buffered_bytes - MIB)
+            assert (await s.edge.post(path, body)).status_code == 503
+    assert [thread == threading.get_ident() for thread in parsers.threads] == [True, False]
 
 
 async def test_what_openai_refuses_of_conversations_is_refused() -> None:

@@ -25,10 +25,11 @@ def cors_of(response: httpx2.Response) -> dict[str, str]:
     return {name: value for name, value in response.headers.items() if name.startswith("access-control-")}
 
 
-async def test_no_page_of_another_site_is_let_in_by_default() -> None:
+async def test_no_page_of_another_site_is_served_by_default() -> None:
     response = await exchange(HttpOptions(), {"origin": ORIGIN})
     preflight = await exchange(HttpOptions(), ASK, "OPTIONS")
-    assert (response.status_code, cors_of(response)) == (200, {})
+    assert (response.status_code, cors_of(response)) == (403, {})
+    assert "--allowed-origins" in response.json()["error"]["message"]
     assert (preflight.status_code, cors_of(preflight)) == (403, {})
     assert "--allowed-origins" in preflight.json()["error"]["message"]
 
@@ -44,7 +45,7 @@ async def test_a_page_of_an_allowed_origin_may_read_the_response(stream: bool) -
         assert (one.headers["access-control-allow-origin"], one.headers["vary"]) == (ORIGIN, "origin")
         assert "x-request-id" in one.headers["access-control-expose-headers"]
     assert (response.status_code, refused.status_code, missing.status_code) == (200, 400, 404)
-    assert cors_of(other) == {}
+    assert (other.status_code, cors_of(other)) == (403, {})
 
 
 async def test_a_preflight_is_answered_with_what_is_allowed() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.errors import (
     DynamoError,
     EngineError,
-    Forbidden,
     InstanceGone,
     InvalidRequest,
     ModelNotFound,
@@ -20,16 +20,17 @@ from dynamo.common.errors import (
     Unavailable,
     Unsupported,
 )
+from dynamo.common.messaging.frames import joined
 from dynamo.common.model_card import ModelCard, Role
 from dynamo.common.names import InstanceId
-from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensor_request import SEQUENCE_OWNER, TensorRequest
 from dynamo.frontend.config import DisaggregationOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.preprocess.text import TextRequest
-from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
-from dynamo.frontend.security.keys import ApiKey
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
+from dynamo.frontend.security.keys import MAX_PRIORITY, ApiKey
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
+from dynamo.frontend.serving.shadows import MAX_COPIES
 from dynamo.frontend.serving.text_models import TextModel
 from dynamo.protos.inference_pb2 import (
     InferBatchStatistics,
@@ -267,32 +268,6 @@ async def test_an_instance_that_was_given_up_gets_requests_again_when_it_sends_s
         assert await f.plane.infer(request(), CALL) == b"response"
 
 
-async def test_a_key_of_one_model_reaches_no_other_by_any_kind_of_request() -> None:
-    """The parts of an ensemble are models of their own: who may use the ensemble alone reaches them only through it."""
-    ensemble, part = instance(1, tensor_card("ensemble")), instance(2, tensor_card("part"))
-    async with front(FakeDirectory(ensemble, part, instance(3, llm_card())), lambda stream: stream.end(b"response")) as f:
-        account = KeyAccount(ApiKey(name="team", salt=b"", digest=b"", models=("ensemble",)))
-        call = Call(account=account, request_id="r")
-        assert await f.plane.infer(request("ensemble"), call) == b"response"
-        assert [card.name for card in f.plane.cards(account)] == ["ensemble"]
-        for refused in ("part", "missing"):
-            with pytest.raises(Forbidden, match=f"may not use model '{refused}'"):
-                f.plane.card(account, refused)
-        with pytest.raises(Forbidden):
-            await f.plane.infer(request("part"), call)
-        with pytest.raises(Forbidden):
-            async with f.plane.infer_stream(request("part"), call):
-                pass
-        with pytest.raises(Forbidden):
-            async with f.plane.generate(TextRequest(model="talker", prompt="hi"), call):
-                pass
-        with pytest.raises(Forbidden):
-            await f.plane.text_model(account, "talker")
-        with pytest.raises(Forbidden):
-            await f.plane.statistics(account, "part")
-        assert f.client.sent_to == [1]
-
-
 # Tensor requests
 
 
@@ -515,3 +490,71 @@ async def test_an_instance_that_serves_two_models_is_queried_once_for_all_statis
         f.client.respond = lambda stream: stream.end(b"")
         await f.plane.statistics(ANONYMOUS)
         assert f.client.sent_to == [1]
+
+
+# Copies for shadows
+
+
+async def test_a_request_whose_copy_is_dropped_is_not_copied() -> None:
+    small = request()
+    large = TensorRequest(bytes(8 << 20), small.head, small.raw_inputs)
+    held = asyncio.Event()
+
+    async def wait(model: str, call: Call) -> None:
+        await held.wait()
+
+    async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f:
+        for _ in range(MAX_COPIES):
+            f.plane.shadows.copy("shadow", 1, CALL, wait)
+        tracemalloc.start()
+        try:
+            await f.plane.infer(large, msgspec.structs.replace(CALL, shadows=("shadow",)))
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            held.set()
+        assert f.count("shadow_requests_total", model="shadow", outcome="dropped") == 1
+    assert peak < len(large.raw)
+
+
+# Priorities
+
+
+@pytest.mark.parametrize(
+    ("account", "sequence", "owner"),
+    [
+        (KeyAccount(ApiKey(name="team", salt=b"", digest=b"")), True, "team"),
+        (KeyAccount(ApiKey(name="team", salt=b"", digest=b"")), False, None),
+        (ANONYMOUS, True, None),
+    ],
+)
+async def test_a_worker_is_told_whose_sequence_it_is(account: Account, sequence: bool, owner: str | None) -> None:
+    wanted = request()
+    if sequence:
+        wanted.head.parameters["sequence_id"].int64_param = 42
+        wanted = TensorRequest.build(wanted.head, wanted.raw_inputs)
+    call = msgspec.structs.replace(CALL, account=account)
+    async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f:
+        await f.plane.infer(wanted, call)
+        async with f.plane.infer_stream(wanted, call) as responses:
+            await responses.read()
+        for stream in f.client.streams:
+            assert stream.headers.get(SEQUENCE_OWNER) == owner
+            assert bytes(joined(stream.body)) == bytes(wanted.raw), "the id is as the client sent it"
+
+
+@pytest.mark.parametrize(("max_priority", "level"), [(0, 0), (MAX_PRIORITY, 1), (2**20 - 2, 0), (2**20 - 1, 1)])
+async def test_a_worker_is_told_no_level_of_triton_that_the_key_may_not_use(max_priority: int, level: int) -> None:
+    account = KeyAccount(ApiKey(name="team", salt=b"", digest=b"", max_priority=max_priority))
+    head = request().head
+    head.parameters["priority"].int64_param = 1
+    urgent = TensorRequest.build(head, [bytes(12)])
+    call = msgspec.structs.replace(CALL, account=account, priority=-1)  # as a header may say besides
+    async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f:
+        await f.plane.infer(urgent, call)
+        async with f.plane.infer_stream(urgent, call) as responses:
+            await responses.read()
+        for stream in f.client.streams:
+            sent = TensorRequest.parse(bytes(joined(stream.body)))
+            assert sent.priority == level
+            assert sent.raw_inputs == urgent.raw_inputs

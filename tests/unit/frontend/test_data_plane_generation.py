@@ -35,12 +35,14 @@ from dynamo.common.generation import (
     request_decoder,
     summary_encoder,
 )
-from dynamo.common.model_card import ModelCard
+from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import RetryOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
-from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
+from dynamo.frontend.security.keys import ApiKey, Limits
+from dynamo.frontend.security.ledger import Ledger
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, Generation, open_data_plane
 from dynamo.frontend.serving.text_models import TextModel
@@ -62,6 +64,7 @@ from tests.support.fakes import (
     tensor_card,
 )
 from tests.support.virtual_time import in_virtual_time, run
+from tests.support.waiting import until
 
 CALL = Call(account=ANONYMOUS, request_id="r", endpoint="completions", request_type=RequestType.STREAM)
 PROMPT = [3, 1, 4, 1, 5]
@@ -401,6 +404,24 @@ async def test_structured_output_does_not_go_on_elsewhere(n: int) -> None:
         assert len(f.client.streams) == 1
 
 
+async def test_a_schema_that_two_instances_died_of_is_refused_with_any_prompt_and_other_schemas_are_served() -> None:
+    def request(schema: dict[str, Any], prompt: list[int]) -> TextRequest:
+        return text_request(4, prompt=prompt, sampling=Sampling(guided={"json_schema": schema}))
+
+    async def read(text: TextRequest) -> None:
+        async with f.plane.generate(text, CALL) as generation:
+            await read_all(generation)
+
+    async with front(TokenEngine([0, 0], gone), instances=4) as f:
+        with pytest.raises(EngineError, match="2 instances died while they held this request"):
+            await read(request({"type": "string"}, [1]))
+        with pytest.raises(EngineError, match="2 instances died while they held requests with this schema or grammar"):
+            await read(request({"type": "string"}, [2]))
+        assert len(f.client.sent_to) == 2
+        await read(request({"type": "null"}, [1]))
+        await read(text_request(4))
+
+
 class ChoiceEngine(DyingEngine):
     """A `respond` for FakeClient: the choices of a request, each with tokens of its own, come in a random order.
 
@@ -595,3 +616,66 @@ async def test_a_model_without_a_readable_tokenizer_is_unavailable_with_the_reas
         with pytest.raises(Unavailable, match="the tokenizer of model 'talker' is not available: the object store"):
             async with f.plane.generate(text_request(), CALL):
                 pass
+
+
+@pytest.mark.parametrize(
+    ("reported", "counted"), [((700, 1000), (700, 1000)), ((2, 1), (2, 1)), ((700, 10**9), (700, 1200)), ((0, 0), (5, 2))]
+)
+async def test_what_an_engine_that_takes_text_reports_is_charged_recorded_and_measured(
+    reported: tuple[int, int], counted: tuple[int, int]
+) -> None:
+    def respond(stream: FakeStream) -> None:
+        stream.data(delta_encoder.encode(Delta(text="word " * 500)))
+        stream.data(delta_encoder.encode(Delta(text="word " * 500, finish_reason=FinishReason.STOP)))
+        stream.end(summary_encoder.encode(Summary(prompt_tokens=reported[0], output_tokens=reported[1])))
+
+    ledger = Ledger()
+    account = KeyAccount(
+        ApiKey(name="team", salt=b"", digest=b"", limits=Limits(tokens_per_minute=10_000)), lambda: 0.0, ledger=ledger
+    )
+    card = ModelCard(name="talker", kind=ModelKind.LLM, llm=LlmInfo(context_length=4000, tokenizer=TAKES_TEXT))
+    async with front(respond, card=card) as f:
+        async with f.plane.generate(text_request(1200), msgspec.structs.replace(CALL, account=account)) as generation:
+            await read_all(generation)
+        assert generation.summary is not None
+        assert (generation.summary.prompt_tokens, generation.summary.output_tokens) == counted
+        assert f.count("output_tokens_total") == counted[1]
+        assert f.count("input_sequence_tokens_sum") == counted[0]
+    [row] = ledger.rows(ledger.today())
+    assert (row.prompt_tokens, row.completion_tokens) == counted
+    assert [limit.remaining for limit in account.rate_limits()] == [10_000 - sum(counted)]
+
+
+def salted_card(name: str = "talker", *, takes_cache_salt: bool = True) -> ModelCard:
+    return ModelCard(
+        name=name, kind=ModelKind.LLM, llm=LlmInfo(context_length=4096, tokenizer="t", takes_cache_salt=takes_cache_salt)
+    )
+
+
+@pytest.mark.parametrize("takes_cache_salt", [True, False])
+async def test_the_router_and_the_engine_get_the_salt_of_the_key_where_the_engine_has_salts(takes_cache_salt: bool) -> None:
+    accounts = [KeyAccount(ApiKey(name=name, salt=b"", digest=b"")) for name in ("a", "b")]
+    async with front(TokenEngine([], gone), card=salted_card(takes_cache_salt=takes_cache_salt)) as f:
+        for account in (ANONYMOUS, *accounts):
+            for salt in ("", "s"):
+                call = msgspec.structs.replace(CALL, account=account)
+                async with f.plane.generate(text_request(3, cache_salt=salt), call) as generation:
+                    await read_all(generation)
+        of_engine = [request_decoder.decode(stream.body).cache_salt for stream in f.client.streams]
+        assert [request.cache_salt for request in f.router.requests] == of_engine
+    assert of_engine[:2] == ["", "s"]
+    if takes_cache_salt:
+        assert len(set(of_engine)) == 6
+    else:
+        assert of_engine == ["", "s"] * 3
+
+
+async def test_copies_for_shadows_keep_the_prompts_of_keys_apart_too() -> None:
+    account = KeyAccount(ApiKey(name="a", salt=b"", digest=b""))
+    call = msgspec.structs.replace(CALL, account=account, shadows=("talker",))
+    async with front(TokenEngine([], gone), card=salted_card()) as f:
+        async with f.plane.generate(text_request(3), call) as generation:
+            await read_all(generation)
+        await until(lambda: f.count("shadow_requests_total", outcome="success") == 1)
+        salts = [request_decoder.decode(stream.body).cache_salt for stream in f.client.streams]
+    assert salts == [account.isolate("")] * 2

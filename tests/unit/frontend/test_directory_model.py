@@ -20,7 +20,8 @@ from dynamo.common.etcd.kv import Listing
 from dynamo.common.etcd.lease import DEFAULT_TTL_S
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.frontend.fleet.directory import COALESCE_S, DOWN_S, EXPIRED_S, RETURN_S, Directory, open_directory
+from dynamo.frontend.fleet.directory import ABSENT_S, COALESCE_S, DOWN_S, Directory, open_directory
+from dynamo.frontend.fleet.presence import Silent, Unknown
 from tests.support.virtual_time import VirtualTimeLoop, in_virtual_time
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ ENDPOINT = Endpoint()
 RECONCILE_S = 7.0
 RENEWAL_S = DEFAULT_TTL_S / 3
 """A worker learns within this time that its lease is gone."""
-SETTLED_S = 2 * max(RETURN_S, DOWN_S)
+SETTLED_S = 2 * max(ABSENT_S, DOWN_S)
 GARBAGE = b"garbage"
 _UNREADABLE = (GARBAGE, WITHDRAWN)
 
@@ -72,6 +73,8 @@ class Store:
         """How often the history was lost."""
         self._log: list[Events] = []
         self._released = 0
+        self.hold_back = False
+        """Let the watch deliver nothing."""
         self._connected = True
         self._compacted = 0
         self._changed = asyncio.Event()
@@ -147,12 +150,29 @@ class Store:
             elif self._connected and age != self.age:  # the old store closes the connection
                 was_connected = False
                 continue
-            due = [events for events in self._log if seen < events.revision <= self._released] if self._connected else []
+            delivers = self._connected and not self.hold_back
+            due = [events for events in self._log if seen < events.revision <= self._released] if delivers else []
             if due:
                 seen = due[0].revision
                 yield due[0]
             else:
                 await self._changed.wait()
+
+
+class Workers:
+    """What instances respond when they are queried for the models that they serve: by default nothing."""
+
+    def __init__(self) -> None:
+        self.serving: dict[int, tuple[str, ...] | Exception | None] = {}
+        self.queries = 0
+
+    async def served_by(self, instance: Instance) -> tuple[str, ...] | None:
+        self.queries += 1
+        await asyncio.sleep(0.01)
+        response = self.serving.get(instance.id, Silent())
+        if isinstance(response, Exception):
+            raise response
+        return response
 
 
 class DirectoryAndStore(RuleBasedStateMachine):
@@ -169,6 +189,8 @@ class DirectoryAndStore(RuleBasedStateMachine):
         self.stack = AsyncExitStack()
         etcd = cast(Etcd, self.store)
         self.directory: Directory = await self.stack.enter_async_context(open_directory(etcd, None, reconcile_s=RECONCILE_S))
+        self.workers = Workers()
+        self.directory.confirm_by(self.workers.served_by)
         self.summed: list[Instance] = []
         """What the changes, added up, say to be registered."""
         self.directory.on_registrations(self._changed)
@@ -224,6 +246,10 @@ class DirectoryAndStore(RuleBasedStateMachine):
     def expire_lease(self, number: int) -> None:
         self.store.delete(*(key for key in self.store.kvs if key.endswith(f"/{number:x}")))
 
+    @rule(number=st.integers(1, 6), response=st.sampled_from([(), ("a",), ("a", "b"), None, Silent(), Unknown()]))
+    def answer(self, number: int, response: tuple[str, ...] | Exception | None) -> None:
+        self.workers.serving[number] = response
+
     @rule()
     def compact(self) -> None:
         self.store.compact()
@@ -271,6 +297,7 @@ class DirectoryAndStore(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         """Mend everything, and compare the view with the store."""
+        self.workers.serving.clear()
         self.store.connect(True)
         self.store.release(self.store.revision)
         self.wait(SETTLED_S)
@@ -361,7 +388,7 @@ async def one_registered() -> AsyncIterator[tuple[Store, Directory, Instance]]:
     """A store with one registration, whose changes are delivered at once, and a directory that has it."""
     store, made = Store(), variant(1, "a", "1", 4, "")
     store.put(made.key, encode_registration(made))
-    async with open_directory(cast(Etcd, store), None) as directory:
+    async with open_directory(cast(Etcd, store), None, reconcile_s=RECONCILE_S) as directory:
         await directory.ready.wait()
         store.release(10**6)
         await asyncio.sleep(2 * COALESCE_S)
@@ -377,7 +404,7 @@ async def test_an_instance_that_lost_its_lease_serves_on_and_its_return_is_no_ch
         await asyncio.sleep(1.2 * RENEWAL_S)
         assert list(directory.instances("a")) == [instance]
         store.put(instance.key, encode_registration(instance))
-        await asyncio.sleep(2 * EXPIRED_S)
+        await asyncio.sleep(2 * ABSENT_S)
         assert list(directory.instances("a")) == [instance]
         assert not changes
 
@@ -386,7 +413,7 @@ async def test_an_instance_that_lost_its_lease_serves_on_and_its_return_is_no_ch
 async def test_an_instance_whose_lease_expired_and_that_does_not_return_is_gone_soon() -> None:
     async with one_registered() as (store, directory, instance):
         store.delete(instance.key)
-        await asyncio.sleep(1.1 * EXPIRED_S)
+        await asyncio.sleep(1.1 * ABSENT_S)
         assert not directory.registered()
 
 
@@ -417,8 +444,130 @@ async def test_a_registration_that_expires_in_the_moment_of_its_first_sight_ends
         other = variant(2, "a", "1", 4, "")
         store.put(other.key, encode_registration(other))
         store.delete(other.key)
-        await asyncio.sleep(1.1 * EXPIRED_S)
+        await asyncio.sleep(1.1 * ABSENT_S)
         assert [instance.id for instance in directory.registered()] == [1]
+
+
+AbsenceBegins = Callable[[Store, Instance], None]
+
+
+def lease_expires(store: Store, instance: Instance) -> None:
+    store.delete(instance.key)
+
+
+def listing_lacks_it(store: Store, instance: Instance) -> None:
+    """The lease expires while the watch is cut, and what happened meanwhile is compacted when it is back."""
+    store.connect(False)
+    store.delete(instance.key)
+    store.compact()
+    asyncio.get_running_loop().call_later(1.0, store.connect, True)
+
+
+def watch_misses_it(store: Store, instance: Instance) -> None:
+    """Only the periodic listing shows it."""
+    store.hold_back = True
+    store.delete(instance.key)
+
+
+def data_is_lost(store: Store, instance: Instance) -> None:
+    store.lose_history(0)
+
+
+ABSENCES = pytest.mark.parametrize("begin", [lease_expires, listing_lacks_it, watch_misses_it, data_is_lost])
+LONG_S = 20 * RECONCILE_S
+
+
+@ABSENCES
+@in_virtual_time
+async def test_an_instance_that_is_absent_from_etcd_serves_for_as_long_as_it_responds(begin: AbsenceBegins) -> None:
+    async with one_registered() as (store, directory, instance):
+        workers = Workers()
+        directory.confirm_by(workers.served_by)
+        workers.serving[instance.id] = ("a",)
+        begin(store, instance)
+        await asyncio.sleep(LONG_S)
+        assert list(directory.instances("a")) == [instance]
+        workers.serving[instance.id] = Silent()
+        await asyncio.sleep(1.1 * ABSENT_S)
+        assert not directory.registered()
+
+
+@ABSENCES
+@in_virtual_time
+async def test_an_absent_instance_that_registers_again_is_queried_no_more(begin: AbsenceBegins) -> None:
+    async with one_registered() as (store, directory, instance):
+        workers = Workers()
+        directory.confirm_by(workers.served_by)
+        workers.serving[instance.id] = ("a",)
+        begin(store, instance)
+        await asyncio.sleep(3 * RECONCILE_S)
+        store.hold_back = False
+        store.put(instance.key, encode_registration(instance))
+        await asyncio.sleep(2 * RECONCILE_S)
+        queries = workers.queries
+        workers.serving.clear()
+        await asyncio.sleep(LONG_S)
+        assert workers.queries == queries > 0
+        assert list(directory.instances("a")) == [instance]
+
+
+@ABSENCES
+@pytest.mark.parametrize("served", [(), ("another",)])
+@in_virtual_time
+async def test_an_absent_instance_that_says_it_serves_the_model_no_more_is_gone_at_once(
+    begin: AbsenceBegins, served: tuple[str, ...]
+) -> None:
+    async with one_registered() as (store, directory, instance):
+        workers, gone_after_s = Workers(), []
+        directory.confirm_by(workers.served_by)
+        loop = asyncio.get_running_loop()
+        asked_at: list[float] = []
+
+        async def served_by(instance: Instance) -> tuple[str, ...]:
+            asked_at.append(loop.time())
+            return served
+
+        directory.confirm_by(served_by)
+        directory.on_registrations(lambda added, removed: gone_after_s.append(loop.time() - asked_at[0]))
+        begin(store, instance)
+        await asyncio.sleep(2 * RECONCILE_S)
+        assert gone_after_s == [0.0]
+
+
+@in_virtual_time
+async def test_an_absent_instance_is_kept_while_nothing_can_be_said_about_it() -> None:
+    async with one_registered() as (store, directory, instance):
+        workers = Workers()
+        directory.confirm_by(workers.served_by)
+        workers.serving[instance.id] = Unknown()
+        store.delete(instance.key)
+        await asyncio.sleep(LONG_S)
+        assert list(directory.instances("a")) == [instance]
+
+
+@in_virtual_time
+async def test_of_an_instances_models_those_are_kept_that_it_serves() -> None:
+    async with one_registered() as (store, directory, instance):
+        workers, other = Workers(), variant(1, "b", "1", 4, "")
+        directory.confirm_by(workers.served_by)
+        store.put(other.key, encode_registration(other))
+        await asyncio.sleep(2 * COALESCE_S)
+        workers.serving[1] = ("b",)
+        store.delete(instance.key, other.key)
+        await asyncio.sleep(LONG_S)
+        assert list(directory.registered()) == [other]
+
+
+@pytest.mark.parametrize("end", [lease_expires, listing_lacks_it, watch_misses_it])
+@in_virtual_time
+async def test_a_registration_of_another_protocol_is_told_of_until_it_is_gone(end: AbsenceBegins) -> None:
+    async with one_registered() as (store, directory, instance):
+        store.put(instance.key, encode_registration(msgspec.structs.replace(instance, protocol=99)))
+        await asyncio.sleep(2 * COALESCE_S)
+        assert (list(directory.registered()), directory.other_protocols()) == ([], [99])
+        end(store, instance)
+        await asyncio.sleep(2 * RECONCILE_S)
+        assert directory.other_protocols() == []
 
 
 TestDirectoryAndStore = DirectoryAndStore.TestCase

@@ -28,6 +28,7 @@ from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.candidates import able_to_serve
 from dynamo.frontend.serving.dispatch import Dispatcher
+from dynamo.frontend.serving.retry import QUARANTINE_S
 from tests.support.fakes import (
     FakeClient,
     FakeDirectory,
@@ -110,7 +111,7 @@ async def test_a_request_with_a_prompt_tells_its_instance_the_booking() -> None:
     work = b.work()
     work.prompt = b"\1\0\0\0"
     await b.dispatcher.call(work, Call(account=ANONYMOUS, request_id="abc"))
-    assert b.client.streams[0].headers == {"request-id": "abc", "booking": b.router.requests[0].booking_id}
+    assert b.client.streams[0].headers == {"request-id": "abc", "booking": b.router.requests[0].booking_id, "many": ""}
 
 
 async def test_a_request_whose_instance_is_gone_is_served_by_another() -> None:
@@ -222,6 +223,66 @@ async def test_a_request_that_kills_instances_kills_two_at_most(settings: Servin
     assert not b.router.open
 
 
+def guided_work(b: Bench, fingerprint: bytes = b"schema") -> Work:
+    work = b.work()
+    work.fingerprint = fingerprint
+    return work
+
+
+async def outcome(b: Bench, work: Work) -> str:
+    try:
+        return bytes(await b.dispatcher.call(work, Call(account=ANONYMOUS, request_id="r"))).decode()
+    except EngineError as error:
+        return str(error)
+
+
+REFUSED = "2 instances died while they held requests with this schema or grammar, so it is refused for 10 minutes"
+
+
+@in_virtual_time
+async def test_a_schema_that_killed_two_instances_goes_to_no_third_one_however_often_it_is_sent() -> None:
+    deadly = {id_: died(id_) for id_ in range(1, 7)}
+    b = bench(failing_on(deadly), *[instance(id_) for id_ in range(1, 7)])
+    assert "2 instances died while they held this request" in await outcome(b, guided_work(b))
+    assert [await outcome(b, guided_work(b)) for _ in range(64)] == [REFUSED] * 64
+    assert b.client.sent_to == [1, 2]
+    await asyncio.sleep(QUARANTINE_S)
+    assert "2 instances died while they held this request" in await outcome(b, guided_work(b))
+    assert await outcome(b, guided_work(b)) == REFUSED
+    deadly.clear()
+    assert await outcome(b, guided_work(b, b"another schema")) == "response"
+    assert await outcome(b, b.work()) == "response"
+
+
+async def test_requests_without_a_schema_are_never_refused_for_what_died_with_them() -> None:
+    b = bench(failing_on({id_: died(id_) for id_ in range(1, 5)}), *[instance(id_) for id_ in range(1, 7)])
+    for _ in range(2):
+        assert "2 instances died while they held this request" in await outcome(b, b.work())
+    assert await outcome(b, b.work()) == "response"
+
+
+async def test_requests_in_flight_at_two_kills_are_all_served_by_a_third_instance_and_clear_their_schema() -> None:
+    held: list[FakeStream] = []
+
+    def respond(stream: FakeStream) -> None:
+        held.append(stream) if stream.instance in (1, 2) else stream.end(b"response")
+
+    b = bench(respond, *[instance(id_) for id_ in (1, 2, 3)])
+    calls = [asyncio.create_task(outcome(b, guided_work(b))) for _ in range(32)]
+    while len(held) < 32:
+        await asyncio.sleep(0)
+    b.dispatcher.leave_out(InstanceId(1))
+    calls += [asyncio.create_task(outcome(b, guided_work(b))) for _ in range(32)]
+    while len(held) < 64:
+        await asyncio.sleep(0)
+    assert {stream.instance for stream in held} == {1, 2}
+    b.directory.remove(1, 2)  # as the watch says when leases end
+    for stream in held:
+        stream.fail(died(int(stream.instance)))
+    assert await asyncio.gather(*calls) == ["response"] * 64
+    assert await outcome(b, guided_work(b)) == "response"
+
+
 async def test_an_instance_that_did_not_get_the_request_did_not_die_of_it() -> None:
     b = bench(failing_on({1: died(1), 2: gone(2), 3: ShuttingDown("the worker")}), *[instance(id_) for id_ in range(1, 5)])
     assert await b.call() == b"response"
@@ -243,6 +304,27 @@ async def test_retries_stay_a_fraction_of_the_requests() -> None:
         except Overloaded:
             outcomes.append(False)
     assert sum(outcomes) == 1 + 20
+
+
+@in_virtual_time
+async def test_copies_for_shadows_neither_use_up_the_retries_of_requests_nor_earn_any() -> None:
+    settings = ServingOptions(retry=RetryOptions(ratio=1.0, floor_per_s=0.0, burst=1))
+    b = bench(failing_on({1: Overloaded("full")}), settings=settings)
+    copy = Call(account=ANONYMOUS, request_id="c", is_copy=True)
+    for _ in range(3):
+        with pytest.raises(Overloaded):
+            await b.call(copy)
+    assert b.client.sent_to == [1, 1, 1]
+    assert await b.call() == b"response"  # by the one retry that there is
+    with pytest.raises(Overloaded):
+        await b.call(copy)
+    budget = ServingOptions(retry=RetryOptions(ratio=0.0, floor_per_s=0.0, burst=1))
+    b = bench(failing_on({1: Overloaded("full")}), settings=budget)
+    await b.call()
+    with pytest.raises(Overloaded):
+        await b.call(copy)
+    with pytest.raises(Overloaded):
+        await b.call()
 
 
 # Deadlines

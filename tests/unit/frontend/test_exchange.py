@@ -8,7 +8,9 @@ import pytest
 
 from dynamo.common.errors import Cancelled
 from dynamo.common.http_request import CLIENT_WATCH, ClientWatch
-from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.common.work import Work
+from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.http.exchange import EventStream, Exchange, HttpSettings
 from dynamo.frontend.security.accounts import KeyAccount
 from dynamo.frontend.security.keys import ApiKey, Limits
 
@@ -137,3 +139,70 @@ async def test_work_that_its_own_task_cancels_is_not_taken_for_one_of_a_client_t
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_the_work_of_a_client_that_leaves_ends_within_a_step_and_gives_its_memory_back() -> None:
+    watch, capacity = ClientWatch(), Capacity()
+    exchange = Exchange({**scope_of([]), CLIENT_WATCH: watch}, never, ignore, HttpSettings(capacity=capacity))
+    exchange.occupancy = capacity.enter()
+    entered, ended = asyncio.Event(), asyncio.Event()
+
+    def endless() -> Work[None]:
+        yield 1000
+        try:
+            while True:
+                entered.set()
+                yield 0
+        finally:
+            ended.set()
+
+    async def work() -> None:
+        async with exchange.attended():
+            await exchange.in_steps(endless())
+
+    task = asyncio.create_task(work())
+    await entered.wait()
+    assert capacity.buffered_bytes == 1000
+    watch.leave()
+    with pytest.raises(Cancelled):
+        await task
+    assert ended.is_set()
+    exchange.occupancy.leave()
+    assert capacity.buffered_bytes == 0
+
+
+async def test_memory_that_is_held_for_a_part_of_a_request_is_given_back_however_it_ends() -> None:
+    capacity = Capacity()
+    exchange = Exchange(scope_of([]), never, ignore, HttpSettings(capacity=capacity))
+    exchange.occupancy = capacity.enter()
+    exchange.hold(5)
+    with exchange.holding() as hold:
+        hold(10)
+        assert capacity.buffered_bytes == 15
+    with pytest.raises(ZeroDivisionError), exchange.holding() as hold:
+        hold(1 // 0)
+    assert capacity.buffered_bytes == 5
+    exchange.occupancy.leave()
+    assert capacity.buffered_bytes == 0
+
+
+async def test_no_comment_comes_between_the_pieces_of_an_event() -> None:
+    sent: list[bytes] = []
+    goes_on = asyncio.Event()
+
+    async def slow(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await goes_on.wait()
+            sent.append(bytes(message["body"]))
+
+    stream = EventStream(slow, tuple, 1000.0)
+    stream.comment()  # waits for the client
+    writing = asyncio.create_task(stream.write_pieces([b"data: ", b"1", b"\n\n"]))
+    await asyncio.sleep(0)
+    stream.comment()
+    goes_on.set()
+    await writing
+    stream.comment()
+    await stream.end(b"")
+    assert b"".join(sent).replace(b": keepalive\n\n", b"") == b"data: 1\n\n"
+    assert b"data: 1\n\n" in b"".join(sent)

@@ -35,11 +35,13 @@ _RATE_HOLDS_S = 0.1
 class Process:
     """One frontend, as far as limits go."""
 
-    def __init__(self, bus: FakeBus, limits: Limits) -> None:
+    def __init__(self, bus: FakeBus, limits: Limits, ahead_s: float = 0.0) -> None:
+        """`ahead_s`: by how much its clock is ahead of those of others."""
+        loop = asyncio.get_running_loop()
         ring = KeyRing([ApiKey(name="team", salt=b"", digest=b"", limits=limits)])
         self.connection = FakeConnection(bus)
-        self.accounts = Accounts(Watched("keys", (), lambda: ring), asyncio.get_running_loop().time)
-        self.life = asyncio.get_running_loop().create_task(self._live())
+        self.accounts = Accounts(Watched("keys", (), lambda: ring), lambda: loop.time() + ahead_s)
+        self.life = loop.create_task(self._live())
         self.work: list[asyncio.Task[None]] = []
 
     @property
@@ -51,7 +53,7 @@ class Process:
             await asyncio.get_running_loop().create_future()
 
     async def kill(self) -> None:
-        """End it as SIGKILL does: nobody is told."""
+        """End it as SIGKILL does: no peer is told."""
         self.connection.is_up = False
         tasks = [self.life, *self.work]
         for task in tasks:
@@ -73,8 +75,8 @@ class Fleet:
         self._random = random.Random(1)
         self._loop = asyncio.get_running_loop()
 
-    def add(self) -> Process:
-        process = Process(self.bus, self._limits)
+    def add(self, ahead_s: float = 0.0) -> Process:
+        process = Process(self.bus, self._limits, ahead_s)
         self.processes.append(process)
         return process
 
@@ -150,6 +152,16 @@ async def test_a_rate_holds_for_16_processes_together(demand: str, latency_s: fl
         frontends.bus.latency_s = latency_s
         for number, process in enumerate(frontends.processes):
             frontends.demand(process, lambda now, number=number: DEMANDS[demand](number, now))  # type: ignore[misc]
+        rate = await frontends.measured()
+    assert rate == pytest.approx(40.0, rel=0.1)
+
+
+@in_virtual_time
+async def test_a_rate_holds_for_processes_whose_clocks_are_two_minutes_apart() -> None:
+    async with fleet(0, requests_per_s=40.0) as frontends:
+        for number in range(4):
+            process = frontends.add(ahead_s=60.0 if number % 2 else -60.0)
+            frontends.demand(process, lambda now: 30.0)
         rate = await frontends.measured()
     assert rate == pytest.approx(40.0, rel=0.1)
 
@@ -344,7 +356,7 @@ async def test_a_process_alone_without_nats_has_an_equal_part_of_what_it_did_not
 
 
 @in_virtual_time
-async def test_messages_that_nobody_could_mean_are_dropped() -> None:
+async def test_messages_that_mean_nothing_are_dropped() -> None:
     async with fleet(1, requests_per_s=10.0) as frontends:
         (process,) = frontends.processes
         stranger = FakeConnection(frontends.bus)

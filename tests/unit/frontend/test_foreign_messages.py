@@ -1,4 +1,4 @@
-"""What anyone may publish on the subjects that frontends follow: invented instances, models and sizes, and garbage."""
+"""What any login may publish on the subjects that frontends follow: invented instances, models and sizes, and garbage."""
 
 from __future__ import annotations
 

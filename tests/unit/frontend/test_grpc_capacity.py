@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import grpc
 import grpc.aio
 import pytest
 
 from dynamo.common.errors import Overloaded
+from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, summary_encoder
 from dynamo.frontend.api.capacity import Occupancy
-from dynamo.frontend.config import CapacityOptions, GrpcServerChoice
+from dynamo.frontend.config import CapacityOptions
 from dynamo.protos import inference_pb2 as pb
-from tests.support.edge import SERVERS, Edge, open_edge
-from tests.support.fakes import echo_tensor, tensor_card
+from tests.support.edge import Edge, open_edge
+from tests.support.fakes import FakeStream, echo_tensor, llm_card, tensor_card
 from tests.support.waiting import until, until_free
 
 MIB = 2**20
-pytestmark = pytest.mark.parametrize("server", SERVERS)
 
 
 def request(size: int = 8) -> pb.ModelInferRequest:
@@ -33,27 +34,8 @@ async def refused(edge: Edge, method: str, message: object) -> grpc.aio.AioRpcEr
     return failure.value
 
 
-async def test_calls_beyond_the_capacity_are_unavailable_until_others_end(server: GrpcServerChoice) -> None:
-    async with open_edge(tensor_card(), server=server, capacity=CapacityOptions(max_concurrent_requests=2)) as edge:
-        running = [asyncio.create_task(edge.infer(request())) for _ in range(2)]
-        streams = await edge.client.opened_streams(2)
-        for method in ("ModelInfer", "ModelMetadata", "ServerMetadata"):
-            error = await refused(edge, method, request() if method == "ModelInfer" else b"")
-            assert error.code() is grpc.StatusCode.UNAVAILABLE
-            assert error.details() == "the server is processing 2 requests, which is its limit"
-            assert dict(error.trailing_metadata() or ())["retry-after"] == "1"
-        assert pb.ServerLiveResponse.FromString(await edge.call("ServerLive", b"")).live
-        for stream in streams:
-            echo_tensor(stream)
-        await asyncio.gather(*running)
-        await until_free(edge.capacity)
-        edge.client.respond = echo_tensor
-        await edge.infer(request())
-        await until_free(edge.capacity)
-
-
-async def test_messages_beyond_the_capacity_are_unavailable_and_give_their_bytes_back(server: GrpcServerChoice) -> None:
-    async with open_edge(tensor_card(), server=server, capacity=CapacityOptions(max_buffered_bytes=2 * MIB)) as edge:
+async def test_messages_beyond_the_capacity_are_unavailable_and_give_their_bytes_back() -> None:
+    async with open_edge(tensor_card(), capacity=CapacityOptions(max_buffered_bytes=2 * MIB)) as edge:
         edge.client.respond = echo_tensor
         error = await refused(edge, "ModelInfer", request(3 * MIB))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -68,10 +50,8 @@ async def test_messages_beyond_the_capacity_are_unavailable_and_give_their_bytes
         await until_free(edge.capacity)
 
 
-async def test_each_request_within_a_stream_counts_and_fails_alone(
-    server: GrpcServerChoice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with open_edge(tensor_card(), server=server, capacity=CapacityOptions(max_concurrent_requests=3)) as edge:
+async def test_each_request_within_a_stream_counts_and_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_edge(tensor_card(), capacity=CapacityOptions(max_concurrent_requests=3)) as edge:
         refused = asyncio.Event()
         enter = edge.capacity.enter
 
@@ -86,9 +66,9 @@ async def test_each_request_within_a_stream_counts_and_fails_alone(
         stream = edge.stream()
         await stream.send(request(), request())
         first, second = await edge.client.opened_streams(2)
-        await until(lambda: edge.capacity.requests == 3, 5.0)
+        await until(lambda: edge.capacity.requests == 3, 120)
         await stream.send(request())
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(120):
             await refused.wait()
         echo_tensor(first)
         assert not (await stream.read()).error_message
@@ -102,11 +82,36 @@ async def test_each_request_within_a_stream_counts_and_fails_alone(
         await until_free(edge.capacity)
 
 
-async def test_a_stream_that_its_client_cancels_gives_everything_back(server: GrpcServerChoice) -> None:
-    async with open_edge(tensor_card(), server=server) as edge:
+async def test_a_stream_that_its_client_cancels_gives_everything_back() -> None:
+    async with open_edge(tensor_card()) as edge:
         stream = edge.stream()
         await stream.send(*(request(MIB) for _ in range(5)))
-        await until(lambda: edge.capacity.requests == 6, 5.0)
+        await until(lambda: edge.capacity.requests == 6, 120)
         assert edge.capacity.buffered_bytes > 5 * MIB
         stream.call.cancel()
         await until_free(edge.capacity)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_what_a_whole_text_is_gathered_from_counts_while_it_grows(is_stream: bool) -> None:
+    def respond(tokens: int, stream: FakeStream) -> None:
+        stream.data(delta_encoder.encode(Delta(tuple(range(tokens)), 0, FinishReason.STOP)))
+        stream.end(summary_encoder.encode(Summary(prompt_tokens=1, output_tokens=tokens)))
+
+    message = pb.ModelInferRequest(model_name=llm_card().name, id="a")
+    message.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"x")
+    async with open_edge(llm_card(), capacity=CapacityOptions(max_buffered_bytes=500_000)) as edge:
+        for tokens, words in ((20_000, "near its limit"), (5, "")):
+            edge.client.respond = partial(respond, tokens)
+            if is_stream:
+                stream = edge.stream()
+                await stream.send(message)
+                [response] = await stream.rest()
+                problem = response.error_message
+            elif words:
+                problem = (await refused(edge, "ModelInfer", message)).details() or ""
+            else:
+                await edge.infer(message)
+                problem = ""
+            assert (words in problem, bool(words)) == (True, bool(problem))
+            await until_free(edge.capacity)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -11,7 +11,9 @@ import httpx2
 import pytest
 
 from dynamo.common.errors import Overloaded
+from dynamo.common.interpreter import interpreter
 from dynamo.common.telemetry import make_registry, render
+from dynamo.frontend.api.declaration import shown
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
@@ -32,6 +34,7 @@ class Links:
     nats: LinkState = LinkState.CONNECTED
     etcd: LinkState = LinkState.CONNECTED
     follows_events: bool = True
+    other_protocols: Sequence[int] = ()
 
 
 @dataclass
@@ -52,7 +55,7 @@ async def broken(exchange: Exchange) -> None:
 
 
 def page(path: str, handle: Handler) -> Operation:
-    return Operation(method="GET", path=path, surface=Surface.METADATA, errors=OPENAI_ERRORS, handle=handle)
+    return Operation(method="GET", path=path, declared=shown(Surface.METADATA), errors=OPENAI_ERRORS, handle=handle)
 
 
 @pytest.fixture
@@ -107,13 +110,14 @@ async def test_health_lists_instances_on_request_and_tells_of_a_stale_view(side:
     side.readiness.attach(side.plane)
     side.links.etcd = LinkState.STALE
     short = (await side.client.get("/health")).json()
-    assert short.keys() == {"status", "nats", "etcd", "detail"}, "a probe of a large fleet is cheap"
+    assert short.keys() == {"status", "nats", "etcd", "python", "detail"}, "a probe of a large fleet is cheap"
     body = (await side.client.get("/health?instances=true")).json()
     assert body["status"] == "healthy"
     assert body["endpoints"] == ["dyn://dynamo.backend.generate"]
     (only,) = body["instances"]
     assert (only["instance_id"], only["model"]) == ("a", "org/adder")
     assert (body["nats"], body["etcd"]) == ("connected", "stale")
+    assert body["python"] == interpreter()
     assert "last view" in body["detail"]
 
 
@@ -123,6 +127,14 @@ async def test_health_says_that_events_are_not_followed_and_stays_healthy(side: 
     response = await side.client.get("/health")
     assert response.status_code == 200
     assert "requests are routed by load" in response.json()["detail"]
+
+
+async def test_health_says_which_versions_of_the_protocol_are_left_out_and_stays_healthy(side: Side) -> None:
+    side.readiness.attach(side.plane)
+    side.links.other_protocols = [7, 7, 9]
+    response = await side.client.get("/health")
+    assert response.status_code == 200
+    assert response.json()["detail"].startswith("3 registrations are left out: their workers speak version 7, 9 of the protocol")
 
 
 async def test_models_are_listed_with_slashes_in_their_names(side: Side) -> None:
@@ -151,10 +163,10 @@ async def test_anthropics_clients_get_models_in_their_form(side: Side) -> None:
 async def test_errors_are_json(side: Side) -> None:
     assert (await side.client.get("/v1/models")).status_code == 503
     side.readiness.attach(side.plane)
-    missing = await side.client.get("/v1/models/nobody")
+    missing = await side.client.get("/v1/models/missing")
     assert missing.status_code == 404
     error = missing.json()["error"]
-    assert (error["message"], error["type"]) == ("model 'nobody' is not found", "not_found_error")
+    assert (error["message"], error["type"]) == ("model 'missing' is not found", "not_found_error")
     assert (await side.client.get("/nothing")).json()["error"]["message"] == "path '/nothing' is not found"
     refused = await side.client.post("/live")
     assert (refused.status_code, refused.json()["error"]["message"]) == (405, "method POST is not allowed for '/live'")

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import gzip
 import itertools
+import socket
 import ssl
 import struct
 from asyncio import Event
@@ -14,7 +15,6 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from time import monotonic
 from weakref import ref
 
-import grpc
 import pytest
 import trustme
 
@@ -22,13 +22,15 @@ from dynamo.common.lifecycle import open_listener
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
+from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
 from dynamo.frontend.api.rpc.http2 import frames
 from dynamo.frontend.api.rpc.http2.frames import PREFACE, ErrorCode, encode_frame, encode_settings
 from dynamo.frontend.api.rpc.http2.server import Http2Server
 from dynamo.frontend.api.rpc.http2.windows import SendWindow
+from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.config import CapacityOptions, GrpcOptions
 from tests.support.arenas import memory_folder
+from tests.support.grpc_operations import bidirectional, unary
 from tests.support.http2 import Client, block, call, connected, data, fields, headers, message
 from tests.support.waiting import until
 
@@ -46,11 +48,13 @@ class Service:
         self.lent: list[object] = []
         self.kept: list[Event] = []
 
-    def handlers(self) -> dict[str, Handlers]:
-        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
-        methods = {"Say": self.say, "Wait": self.wait, "Large": self.large, "Lend": self.lend, "Keep": self.keep}
-        unaries = {name: unary(method) for name, method in methods.items()}
-        return {"test.Echo": {**unaries, "Read": stream(self.read), "Hold": stream(self.hold)}}
+    def operations(self) -> list[GrpcOperation]:
+        unaries = {"Say": self.say, "Wait": self.wait, "Large": self.large, "Lend": self.lend, "Keep": self.keep}
+        streams = {"Read": self.read, "Hold": self.hold}
+        return [
+            *(unary(f"/test.Echo/{name}", method) for name, method in unaries.items()),
+            *(bidirectional(f"/test.Echo/{name}", method) for name, method in streams.items()),
+        ]
 
     async def say(self, request: Buffer | PendingMessage, context: Context) -> bytes:
         return await read_message(request)
@@ -117,7 +121,7 @@ async def serving(
 ) -> AsyncIterator[Edge]:
     service = Service()
     settings = GrpcOptions(port=0, **options)  # type: ignore[arg-type]
-    server = Http2Server(settings, service.handlers(), Capacity(capacity), guarded=guarded, memory=memory)
+    server = Http2Server(settings, service.operations(), Capacity(capacity), guarded=guarded, memory=memory)
     await server.listen(open_listener("127.0.0.1", 0, flag="--grpc-port"), tls)
     try:
         yield Edge(server, service)
@@ -171,17 +175,21 @@ async def test_streams_that_a_client_makes_the_server_reset_end_its_connection()
         await edge.assert_serving()
 
 
-async def test_a_call_that_was_reset_counts_until_its_handler_has_ended() -> None:
+async def test_calls_that_were_reset_leave_their_streams_free_and_count_apart_until_their_handlers_have_ended() -> None:
     async with serving(max_concurrent_streams=3) as edge, connected(edge.server.port) as client:
         for stream in (1, 3, 5):
             client.send(call(stream, pairs=to("Wait")))
         await until(lambda: edge.service.running == 3)
-        client.send(reset(1), reset(3), reset(5), call(7))
-        assert await client.status(7) == f"rst {ErrorCode.REFUSED_STREAM}"
+        client.send(reset(1), reset(3), reset(5), *(call(stream, pairs=to("Wait")) for stream in (7, 9, 11)))
+        await until(lambda: edge.service.running == 6)
+        client.send(call(13))
+        assert await client.status(13) == f"rst {ErrorCode.REFUSED_STREAM}", "three streams are open"
+        client.send(reset(7), reset(9), reset(11), call(15))
+        assert await client.status(15) == f"rst {ErrorCode.REFUSED_STREAM}", "six handlers run"
         edge.service.gate.set()
         await until(lambda: edge.service.running == 0)
-        client.send(call(9))
-        assert await client.status(9) == "0"
+        client.send(call(17))
+        assert await client.status(17) == "0"
 
 
 async def test_a_cancelled_call_keeps_nothing_alive() -> None:
@@ -418,7 +426,7 @@ async def test_a_stream_that_its_handler_does_not_read_takes_no_more_than_its_wi
         client.send(*(data(1, message(bytes(9_995)), ends=False) for _ in range(10)))
         client.send(call(3))
         while (frame := await client.next_of(frames.WINDOW_UPDATE, frames.HEADERS)) is not None and frame.kind != frames.HEADERS:
-            assert frame.stream == 0, "the window of a stream that nobody reads has grown"
+            assert frame.stream == 0, "the window of a stream that is not read has grown"
         assert edge.capacity.buffered_bytes > window - 1000
         client.send(data(1, bytes(70_000), ends=False))
         await ends_by(client, 1, ErrorCode.FLOW_CONTROL_ERROR)
@@ -475,7 +483,7 @@ async def test_an_accepted_caller_may_send_all_of_its_message() -> None:
 # Responses
 
 
-async def test_responses_that_nobody_reads_count_against_the_capacity() -> None:
+async def test_responses_that_no_client_reads_count_against_the_capacity() -> None:
     settings = {frames.INITIAL_WINDOW_SIZE: 0}
     capacity = CapacityOptions(max_buffered_bytes=3 * MIB)
     async with serving(capacity=capacity) as edge, connected(edge.server.port, settings) as client:
@@ -718,6 +726,33 @@ async def test_a_response_of_a_handler_that_ignores_its_end_is_not_sent() -> Non
 # The end of the server
 
 
+async def test_a_call_on_a_connection_that_the_client_has_only_just_made_when_the_server_stops_is_served() -> None:
+    async with serving() as edge, connected(edge.server.port, greet=False) as client:
+        await until(lambda: edge.server.connections)
+        stopping = asyncio.ensure_future(edge.server.stop(30.0))
+        first = await client.next_of(frames.GOAWAY)
+        assert first is not None
+        assert first.word == ErrorCode.NO_ERROR
+        client.greet()
+        client.send(call(1))
+        assert await client.status(1) == "0"
+        client.close()
+        await stopping
+
+
+async def test_a_connection_that_only_the_kernel_has_accepted_when_the_server_stops_is_told() -> None:
+    async with serving() as edge:
+        with socket.create_connection(("127.0.0.1", edge.server.port)) as client:  # the event loop has no turn meanwhile
+            client.sendall(PREFACE + encode_settings({}) + call(1))
+            stopping = asyncio.ensure_future(edge.server.stop(30.0))
+            received = b""
+            while b"grpc-status" not in received:
+                more = await asyncio.to_thread(client.recv, 65536)
+                assert more, "closed without a response"
+                received += more
+        await stopping
+
+
 async def test_a_stop_lets_calls_finish_and_closes_the_connections() -> None:
     async with serving() as edge, connected(edge.server.port) as client:
         client.send(headers(1, pairs=to("Hold")), call(3))
@@ -729,6 +764,9 @@ async def test_a_stop_lets_calls_finish_and_closes_the_connections() -> None:
         edge.service.gate.set()
         assert await client.status(1) == "0"
         assert await client.next_of() is None
+        assert edge.server.connections, "what a client still sends resets a connection that is closed, and it loses the response"
+        client.send(encode_frame(frames.PING, 0, 0, bytes(8)))
+        client.close()
         await stopping
         with pytest.raises(ConnectionError):
             await asyncio.open_connection("127.0.0.1", edge.server.port)
@@ -763,7 +801,7 @@ async def test_a_connection_whose_handshake_outlasts_the_stop_of_the_server_is_n
         client.write(PREFACE + encode_settings({}) + call(1, b"hello"))
         writer.write(sent.read())  # ends the handshake
         with suppress(ConnectionError):
-            await asyncio.wait_for(reader.read(), 10)
+            await asyncio.wait_for(reader.read(), 120)
         writer.close()
 
 

@@ -100,6 +100,7 @@ def test_headers_that_break_a_rule_are_malformed(pairs: list[tuple[str, str]], w
     [
         ([(":method", "GET"), *fields()[1:]], 405, "method POST, got 'GET'"),
         ([*fields()[:5], ("content-type", "text/html")], 415, "got 'text/html'"),
+        (fields()[:5], 415, "got ''"),
         ([*fields()[:5], ("content-type", "application/grpc-web")], 415, "application/grpc"),
         (fields(PATH, ("grpc-timeout", "soon")), 200, "grpc-timeout must be up to 8 digits"),
         (fields(PATH, ("grpc-timeout", "999999999S")), 200, "grpc-timeout must be up to 8 digits"),

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.common.tensors import Buffer
-from dynamo.frontend.api.rpc.handlers import Context, PendingMessage, read_message
+from dynamo.frontend.api.rpc.operation import Context
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
 from dynamo.frontend.config import GrpcOptions
+from tests.support.grpc_operations import ECHO, bidirectional, unary
 from tests.support.http2 import fields, message
 
 h2_connection = pytest.importorskip("h2.connection")
@@ -23,21 +23,12 @@ h2_config = pytest.importorskip("h2.config")
 MIB = 2**20
 
 
-async def echo(request: Buffer | PendingMessage, context: Context) -> bytes:
-    return await read_message(request)
-
-
 async def echo_stream(unused: object, context: Context) -> None:
     while isinstance(content := await context.read(), bytes | memoryview):
         await context.write(bytes(content))
 
 
-SERVICES = {
-    "test.Echo": {
-        "Say": grpc.unary_unary_rpc_method_handler(echo),
-        "Repeat": grpc.stream_stream_rpc_method_handler(echo_stream),
-    }
-}
+OPERATIONS = [*ECHO, bidirectional("/test.Echo/Repeat", echo_stream)]
 
 
 class Peer:
@@ -67,7 +58,7 @@ class Peer:
         return stream
 
     async def response(self, stream: int) -> bytes:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while stream not in self.ended:
                 await self._exchange()
         assert self.headers[stream]["grpc-status"] == "0"
@@ -100,7 +91,7 @@ CALL = st.tuples(
 @given(st.lists(CALL, min_size=1, max_size=6))
 def test_h2_gets_what_it_sent(calls: list[tuple[str, list[int], int | None]]) -> None:
     async def exchange() -> None:
-        async with serve_grpc(GrpcOptions(port=0), SERVICES) as server:
+        async with serve_grpc(GrpcOptions(port=0), OPERATIONS) as server:
             peer = Peer(*await asyncio.open_connection("127.0.0.1", server.port))
             expected = {}
             for method, sizes, padding in calls:
@@ -121,10 +112,10 @@ async def channel_to(server: GrpcServer) -> grpc.aio.Channel:
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate])
 async def test_grpcs_client_gets_what_it_sent(compression: grpc.Compression) -> None:
-    async with serve_grpc(GrpcOptions(port=0), SERVICES) as server, await channel_to(server) as channel:
+    async with serve_grpc(GrpcOptions(port=0), OPERATIONS) as server, await channel_to(server) as channel:
         say = channel.unary_unary("/test.Echo/Say")
         contents = [bytes((number,)) * size for number, size in enumerate((0, 1, 5000, 70_000, MIB, 5 * MIB, 20 * MIB))]
-        assert await asyncio.gather(*(say(content, timeout=30, compression=compression) for content in contents)) == contents
+        assert await asyncio.gather(*(say(content, timeout=120, compression=compression) for content in contents)) == contents
         repeat = channel.stream_stream("/test.Echo/Repeat")(compression=compression)
         for content in contents:
             await repeat.write(content)
@@ -141,8 +132,8 @@ async def test_metadata_goes_both_ways() -> None:
         assert sent["x-raw-bin"] == b"\1\2"
         return context.peer().encode()
 
-    services = {"test.Echo": {"Show": grpc.unary_unary_rpc_method_handler(show)}}
-    async with serve_grpc(GrpcOptions(port=0), services) as server, await channel_to(server) as channel:
+    operations = [unary("/test.Echo/Show", show)]
+    async with serve_grpc(GrpcOptions(port=0), operations) as server, await channel_to(server) as channel:
         call = channel.unary_unary("/test.Echo/Show")(b"", metadata=(("x-text", "hello"), ("x-raw-bin", b"\1\2")))
         assert (await call).startswith(b"ipv4:127.0.0.1:")
         trailing = dict(await call.trailing_metadata())

@@ -5,27 +5,18 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-import grpc
 import pytest
 
-from dynamo.common.tensors import Buffer
-from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
 from dynamo.frontend.api.rpc.http2 import frames
 from dynamo.frontend.api.rpc.http2.frames import ErrorCode, encode_frame, encode_settings
 from dynamo.frontend.api.rpc.server import serve_grpc
 from dynamo.frontend.config import GrpcOptions
+from tests.support.grpc_operations import ECHO
 from tests.support.http2 import block, call, connected, data, fields, headers, message
 
 PROTOCOL, SIZE, FLOW = ErrorCode.PROTOCOL_ERROR, ErrorCode.FRAME_SIZE_ERROR, ErrorCode.FLOW_CONTROL_ERROR
 CLOSED, COMPRESSION = ErrorCode.STREAM_CLOSED, ErrorCode.COMPRESSION_ERROR
 END, END_HEADERS = frames.END_STREAM, frames.END_HEADERS
-
-
-async def echo(request: Buffer | PendingMessage, context: object) -> bytes:
-    return await read_message(request)
-
-
-SERVICES = {"test.Echo": {"Say": grpc.unary_unary_rpc_method_handler(echo)}}
 
 
 def window(stream: int, more: int) -> bytes:
@@ -138,7 +129,7 @@ CASES: dict[str, tuple[bytes, Goaway | Reset | None]] = {
     "PUSH_PROMISE": (encode_frame(frames.PUSH_PROMISE, END_HEADERS, 1, bytes(4) + block()), Goaway(PROTOCOL)),
     "PING on a stream": (encode_frame(frames.PING, 0, 1, bytes(8)), Goaway(PROTOCOL)),
     "PING of 6 bytes": (encode_frame(frames.PING, 0, 0, bytes(6)), Goaway(SIZE)),
-    "PING acknowledgements that nobody waits for": (encode_frame(frames.PING, frames.ACK, 0, bytes(8)) + call(1), SERVED),
+    "PING acknowledgements that are not waited for": (encode_frame(frames.PING, frames.ACK, 0, bytes(8)) + call(1), SERVED),
     "GOAWAY on a stream": (encode_frame(frames.GOAWAY, 0, 1, bytes(8)), Goaway(PROTOCOL)),
     "GOAWAY cut short": (encode_frame(frames.GOAWAY, 0, 0, bytes(4)), Goaway(SIZE)),
     "GOAWAY before a call": (encode_frame(frames.GOAWAY, 0, 0, bytes(8)) + call(1), SERVED),
@@ -207,7 +198,7 @@ CASES: dict[str, tuple[bytes, Goaway | Reset | None]] = {
 @pytest.mark.parametrize("case", CASES)
 async def test_a_rule_of_the_standard(case: str) -> None:
     sent, expected = CASES[case]
-    async with serve_grpc(GrpcOptions(port=0), SERVICES) as server, connected(server.port) as client:
+    async with serve_grpc(GrpcOptions(port=0), ECHO) as server, connected(server.port) as client:
         client.send(sent)
         match expected:
             case None:
@@ -231,7 +222,7 @@ async def _ends_by_reset(frame_coming: object, code: ErrorCode) -> None:
 
 @pytest.mark.parametrize("first", [b"", encode_frame(frames.PING, 0, 0, bytes(8)), encode_frame(frames.SETTINGS, frames.ACK, 0)])
 async def test_the_first_frame_is_settings(first: bytes) -> None:
-    async with serve_grpc(GrpcOptions(port=0), SERVICES) as server, connected(server.port, greet=False) as client:
+    async with serve_grpc(GrpcOptions(port=0), ECHO) as server, connected(server.port, greet=False) as client:
         client.send(frames.PREFACE, first or call(1))
         frame = await client.next_of(frames.GOAWAY)
         assert frame is not None
@@ -239,7 +230,7 @@ async def test_the_first_frame_is_settings(first: bytes) -> None:
 
 
 async def test_a_wrong_preface_ends_the_connection() -> None:
-    async with serve_grpc(GrpcOptions(port=0), SERVICES) as server, connected(server.port, greet=False) as client:
+    async with serve_grpc(GrpcOptions(port=0), ECHO) as server, connected(server.port, greet=False) as client:
         client.send(b"INVALID CONNECTION PREFACE\r\n\r\n")
         frame = await client.next_of(frames.GOAWAY)
         assert frame is not None
@@ -247,7 +238,7 @@ async def test_a_wrong_preface_ends_the_connection() -> None:
 
 
 async def test_settings_and_pings_are_acknowledged() -> None:
-    async with serve_grpc(GrpcOptions(port=0), SERVICES) as server, connected(server.port) as client:
+    async with serve_grpc(GrpcOptions(port=0), ECHO) as server, connected(server.port) as client:
         client.send(encode_frame(frames.PING, 0, 0, b"12345678"))
         kinds = []
         while (frame := await client.frame()) is not None:
@@ -264,7 +255,7 @@ async def test_a_response_keeps_to_windows_that_change(windows: tuple[int, int])
     """RFC 9113, 6.9.2: a window may become negative, and grows by updates and settings."""
     first, second = windows
     settings = {frames.INITIAL_WINDOW_SIZE: first}
-    async with serve_grpc(GrpcOptions(port=0), SERVICES) as server, connected(server.port, settings) as client:
+    async with serve_grpc(GrpcOptions(port=0), ECHO) as server, connected(server.port, settings) as client:
         client.send(call(1, b"hello"))
         received = b""
         if first:
@@ -281,7 +272,7 @@ async def test_a_response_keeps_to_windows_that_change(windows: tuple[int, int])
 async def test_a_window_that_grows_by_settings_is_used_behind_their_acknowledgement() -> None:
     """RFC 9113, 6.5.3. gRPC's clients, whose estimates of bandwidth grow, end a stream that uses it before."""
     settings = {frames.INITIAL_WINDOW_SIZE: 1}
-    async with serve_grpc(GrpcOptions(port=0), SERVICES) as server, connected(server.port, settings) as client:
+    async with serve_grpc(GrpcOptions(port=0), ECHO) as server, connected(server.port, settings) as client:
         client.send(call(1, b"hello"))
         assert await client.next_of(frames.DATA) is not None
         client.send(setting(frames.INITIAL_WINDOW_SIZE, 65_535))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.api.http.json_scan import NODE_VALUES, check_json, scan_json
+from dynamo.frontend.api.http.json_scan import NODE_VALUES, STRING_VALUES, check_json, scan_json
 
 BLOCK_BYTES = 64 * 1024
 PLENTY = 10**12
@@ -31,7 +31,9 @@ def depth_of(value: Any) -> int:
 
 
 def values_of(value: Any) -> int:
-    """The number of values, as they count: commas, and NODE_VALUES for each container and key."""
+    """The number of values, as they count: commas, and more for each container, key and string."""
+    if isinstance(value, str):
+        return STRING_VALUES - 1
     if not isinstance(value, list | dict):
         return 0
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -52,7 +54,7 @@ def test_depth_and_values_are_counted_outside_of_strings_across_blocks(document:
     # The longer text makes the whole one that is looked at in blocks, with a boundary somewhere in the document.
     filling = '"' + "[{:,\\\\" * 2 + "x" * (BLOCK_BYTES - 16 - offset) + '"'
     body = f"[{filling},{json.dumps(document, ensure_ascii=ascii_only)}]".encode()
-    depth, values = 1 + depth_of(document), 1 + NODE_VALUES + values_of(document)
+    depth, values = 1 + depth_of(document), NODE_VALUES + STRING_VALUES + values_of(document)
     assert is_accepted(body, depth, values)
     assert not is_accepted(body, depth - 1, values)
     assert not is_accepted(body, depth, values - 1)
@@ -83,6 +85,19 @@ def test_a_body_of_many_values_is_rejected_before_it_is_built(piece: bytes) -> N
     finally:
         tracemalloc.stop()
     assert peak_bytes < 4 * 2**20
+
+
+@pytest.mark.parametrize("number", [b"1e308", b"1E+308", b"17976931348623157e-0320", b"-1.5e100"])
+@pytest.mark.parametrize("size", [30_000, 2 * 2**20])
+def test_numbers_that_take_a_decoder_long_count_more(number: bytes, size: int) -> None:
+    count = size // (len(number) + 1)
+    values = NODE_VALUES + count - 1 + (256 + number.count(b".")) * count
+    body = b"[" + number + (b"," + number) * (count - 1) + b"]"
+    margin = 256 * (size // BLOCK_BYTES + 1)  # one may lie across two blocks, and is not seen then
+    assert is_accepted(body, 1, values)
+    assert not is_accepted(body, 1, values - margin - 1)
+    harmless = body.replace(b"e", b"1").replace(b"E+", b"1").replace(b"E", b"1").replace(b"1-0320", b"0320")
+    assert is_accepted(harmless, 1, NODE_VALUES + count - 1 + number.count(b".") * count)
 
 
 async def test_other_tasks_run_while_a_long_body_is_counted() -> None:

@@ -96,7 +96,7 @@ async def test_a_draining_server_lives_but_is_not_ready(edge: HttpEdge) -> None:
         ("org/types/versions/1", 200),
         ("org/types/versions/2", 400),
         ("later", 400),
-        ("nobody", 400),
+        ("missing", 400),
         ("talker", 200),
     ],
 )
@@ -136,11 +136,11 @@ async def test_the_index_lists_models_and_versions_ready_or_not(edge: HttpEdge) 
 @pytest.mark.parametrize(
     ("path", "method", "code"),
     [
-        ("/v2/models/nobody", "GET", 404),
-        ("/v2/models/nobody/config", "GET", 404),
-        ("/v2/models/nobody/infer", "POST", 404),
-        ("/v2/models/nobody/generate", "POST", 404),
-        ("/v2/models/nobody/generate_stream", "POST", 404),
+        ("/v2/models/missing", "GET", 404),
+        ("/v2/models/missing/config", "GET", 404),
+        ("/v2/models/missing/infer", "POST", 404),
+        ("/v2/models/missing/generate", "POST", 404),
+        ("/v2/models/missing/generate_stream", "POST", 404),
         ("/v2/models/adder/versions/2", "GET", 404),
         ("/v2/models/adder/versions/2/infer", "POST", 404),
         ("/v2/nothing", "GET", 404),
@@ -366,11 +366,11 @@ async def test_a_client_that_leaves_takes_its_request_along(edge: HttpEdge, path
         del fields["x"]
     body = json.dumps(fields).encode()
     with raw_connection(edge.port) as connection:
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         connection.sendall(head + body)
         stream = await edge.client.next_stream()
         assert not stream.is_over
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         while not stream.is_over:
             await asyncio.sleep(0.001)
     assert stream.cancelled
@@ -378,7 +378,7 @@ async def test_a_client_that_leaves_takes_its_request_along(edge: HttpEdge, path
 
 async def test_a_client_that_leaves_within_its_body_sends_no_request(edge: HttpEdge) -> None:
     with raw_connection(edge.port) as connection:
-        connection.sendall(f'POST {INFER} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{"inputs"'.encode())
+        connection.sendall(f'POST {INFER} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{{"inputs"'.encode())
     assert await status(edge, "/v2/health/live") == 200
     assert not edge.client.streams
 
@@ -504,7 +504,7 @@ async def test_generate_stream_sends_each_piece_at_once(edge: HttpEdge) -> None:
     send_delta(stream, "one")
     response = await asking
     lines = (line async for line in response.aiter_lines() if line)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         assert json.loads((await anext(lines))[6:])["text_output"] == "one"
         send_delta(stream, " two")
         assert json.loads((await anext(lines))[6:])["text_output"] == " two"

@@ -21,30 +21,50 @@ from hypothesis import strategies as st
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, PayloadTooLarge
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import DATATYPES, datatype_named, decode_bytes, encode_bytes
+from dynamo.common.tensors import DATATYPES, Buffer, DataType, datatype_named, decode_bytes, encode_bytes
+from dynamo.common.work import finish
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.compression import decompress
 from dynamo.frontend.api.http.paths import PathTable
 from dynamo.frontend.api.kserve.rest.bodies import Parts, accepted_encoding, split
 from dynamo.frontend.api.kserve.rest.elements import to_json, to_raw
+from dynamo.frontend.api.kserve.rest.long_tensors import long_tensor
 from dynamo.frontend.api.kserve.rest.operations import kserve_operations
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import OutputForm, read_request
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, write_response
 from dynamo.frontend.api.kserve.server import KserveServer
+from dynamo.frontend.config import HttpOptions
 from dynamo.protos import inference_pb2 as pb
 
 CARD = ModelCard(name="m", kind=ModelKind.TENSOR)
 SIZED = {name: kind for name, kind in DATATYPES.items() if kind.size}
 
 
+OPTIONS = HttpOptions(max_json_depth=20)
+MIB = 2**20
+
+
+def cut(body: bytes, length: str | None) -> Parts:
+    return split(body, length, OPTIONS.max_tensor_json_bytes)
+
+
 def parts(body: bytes, json_bytes: int | None = None) -> Parts:
-    return split(body, None if json_bytes is None else str(json_bytes))
+    return cut(body, None if json_bytes is None else str(json_bytes))
+
+
+def read_parts(of: Parts, card: ModelCard = CARD, options: HttpOptions = OPTIONS) -> tuple[TensorRequest, OutputForm]:
+    return finish(read_request(of, card, "m", "", options))
+
+
+def written(message: pb.ModelInferResponse, form: OutputForm) -> tuple[bytes, list[Buffer]]:
+    text, tail = finish(write_response(ModelResponse.parse(message.SerializeToString()), form))
+    return b"".join(text), tail
 
 
 def read(message: object, tail: bytes = b"", card: ModelCard = CARD) -> tuple[TensorRequest, OutputForm]:
     text = json.dumps(message).encode()
-    return read_request(parts(text + tail, len(text)), card, "m", "", 20)
+    return read_parts(parts(text + tail, len(text)), card)
 
 
 def one(datatype: str, shape: Sequence[int], data: object) -> bytes:
@@ -102,7 +122,7 @@ def test_a_response_equals_its_message_in_binary_and_in_json(
         message.outputs.add(name=f"y{at}", datatype=datatype, shape=shape)
         message.raw_output_contents.append(raw)
     binary = {f"y{at}": data.draw(st.booleans()) or datatype == "BYTES" for at, (datatype, _, _) in enumerate(found)}
-    text, tail = write_response(ModelResponse.parse(message.SerializeToString()), OutputForm(own=binary))
+    text, tail = written(message, OutputForm(own=binary))
     response = json.loads(text)
     left = b"".join(map(bytes, tail))
     for (datatype, shape, raw), output in zip(found, response["outputs"], strict=True):
@@ -140,10 +160,10 @@ def test_a_body_that_was_tampered_with_is_refused_with_a_sentence_or_read(
     body = bytearray(text + b"".join(raw for _, _, raw in found))
     for _ in range(data.draw(st.integers(0, 3))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    cut = bytes(body[: data.draw(st.integers(0, len(body)))])
+    garbled = bytes(body[: data.draw(st.integers(0, len(body)))])
     length = data.draw(st.one_of(st.integers(-3, len(body) + 3).map(str), st.text(max_size=25), st.just(str(len(text)))))
     try:
-        request, _ = read_request(split(cut, length), CARD, "m", "", 20)
+        request, _ = read_parts(cut(garbled, length))
     except InvalidRequest as error:
         assert str(error)
     else:
@@ -217,20 +237,20 @@ def test_json_and_binary_tensors_may_be_mixed() -> None:
 @pytest.mark.parametrize("length", ["x", "", " ", "1.5", "²", "0x3", "\u0663", "--1"])
 def test_a_header_length_that_is_no_integer_is_refused(length: str) -> None:
     with pytest.raises(InvalidRequest, match="which is no integer"):
-        split(b'{"a":1}x', length)
+        cut(b'{"a":1}x', length)
 
 
 @pytest.mark.parametrize("length", ["-1", "9", "9" * 30, "0" * 30])
 def test_a_header_length_outside_the_body_is_refused(length: str) -> None:
     with pytest.raises(InvalidRequest, match=r"inference header size should be in range \(0, 8\)"):
-        split(b'{"a":1}x', length)
+        cut(b'{"a":1}x', length)
 
 
 @pytest.mark.parametrize("repeated", ['"id":"first","id":"second"', '"id":"first","parameters":{},"id":"second","id":"third"'])
 def test_the_first_of_members_with_the_same_key_counts(repeated: str) -> None:
     twice = '{"name":"x","shape":[1],"shape":[2],"datatype":"INT32","data":[1],"data":[2,3]}'
     body = f'{{{repeated},"inputs":[{twice}],"inputs":[]}}'.encode()
-    request, _ = read_request(Parts(body, memoryview(b""), is_raw=False), ModelCard(name="m", kind=ModelKind.TENSOR), "m", "", 10)
+    request, _ = read_parts(Parts(body, memoryview(b""), is_raw=False))
     assert request.head.id == "first"
     assert list(request.head.inputs[0].shape) == [1]
     assert bytes(request.raw_inputs[0]) == b"\1\0\0\0"
@@ -240,13 +260,13 @@ def test_the_first_of_members_with_the_same_key_counts(repeated: str) -> None:
 def test_members_with_the_same_key_around_data_that_is_no_json_are_refused(data: bytes) -> None:
     body = b'{"id":"a","id":"b","inputs":[{"name":"x","datatype":"BYTES","shape":[1],"data":' + data + b"}]}"
     with pytest.raises(InvalidRequest):
-        read_request(Parts(body, memoryview(b""), is_raw=False), CARD, "m", "", 20)
+        read_parts(Parts(body, memoryview(b""), is_raw=False))
 
 
 def test_the_header_length_may_be_the_whole_body_or_nothing_of_it() -> None:
-    assert split(b"{}", "2") == Parts(b"{}", memoryview(b""), is_raw=False)
-    assert split(b"{}", None) == Parts(b"{}", memoryview(b""), is_raw=False)
-    assert split(b"ab", "0") == Parts(b"", memoryview(b"ab"), is_raw=True)
+    assert cut(b"{}", "2") == Parts(b"{}", memoryview(b""), is_raw=False)
+    assert cut(b"{}", None) == Parts(b"{}", memoryview(b""), is_raw=False)
+    assert cut(b"ab", "0") == Parts(b"", memoryview(b"ab"), is_raw=True)
 
 
 def test_the_requests_word_on_binary_outputs_counts_if_none_is_requested() -> None:
@@ -343,9 +363,9 @@ def test_text_is_utf8_both_ways() -> None:
 def test_half_a_surrogate_pair_is_no_text() -> None:
     body = b'{"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1], "data": ["\\ud800"]}]}'
     with pytest.raises(InvalidRequest):
-        read_request(parts(body), CARD, "m", "", 20)
+        read_parts(parts(body))
     with pytest.raises(InvalidRequest):
-        read_request(parts(body.replace(b'"BYTES"', b'"BYTES", "parameters": {"NaN": NaN}')), CARD, "m", "", 20)
+        read_parts(parts(body.replace(b'"BYTES"', b'"BYTES", "parameters": {"NaN": NaN}')))
 
 
 def test_bytes_that_are_not_utf8_must_be_requested_in_binary() -> None:
@@ -361,7 +381,7 @@ def test_a_tensor_that_contradicts_itself_is_the_models_fault() -> None:
 def test_a_typed_response_is_written_as_well() -> None:
     message = pb.ModelInferResponse(model_name="m", model_version="1")
     message.outputs.add(name="y", datatype="INT32", shape=[2], contents=pb.InferTensorContents(int_contents=[4, 5]))
-    text, tail = write_response(ModelResponse.parse(message.SerializeToString()), OutputForm(own={}))
+    text, tail = written(message, OutputForm(own={}))
     assert (json.loads(text)["outputs"][0]["data"], tail) == ([4, 5], [])
 
 
@@ -369,7 +389,7 @@ def test_parameters_of_all_kinds_go_both_ways() -> None:
     given_ = {"b": True, "i": -(2**63), "u": float(2**64), "d": 0.5, "s": "größe"}
     request, _ = read({"inputs": [], "parameters": given_})
     message = pb.ModelInferResponse(parameters=request.head.parameters)
-    text, _ = write_response(ModelResponse.parse(message.SerializeToString()), OutputForm())
+    text, _ = written(message, OutputForm())
     assert json.loads(text)["parameters"] == given_
 
 
@@ -400,7 +420,7 @@ def test_parameters_of_other_kinds_are_refused(value: object) -> None:
 def test_json_deeper_than_allowed_is_refused() -> None:
     for body in (b'{"inputs": ' + b"[" * 21, b'{"inputs": [], "x": ' + b"[" * 21 + b"]" * 21 + b"}", b"[" * 200_000):
         with pytest.raises(InvalidRequest):
-            read_request(parts(body), CARD, "m", "", 20)
+            read_parts(parts(body))
 
 
 # A body that is the tensor
@@ -408,7 +428,7 @@ def test_json_deeper_than_allowed_is_refused() -> None:
 
 def raw(data: bytes, *inputs: TensorSpec, max_batch_size: int = 0) -> pb.ModelInferRequest:
     card = ModelCard(name="m", kind=ModelKind.TENSOR, inputs=inputs, max_batch_size=max_batch_size)
-    request, form = read_request(split(data, "0"), card, "m", "", 20)
+    request, form = read_parts(cut(data, "0"), card)
     assert form.is_binary("anything")
     return pb.ModelInferRequest.FromString(bytes(request.raw))
 
@@ -506,10 +526,14 @@ def test_the_clients_favourite_compression_is_chosen(header: str, chosen: str) -
 # Long arrays
 
 
+def long_raw(data: bytes, kind: DataType, shape: Sequence[int]) -> bytes:
+    return b"".join(finish(long_tensor(memoryview(data), kind, shape, "x")).pieces)
+
+
 def long_and_short(datatype: str, shape: Sequence[int], data: bytes) -> list[bytes]:
     """The raw form of data that is read in pieces, and of the same that is read at once."""
     kind = datatype_named(datatype)
-    return [bytes(to_raw(form, kind, shape, "x")) for form in (memoryview(data), msgspec.Raw(data))]
+    return [long_raw(data, kind, shape), bytes(to_raw(msgspec.Raw(data), kind, shape, "x"))]
 
 
 @pytest.mark.parametrize(
@@ -548,7 +572,7 @@ def test_data_read_in_pieces_equals_data_read_at_once(datatype: str, shape: list
 )
 def test_errors_in_long_data_are_sentences(shape: list[int], data: bytes, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        to_raw(memoryview(data), datatype_named("INT8"), shape, "x")
+        long_raw(data, datatype_named("INT8"), shape)
 
 
 def test_a_request_with_long_arrays_equals_one_in_binary() -> None:
@@ -562,7 +586,7 @@ def test_a_request_with_long_arrays_equals_one_in_binary() -> None:
 
 def test_words_for_numbers_are_read_in_long_data() -> None:
     data = b"[" + b"1.5," * 50_000 + b"NaN,-Infinity]"
-    values = np.frombuffer(to_raw(memoryview(data), datatype_named("FP32"), [50_002], "x"), "<f4")
+    values = np.frombuffer(long_raw(data, datatype_named("FP32"), [50_002]), "<f4")
     assert np.isnan(values[-2])
     assert values[-1] == -np.inf
 

@@ -1,20 +1,17 @@
-"""ModelStreamInfer over a real port, on both servers."""
+"""ModelStreamInfer over a real port."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator
 
-import grpc
-import grpc.aio
 import pytest
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, summary_encoder
 from dynamo.common.tensors import decode_bytes
 from dynamo.protos import inference_pb2 as pb
-from tests.support.edge import SERVERS, Edge, open_edge, over
+from tests.support.edge import Edge, open_edge
 from tests.support.fakes import FakeStream, TokenEngine, llm_card, tensor_card
 
 
@@ -63,10 +60,10 @@ def texts(response: pb.ModelStreamInferResponse) -> list[str]:
     return [text.decode() for text in decode_bytes(raws[0], response.infer_response.outputs[0].shape[0])]
 
 
-@pytest.fixture(params=SERVERS)
-async def edge(request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
+@pytest.fixture
+async def edge() -> AsyncIterator[Edge]:
     cards = (tensor_card(), llm_card(), tensor_card("repeater", decoupled=True))
-    async with open_edge(*cards, server=request.param, max_stream_requests=4) as edge:
+    async with open_edge(*cards, max_stream_requests=4) as edge:
         yield edge
 
 
@@ -77,23 +74,6 @@ async def test_tensor_responses_keep_the_order_of_their_requests(edge: Edge) -> 
     for waiting in reversed(edge.client.streams):
         respond_at_once(waiting)
     assert ids(await stream.rest()) == ["a", "b", "c"]
-
-
-async def test_a_failure_goes_in_band_with_the_id_and_the_stream_lives_on(edge: Edge) -> None:
-    edge.client.respond = respond_at_once
-    stream = edge.stream()
-    bad = tensor_request("bad")
-    bad.inputs[0].datatype = "FP32"
-    await stream.send(bad, tensor_request("unknown", model="nobody"), b"\x0a\xff\xff\xff\xff\x7f", tensor_request("good"))
-    responses = await stream.rest()
-    assert ids(responses) == ["bad", "unknown", "", "good"]
-    assert "'x'" in responses[0].error_message
-    assert responses[1].error_message == "Request for unknown model: 'nobody' is not found"
-    assert not responses[1].infer_response.model_name
-    assert "not a ModelInferRequest" in responses[2].error_message
-    assert not responses[3].error_message
-    assert [is_final(response) for response in responses] == [False, False, False, True]
-    assert await stream.call.code() is grpc.StatusCode.OK
 
 
 async def test_an_unforeseen_exception_is_an_internal_error_in_band(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
@@ -108,19 +88,6 @@ async def test_an_unforeseen_exception_is_an_internal_error_in_band(edge: Edge, 
     await stream.send(tensor_request("b"))
     assert ids([await stream.read()]) == ["b"]
     assert len([record for record in caplog.records if record.levelno >= logging.ERROR]) == 1
-
-
-@pytest.mark.parametrize("value", ["true", "True"])
-async def test_with_triton_grpc_error_the_first_failure_ends_the_stream_with_its_status(edge: Edge, value: str) -> None:
-    stream = edge.stream(metadata=(("triton_grpc_error", value),))
-    await stream.send(tensor_request("held"), tensor_request("unknown", model="nobody"))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream.rest()
-    assert (caught.value.code(), caught.value.details()) == (
-        grpc.StatusCode.NOT_FOUND,
-        "Request for unknown model: 'nobody' is not found",
-    )
-    assert all(held.is_over for held in edge.client.streams)
 
 
 async def test_decoupled_responses_are_marked_as_final_or_not(edge: Edge) -> None:
@@ -232,57 +199,6 @@ async def test_requests_above_the_bound_wait_for_earlier_ones(edge: Edge) -> Non
     for waiting in edge.client.streams[1:5]:
         respond_at_once(waiting)
     assert ids(await stream.rest()) == ["1", "2", "3", "4", "5"]
-
-
-async def test_a_client_that_cancels_cancels_all_its_requests(edge: Edge) -> None:
-    stream = edge.stream()
-    await stream.send(tensor_request("a"), text_request("t", "x"), tensor_request("d", "repeater"))
-    await edge.client.opened_streams(3)
-    stream.call.cancel()
-    await over(*edge.client.streams)
-    assert all(waiting.cancelled for waiting in edge.client.streams)
-
-
-async def test_a_client_that_disconnects_cancels_all_its_requests(edge: Edge) -> None:
-    stream = edge.stream()
-    await stream.send(text_request("t", "x"))
-    engine = await edge.client.next_stream()
-    await edge.channel.close()
-    await over(engine)
-    assert engine.cancelled
-
-
-async def test_a_draining_process_serves_accepted_requests_and_ends_the_stream(edge: Edge) -> None:
-    stream = edge.stream()
-    await stream.send(tensor_request("a"))
-    await edge.client.opened_streams(1)
-    edge.drain.start()
-    respond_at_once(edge.client.streams[0])
-    assert (await stream.read()).infer_response.id == "a"
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream.read()
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_idle_streams_do_not_hold_up_a_shutdown(edge: Edge) -> None:
-    edge.client.respond = respond_at_once
-    stream = edge.stream()
-    await stream.send(tensor_request("a"))
-    await stream.read()
-    edge.drain.start()
-    await edge.server.stop(60.0)
-    assert await stream.call.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_many_streams_with_many_requests_all_get_their_responses(edge: Edge) -> None:
-    edge.client.respond = respond_at_once
-
-    async def one(number: int) -> None:
-        stream = edge.stream()
-        await stream.send(*(tensor_request(f"{number}-{at}") for at in range(20)))
-        assert ids(await stream.rest()) == [f"{number}-{at}" for at in range(20)]
-
-    await asyncio.gather(*(one(number) for number in range(20)))
 
 
 async def test_a_response_above_the_limit_fails_only_its_request(edge: Edge) -> None:

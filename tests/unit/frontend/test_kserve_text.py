@@ -16,7 +16,7 @@ from dynamo.common.generation import FinishReason, Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import decode_bytes, encode_bytes, from_numpy
-from dynamo.frontend.api.kserve.text import FLAGS, SETTINGS, TextResponses, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text import FLAGS, MAX_TEXT_BYTES, SETTINGS, TextResponses, to_text_requests, wants_stream
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
@@ -68,13 +68,20 @@ def test_a_raw_prompt_may_lack_its_length(prompt: str) -> None:
 
 
 def test_a_length_is_not_taken_for_text() -> None:
-    long = "x" * (0x01010101)
+    long = "x" * MAX_TEXT_BYTES
     (text,) = to_text_requests(parsed(raw_request(long)), CARD)
     assert text.prompt == long
     request = raw_request("one", "two")
     request.raw_input_contents[0] = b"onetwo"
     with pytest.raises(InvalidRequest, match="input 'text_input' has a BYTES element 0 of"):
         to_text_requests(parsed(request), CARD)
+
+
+@pytest.mark.parametrize("make", [raw_request, typed_request])
+def test_texts_are_bounded_in_bytes_before_they_are_decoded(make: Callable[..., ModelInferRequest]) -> None:
+    for texts in (["x" * MAX_TEXT_BYTES + "x"], ["\u00e9" * (MAX_TEXT_BYTES // 4)] * 3):
+        with pytest.raises(InvalidRequest, match=f"input 'text_input' has [0-9]+ bytes; at most {MAX_TEXT_BYTES} are allowed"):
+            to_text_requests(parsed(make(*texts)), CARD)
 
 
 def test_a_batch_is_one_request_per_prompt() -> None:

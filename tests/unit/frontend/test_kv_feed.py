@@ -185,6 +185,8 @@ class World:
     silent: float = 0.0
     """Share of the questions that fail."""
     lost: float = 0.2
+    log_bytes: tuple[int, ...] = (300, 1000, 1 << 20)
+    """Of updates that an engine keeps, one of these."""
     feed: KvFeed | None = None
     history: KvHistory | None = None
     router: KvRouter = field(default_factory=KvRouter)
@@ -194,7 +196,7 @@ class World:
     async def add_worker(self) -> Worker:
         self._ids += 1
         known = instance(self._ids, CARD)
-        engine = CachingEngine(self.rng, self.rng.choice([300, 1000, 1 << 20]))
+        engine = CachingEngine(self.rng, self.rng.choice(self.log_bytes))
         bus = BadBus(self.nats.publish, self.rng, lost=self.lost)
         life = AsyncExitStack()
         record = self.nats.record if self.durable else None
@@ -241,6 +243,13 @@ class World:
         for number in range(1, self._ids + 1):
             known = InstanceId(number)
             assert self.router.index("m").held(known) == held.get(known, set())
+
+    async def assert_exact_by_record(self) -> None:
+        """Start a frontend to which no worker responds: what it knows is from the record."""
+        self.silent = 1.0
+        await self.start_frontend()
+        await asyncio.sleep(0.5)
+        self.assert_exact()
 
     async def close(self) -> None:
         await self._front.aclose()
@@ -313,17 +322,14 @@ def test_after_a_quiet_second_the_index_equals_the_workers_own_copies(
 
 
 @in_virtual_time
-async def test_a_frontend_that_starts_is_exact_from_the_record_though_nobody_answers() -> None:
+async def test_a_frontend_that_starts_is_exact_from_the_record_though_no_peer_answers() -> None:
     async with world(durable=True) as w:
         w.threshold = 1000
         for _ in range(100):
             w.workers[0].engine.step()
             w.workers[1].engine.step()
             await asyncio.sleep(0.01)
-        w.silent = 1.0
-        await w.start_frontend()
-        await asyncio.sleep(0.5)
-        w.assert_exact()
+        await w.assert_exact_by_record()
         assert w.feed is not None
         assert w.feed.resyncs == 0
         w.workers[0].engine.step()
@@ -344,10 +350,7 @@ async def test_a_snapshot_takes_the_place_of_what_is_on_record() -> None:
         assert len(w.nats.record.events) <= 100
         gone = w.workers[1]
         await w.remove_worker(gone)
-        w.silent = 1.0
-        await w.start_frontend()
-        await asyncio.sleep(0.5)
-        w.assert_exact()
+        await w.assert_exact_by_record()
         assert w.router.index("m").held(gone.instance.id) == set()
 
 
@@ -363,10 +366,7 @@ async def test_a_hole_in_the_record_is_requested_when_a_snapshot_is_made() -> No
         while not w.nats.record.snapshots:
             w.workers[0].engine.step()
             await asyncio.sleep(0.01)
-        w.silent = 1.0
-        await w.start_frontend()
-        await asyncio.sleep(0.5)
-        w.assert_exact()
+        await w.assert_exact_by_record()
 
 
 @in_virtual_time
@@ -440,9 +440,24 @@ async def test_events_that_were_not_recorded_in_time_are_published_again() -> No
             worker.engine.step()
         w.nats.record.is_there = True
         await asyncio.sleep(4)
+        await w.assert_exact_by_record()
+
+
+@in_virtual_time
+async def test_however_many_events_a_stalled_record_has_missed_it_is_complete_again_soon() -> None:
+    async with world(durable=True, workers=0) as w:
+        w.log_bytes = (1 << 24,)
+        worker = await w.add_worker()
+        w.be_good()
+        await asyncio.sleep(0.1)
+        w.nats.record.is_there = False
+        while worker.engine.kv.number < 1500:
+            worker.engine.step()
+        w.nats.record.is_there = True
+        await asyncio.sleep(4)  # for the receipts to be late, and a second to repeat what has none
         w.silent = 1.0
         await w.start_frontend()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.5)
         w.assert_exact()
 
 
@@ -460,10 +475,7 @@ async def test_a_record_that_was_lost_is_begun_anew_with_everything() -> None:
         await asyncio.sleep(5)  # the worker misses a receipt, and finds another record
         w.nats.record.is_there = True
         await asyncio.sleep(5)
-        w.silent = 1.0
-        await w.start_frontend()
-        await asyncio.sleep(0.5)
-        w.assert_exact()
+        await w.assert_exact_by_record()
 
 
 @in_virtual_time
@@ -473,10 +485,18 @@ async def test_a_worker_that_missed_no_receipt_notices_a_lost_record_all_the_sam
         await asyncio.sleep(0.1)
         w.nats.record.lose()
         await asyncio.sleep(70)
-        w.silent = 1.0
-        await w.start_frontend()
-        await asyncio.sleep(0.5)
-        w.assert_exact()
+        await w.assert_exact_by_record()
+
+
+@in_virtual_time
+async def test_a_record_that_was_made_anew_is_complete_soon_after_a_worker_is_connected_again() -> None:
+    async with world(durable=True, workers=1) as w:
+        w.workers[0].engine.step()
+        await asyncio.sleep(0.1)
+        w.nats.record.lose()
+        w.workers[0].bus.reconnected_at = asyncio.get_running_loop().time()
+        await asyncio.sleep(2)
+        await w.assert_exact_by_record()
 
 
 @in_virtual_time

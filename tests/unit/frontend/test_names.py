@@ -13,6 +13,7 @@ import pytest
 
 from dynamo.common.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
 from dynamo.common.etcd import Deleted, Events, KeyValue, Listing, Put, Reset, follow
+from dynamo.common.names import InstanceId
 from dynamo.frontend.names.__main__ import main
 from dynamo.frontend.names.plan import Identity, make_plan, pick, representative
 from dynamo.frontend.names.rules import (
@@ -37,7 +38,7 @@ from tests.support.http_edge import Speaker, chat_card, open_http_edge, send_del
 from tests.support.waiting import until
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
-ANYBODY = Identity()
+WITHOUT_KEY = Identity()
 
 
 def everything(model: str) -> bool:
@@ -50,7 +51,7 @@ def rule(*targets: str, **fields: Any) -> Rule:
     return Rule(targets=tuple(Target(model=model, weight=float(weight or 1)) for model, _, weight in pairs), **fields)
 
 
-def models(rules: dict[str, Rule], name: str, draw: float = 0.0, identity: Identity = ANYBODY) -> list[str]:
+def models(rules: dict[str, Rule], name: str, draw: float = 0.0, identity: Identity = WITHOUT_KEY) -> list[str]:
     return [candidate.model for candidate in make_plan(rules, name, identity, everything, lambda: draw).candidates]
 
 
@@ -124,15 +125,15 @@ def test_models_that_the_caller_may_not_use_are_passed_over() -> None:
     def permits(model: str) -> bool:
         return model != "secret"
 
-    plan = make_plan(rules, "n", ANYBODY, permits, lambda: 0.0)
+    plan = make_plan(rules, "n", WITHOUT_KEY, permits, lambda: 0.0)
     assert [candidate.model for candidate in plan.candidates] == ["open", "spare"]
-    assert make_plan(rules, "n", ANYBODY, lambda model: False, lambda: 0.0).candidates == ()
+    assert make_plan(rules, "n", WITHOUT_KEY, lambda model: False, lambda: 0.0).candidates == ()
 
 
 def test_a_fallback_of_a_fallback_is_tried_after_it_under_its_own_conditions() -> None:
     spare = rule("small", fallbacks=(Fallback(model="tiny", on=(Condition.OVERLOADED,)),))
     rules = {"n": rule("big", fallbacks=(Fallback(model="spare", on=(Condition.NO_INSTANCES,)),)), "spare": spare}
-    plan = make_plan(rules, "n", ANYBODY, everything, lambda: 0.0)
+    plan = make_plan(rules, "n", WITHOUT_KEY, everything, lambda: 0.0)
     assert [(candidate.model, set(candidate.on)) for candidate in plan.candidates] == [
         ("big", set()),
         ("small", {Condition.NO_INSTANCES}),
@@ -156,8 +157,8 @@ def test_describing_a_name_looks_at_each_name_below_it_once() -> None:
 def test_shadows_get_their_share_and_only_of_what_is_sent_first() -> None:
     spare = rule("small", shadows=(Shadow(model="never"),))
     rules = {"n": rule("big", shadows=(Shadow(model="next", share=0.25),), fallbacks=(Fallback(model="spare"),)), "spare": spare}
-    assert make_plan(rules, "n", ANYBODY, everything, lambda: 0.2).shadows == ("next",)
-    assert make_plan(rules, "n", ANYBODY, everything, lambda: 0.25).shadows == ()
+    assert make_plan(rules, "n", WITHOUT_KEY, everything, lambda: 0.2).shadows == ("next",)
+    assert make_plan(rules, "n", WITHOUT_KEY, everything, lambda: 0.25).shadows == ()
 
 
 def test_a_name_is_described_by_the_first_model_that_is_ready() -> None:
@@ -331,7 +332,7 @@ async def test_more_copies_than_may_be_made_are_dropped() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         shadows, held = edge.plane.shadows, asyncio.Event()
 
-        async def send(call: Call) -> None:
+        async def send(model: str, call: Call) -> None:
             await held.wait()
 
         call = Call(request_id="r", account=ANONYMOUS)
@@ -345,6 +346,22 @@ async def test_more_copies_than_may_be_made_are_dropped() -> None:
 
         assert dropped() == 3
         held.set()
+
+
+async def test_a_copy_goes_where_the_shadow_s_router_chooses_by_the_operator_s_settings() -> None:
+    calls: list[Call] = []
+
+    async def send(model: str, call: Call) -> None:
+        calls.append(call)
+
+    wishes = {"instance": InstanceId(5), "prefill_instance": InstanceId(7), "overrides": {"ttft_goal": 0.0}}
+    async with open_http_edge(respond=Speaker()) as edge:
+        edge.plane.shadows.copy("shadow", 1, Call(request_id="r", account=ANONYMOUS, priority=9, **wishes), send)  # type: ignore[arg-type]
+        await until(lambda: bool(calls))
+    (call,) = calls
+    assert (call.instance, call.prefill_instance, call.overrides) == (None, None, {})
+    assert call.priority < 0
+    assert call.is_copy
 
 
 # The table in etcd
@@ -399,7 +416,7 @@ async def test_a_change_is_made_to_the_table_as_it_is_then() -> None:
     assert sorted(table.rules) == ["b", "c"]
 
 
-async def test_somebody_who_always_comes_first_is_not_overwritten() -> None:
+async def test_a_writer_who_always_comes_first_is_not_overwritten() -> None:
     etcd: Any = FakeEtcd()
     numbers = iter(range(100))
     etcd.before_replace = [lambda: etcd.put(encoded(**{f"n{next(numbers)}": rule("m")}))] * 50

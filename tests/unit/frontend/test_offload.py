@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from dynamo.common.errors import Overloaded
-from dynamo.frontend.preprocess.offload import Offload
+from dynamo.frontend.preprocess.offload import Offload, TextThreads
 
 
 async def test_small_work_runs_at_once_and_large_work_in_a_thread() -> None:
@@ -51,3 +51,14 @@ async def test_work_of_a_caller_that_gave_up_still_counts_until_it_ends() -> Non
     with pytest.raises(Overloaded):
         await offload.run(release.wait)
     release.set()
+
+
+async def test_a_text_does_not_wait_for_huge_ones_which_wait_for_one_another() -> None:
+    threads = TextThreads()
+    release = threading.Event()
+    running = [asyncio.ensure_future(threads.run(4_000_000, release.wait)) for _ in range(12)]
+    await asyncio.sleep(0)
+    assert await threads.run(80_000, threading.active_count)
+    assert not any(each.done() for each in running)
+    release.set()
+    assert all(await asyncio.gather(*running))

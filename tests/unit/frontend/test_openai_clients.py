@@ -21,12 +21,13 @@ from dynamo.common.generation import FinishReason
 from dynamo.common.http_connection import HttpConnection
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensors import decode_bytes
-from dynamo.frontend.config import TextLimits, TextOptions
+from dynamo.frontend.config import CapacityOptions, HttpOptions, TextLimits, TextOptions
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.support.fakes import FakeStream, tensor_card
 from tests.support.http_edge import HttpEdge, Speaker, chat_card, open_http_edge, send_delta, tokens_of
 from tests.support.parsers import brackets
+from tests.support.waiting import until_free
 
 USER: Any = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -99,7 +100,7 @@ async def test_the_client_sees_its_own_exceptions() -> None:
 
     async with open_http_edge(respond=fail) as edge, client(edge) as ours:
         with pytest.raises(openai.NotFoundError) as missing:
-            await ours.chat.completions.create(model="nobody", messages=USER)
+            await ours.chat.completions.create(model="missing", messages=USER)
         with pytest.raises(openai.BadRequestError) as wrong:
             await ours.chat.completions.create(model="talker", messages=USER, temperature=3)
         stream = await ours.chat.completions.create(model="talker", messages=USER, stream=True)
@@ -165,14 +166,17 @@ async def test_texts_become_vectors(datatype: str, shape: tuple[int, ...]) -> No
     assert np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4").tolist() == [1, 2, 2, 1]
 
 
-async def test_token_ids_are_embedded_by_models_that_take_them() -> None:
-    card = msgspec.structs.replace(
+def token_card(longest: int = -1) -> ModelCard:
+    return msgspec.structs.replace(
         embedding_card(),
         inputs=(
             TensorSpec(name="text", datatype="BYTES", shape=(-1,), optional=True),
-            TensorSpec(name="token_ids", datatype="INT32", shape=(-1, -1), optional=True),
+            TensorSpec(name="token_ids", datatype="INT32", shape=(-1, longest), optional=True),
         ),
     )
+
+
+async def test_token_ids_are_embedded_by_models_that_take_them() -> None:
     received: list[ModelInferRequest] = []
 
     def respond(stream: FakeStream) -> None:
@@ -182,12 +186,48 @@ async def test_token_ids_are_embedded_by_models_that_take_them() -> None:
         response.raw_output_contents.append(np.ones(request.inputs[0].shape[0], np.float32).tobytes())
         stream.end(response.SerializeToString())
 
-    async with open_http_edge(card, respond=respond) as edge:
+    async with open_http_edge(token_card(), respond=respond) as edge:
         for given in ([5, 6], [[5, 6], [7]], "text"):
             assert (await edge.post("/v1/embeddings", {"model": "embedder", "input": given})).status_code == 200
     shapes = [(request.inputs[0].name, list(request.inputs[0].shape)) for request in received]
     assert shapes == [("token_ids", [1, 2]), ("token_ids", [2, 2]), ("text", [1])]
     assert np.frombuffer(received[1].raw_input_contents[0], np.int32).tolist() == [5, 6, 7, -1]
+
+
+async def test_many_token_ids_are_padded_in_steps_and_held_with_their_padding() -> None:
+    received: list[list[int]] = []
+    held: list[int] = []
+
+    def respond(stream: FakeStream) -> None:
+        held.append(edge.capacity.buffered_bytes)
+        request = ModelInferRequest.FromString(stream.body)
+        received.append(np.frombuffer(request.raw_input_contents[0], np.int32).reshape(request.inputs[0].shape).sum(1).tolist())
+        stream.end(ModelInferResponse().SerializeToString())
+
+    async with open_http_edge(token_card(), respond=respond) as edge:
+        await edge.post("/v1/embeddings", {"model": "embedder", "input": [[1] * 40_000] + [[2]] * 99})
+    assert received == [[40_000] + [2 - 39_999] * 99]
+    assert held[0] > 100 * 40_000 * 4
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+async def test_padding_that_is_larger_than_a_body_or_than_the_capacity_is_never_made(path: str) -> None:
+    bomb = {"model": "embedder", "input": [[1] * 60_000] + [[1]] * 2047}
+    for http, capacity, status, words in (
+        (HttpOptions(), CapacityOptions(), 413, "at most 67108864 are allowed"),
+        (HttpOptions(max_body_bytes=2**30), CapacityOptions(max_buffered_bytes=100 * 2**20), 503, "near its limit"),
+    ):
+        async with open_http_edge(token_card(), http=http, capacity=capacity) as edge:
+            response = await edge.post(path, bomb)
+            assert (response.status_code, words in response.text) == (status, True), response.text
+            assert not edge.client.streams
+            await until_free(edge.capacity)
+
+
+async def test_a_text_with_more_tokens_than_the_model_takes_is_rejected_before_it_is_padded() -> None:
+    async with open_http_edge(token_card(longest=4)) as edge:
+        error = await edge.error("/v1/embeddings", {"model": "embedder", "input": [[1] * 5, [1]]})
+    assert (error["param"], error["message"]) == ("input", "a text has 5 tokens; the model takes 4")
 
 
 async def test_vectors_can_be_shortened() -> None:
@@ -252,7 +292,7 @@ async def test_text_is_tokenized_and_detokenized() -> None:
     [
         ("/tokenize", {"model": "talker"}, 400),
         ("/tokenize", {"model": "talker", "prompt": "a", "messages": USER}, 400),
-        ("/tokenize", {"model": "nobody", "prompt": "a"}, 404),
+        ("/tokenize", {"model": "missing", "prompt": "a"}, 404),
         ("/detokenize", {"model": "talker", "tokens": [99999]}, 400),
         ("/detokenize", {"model": "talker", "tokens": [-1]}, 400),
     ],

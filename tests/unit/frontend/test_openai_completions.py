@@ -9,8 +9,12 @@ import pytest
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, request_decoder, summary_encoder
+from dynamo.frontend.api.openai.chunks import CompletionChunks, Details, Head
+from dynamo.frontend.config import CapacityOptions, HttpOptions
+from dynamo.frontend.preprocess.text import TextDelta
 from tests.support.fakes import FakeStream
-from tests.support.http_edge import Speaker, end, events_of, open_http_edge, send_delta, text_of, tokens_of
+from tests.support.http_edge import Speaker, chat_card, end, events_of, open_http_edge, send_delta, text_of, tokens_of
+from tests.support.waiting import until_free
 
 PATH = "/v1/completions"
 ONCE: dict[str, Any] = {"model": "talker", "prompt": "Once"}
@@ -111,6 +115,49 @@ async def test_echo_prepends_the_prompt() -> None:
     assert response.json()["choices"][0]["text"] == tokens.json()["choices"][0]["text"] == "OnceHello you"
     texts = [json.loads(data)["choices"][0]["text"] for _, data in events_of(streamed.text)[:-1]]
     assert "".join(texts) == "OnceHello you"
+
+
+LONG = "a" * 100_000
+EIGHT: dict[str, Any] = {"n": 8, "temperature": 1, "max_tokens": 3, "echo": True}
+CHAT = "/v1/chat/completions"
+LAST: dict[str, Any] = {
+    "model": "talker",
+    "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": LONG}],
+    "continue_final_message": True,
+}
+
+
+@pytest.mark.parametrize(("path", "body"), [(PATH, ONCE | EIGHT | {"prompt": LONG}), (CHAT, LAST | EIGHT)])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_long_echo_is_held_for_all_choices_before_they_are_made(path: str, body: dict[str, Any], stream: bool) -> None:
+    card = chat_card(context_length=200_000)
+    async with open_http_edge(card, respond=Speaker()) as edge:
+        response = await edge.post(path, body | {"stream": stream})
+        assert response.status_code == 200
+        assert response.text.count(LONG) == 8
+        if not stream:
+            choices = response.json()["choices"]
+            assert [choice["index"] for choice in choices] == list(range(8))
+        await until_free(edge.capacity)
+    for http, capacity, status, words in (
+        (HttpOptions(max_body_bytes=700_000), CapacityOptions(), 413, "at most 700000 are allowed"),
+        (HttpOptions(), CapacityOptions(max_buffered_bytes=700_000), 503, "near its limit"),
+    ):
+        async with open_http_edge(card, respond=lambda stream: None, http=http, capacity=capacity) as edge:
+            response = await edge.post(path, body | {"stream": stream})
+            assert (response.status_code, words in response.text) == (status, True), response.text
+            await until_free(edge.capacity)
+
+
+@pytest.mark.parametrize("details", [Details(echo=["x", "x"]), Details(prompt_ids=[[5, 6]])])
+def test_choices_begin_with_their_prompts_one_by_one(details: Details) -> None:
+    """All of them together may be too long for one write."""
+    chunks = CompletionChunks(Head(id="i", kind="k", created=1, model="m", usage=False), 2, details)
+    waits = []
+    for index in range(2):
+        waits.append(chunks.awaits_prompt())
+        chunks.add([TextDelta(index, "a", (1,))], [])
+    assert [*waits, chunks.awaits_prompt()] == [True, True, False]
 
 
 async def test_echo_with_logprobs_includes_those_of_the_prompt() -> None:

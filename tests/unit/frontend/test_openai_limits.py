@@ -203,7 +203,7 @@ async def test_a_body_with_a_too_large_content_length_is_rejected_unread() -> No
 
         def ask() -> bytes:
             with raw_connection(edge.port) as connection:
-                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n")
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n")
                 return connection.recv(100)
 
         assert b" 413 " in await asyncio.to_thread(ask)

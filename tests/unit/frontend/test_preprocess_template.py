@@ -98,7 +98,6 @@ def test_a_template_cannot_reach_out_of_the_sandbox_or_change_the_request(source
     assert messages == HELLO
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "source",
     [

@@ -93,7 +93,6 @@ def test_the_bound_on_loops_is_for_one_rendering() -> None:
 GROWING = "{% set n = namespace(s='aaaaaaaaaa') %}{% for i in range(99) %}"
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "source",
     [

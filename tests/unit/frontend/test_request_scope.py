@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -9,6 +10,7 @@ from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, R
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.keys import ApiKey, Limits
+from dynamo.frontend.security.ledger import Ledger
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.request_scope import RequestScope
 
@@ -64,8 +66,9 @@ def call(account: Account = ANONYMOUS) -> Call:
     return Call(request_id="r", account=account)
 
 
-def limited(**limits: float) -> KeyAccount:
-    return KeyAccount(ApiKey(name="team", salt=b"", digest=b"", limits=Limits(**limits)))  # type: ignore[arg-type]
+def limited(ledger: Ledger | None = None, **limits: float) -> KeyAccount:
+    key = ApiKey(name="team", salt=b"", digest=b"", limits=Limits(**limits))  # type: ignore[arg-type]
+    return KeyAccount(key, ledger=ledger)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,18 @@ def test_a_request_that_is_not_admitted_counts_as_refused_and_is_over() -> None:
         first.succeed()
     assert requests.outcomes() == {"": 1, "rate_limit": 1}
     assert (requests.running(), account.sequences) == (0, 0)
+
+
+@pytest.mark.parametrize("expected_tokens", [0, 200])
+def test_the_ledger_has_no_request_that_the_token_budget_refused(expected_tokens: int) -> None:
+    ledger = Ledger()
+    requests, account = Requests(), limited(ledger, tokens_per_minute=100)
+    account.take_tokens(50)
+    refused = msgspec.structs.replace(call(account), expected_tokens=expected_tokens)
+    with pytest.raises(RateLimited), requests.scope(refused) as scope:
+        scope.prompt(40, 60)
+    assert requests.outcomes() == {"rate_limit": 1}
+    assert (account.sequences, ledger.row_count) == (0, 0)
 
 
 @pytest.mark.parametrize("failure", [None, InvalidRequest("no")])
@@ -168,3 +183,19 @@ def test_a_request_that_may_use_more_tokens_than_are_left_is_refused() -> None:
         first.succeed()
     with requests.scope(call(account)) as third:
         third.prompt(10, 79)
+
+
+@pytest.mark.parametrize(
+    ("account", "requested", "granted"),
+    [
+        (limited(), 5, 0),
+        (limited(), -5, -5),
+        (KeyAccount(ApiKey(name="team", salt=b"", digest=b"", max_priority=3)), 5, 3),
+        (KeyAccount(ApiKey(name="team", salt=b"", digest=b"", max_priority=-3)), 0, -3),
+        (ANONYMOUS, 5, 5),
+    ],
+)
+def test_a_request_has_at_most_the_priority_that_its_key_may_use(account: Account, requested: int, granted: int) -> None:
+    with Requests().scope(msgspec.structs.replace(call(account), priority=requested)) as scope:
+        assert scope.call.priority == granted
+        scope.succeed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -95,9 +96,9 @@ async def test_who_follows_a_response_does_not_notice_that_jetstream_is_away_for
     class Failing(FakeRecords):
         failures = 0
 
-        async def get(self, key: str) -> Record | None:
+        async def get(self, key: str, hold: Callable[[int], None] | None = None) -> Record | None:
             self.failures += self.is_away
-            return await super().get(key)
+            return await super().get(key, hold)
 
     held: list[FakeStream] = []
     async with storing(held.append, records=(records := Failing()), look_s=0.01) as s, client_of(s) as client:
@@ -128,18 +129,8 @@ async def test_every_stream_ends_with_a_final_event(end: str) -> None:
         assert await reading == ["response.cancelled" if end == "cancelled" else "response.failed"]
 
 
-class Reading(FakeRecords):
-    """Counts what is read."""
-
-    reads = 0
-
-    async def get(self, key: str) -> Record | None:
-        self.reads += 1
-        return await super().get(key)
-
-
 async def test_who_follows_a_response_reads_each_chunk_once_and_nothing_while_none_comes() -> None:
-    stored = stored_responses(records := Reading())
+    stored = stored_responses(records := FakeRecords())
     response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, background=True)
     await stored.save("", response, [])
     log = EventLog(stored, "", response)
@@ -180,7 +171,7 @@ async def test_no_event_is_lost_or_doubled_when_announcements_are(loss: str) -> 
 
 async def test_an_announcement_that_no_frontend_made_does_no_harm() -> None:
     held: list[FakeStream] = []
-    async with storing(held.append, records=(records := Reading())) as s, client_of(s) as client:
+    async with storing(held.append, records=(records := FakeRecords())) as s, client_of(s) as client:
         reading = asyncio.create_task(_types_of_new(client))
         await until(lambda: bool(held))
         (id,) = {key.split(".")[1] for key in records.records}

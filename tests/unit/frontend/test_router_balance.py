@@ -81,6 +81,17 @@ def test_a_pinned_request_goes_to_its_instance(strategy: Strategy) -> None:
         ask(balanced, 9, InstanceId(9))
 
 
+@BOTH
+def test_a_request_of_a_client_that_names_a_busy_instance_is_refused(strategy: Strategy) -> None:
+    balanced = router(strategy, Thresholds(active_prefill_tokens=10))
+    balanced.loads.report(InstanceId(3), LoadReport(queued_prefill_tokens=11), 0.0)
+    assert ask(balanced, 0, InstanceId(3)) == 3, "a session or a sequence has to go there"
+    with pytest.raises(Overloaded, match="instance 3 of model 'm' is busy"):
+        balanced.pick(RouteRequest(model="m", booking_id="1", pinned=InstanceId(3), needs_room=True), FLEET)
+    request = RouteRequest(model="m", booking_id="2", pinned=InstanceId(2), needs_room=True)
+    assert balanced.pick(request, FLEET).instance.id == 2
+
+
 def test_two_draws_choose_the_less_loaded_one_in_a_fleet_of_any_size() -> None:
     fleet = tuple(msgspec.structs.replace(FLEET[0], id=InstanceId(number)) for number in range(1, 101))
     balanced = router(power_of_two)

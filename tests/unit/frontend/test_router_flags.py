@@ -256,6 +256,9 @@ def test_thresholds_keep_modes_that_ignore_loads_from_busy_instances(mode: str) 
     assert {plain.ask(b"")[0] for _ in range(60)} == {"A", "B", "C"}
     assert {careful.ask(b"")[0] for _ in range(60)} == {"A", "C"}
     assert careful.ask(b"", pinned=B.id)[0] == "B"
+    with pytest.raises(Overloaded):
+        careful.ask(b"", pinned=B.id, needs_room=True)
+    assert careful.ask(b"", pinned=A.id, needs_room=True)[0] == "A"
     assert outcome(careful, (B,)) == "refused"
 
 

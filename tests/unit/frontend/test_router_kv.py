@@ -135,7 +135,7 @@ def test_an_instance_that_is_new_is_not_owed_what_others_got_before() -> None:
 
 
 def burst(routers: Sequence[KvRouter]) -> int:
-    """How many instances get a part of 100 prompts that have 128 blocks in common, all sent before anybody tells anything."""
+    """How many instances get a part of 100 prompts that have 128 blocks in common, all sent before any event comes."""
     common = pack_tokens(range(128 * SIZE))
     prompts = [common + pack_tokens([number] * SIZE) for number in range(100)]
     return len({ask(routers[number % len(routers)], str(number), prompt).instance.id for number, prompt in enumerate(prompts)})
@@ -284,6 +284,9 @@ def test_a_pinned_request_goes_to_its_instance() -> None:
     kv.loads.report(C, LoadReport(queued_prefill_tokens=1000), 100.0)
     assert ask(kv, pinned=C).instance.id == C
     assert len(kv.loads) == 1
+    with pytest.raises(Overloaded, match="is busy"):
+        ask(kv, pinned=C, needs_room=True)
+    assert ask(kv, "t", pinned=B, needs_room=True).instance.id == B
     with pytest.raises(NoInstances):
         ask(kv, pinned=InstanceId(99))
 

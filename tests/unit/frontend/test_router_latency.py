@@ -444,6 +444,14 @@ def test_goals_refuse_nothing_that_was_begun_or_that_names_its_instance(exempt: 
     s.send(prompt(1), 2, **exempt)
 
 
+def test_goals_refuse_a_request_of_a_client_whose_instance_misses_them() -> None:
+    s = Situation(KvRouterOptions(ttft_goal_s=1.0))
+    s.report(A, running=1, queued_prefill_tokens=16_000)
+    with pytest.raises(Overloaded):
+        s.send(prompt(1), 1, pinned=A, needs_room=True)
+    s.send(prompt(1), 1, pinned=A)
+
+
 def test_a_frontend_knows_the_traffic_of_the_others_by_the_reports_of_instances() -> None:
     """Of 8,000 tokens per second, it places a quarter itself."""
     traffic = FleetTraffic()
@@ -504,7 +512,7 @@ def test_where_instances_compute_too_many_prompts_short_requests_may_wait_and_lo
     ("goal_s", "overrides", "may_wait"),
     [(0.02, {}, True), (0.001, {}, False), (None, {"itl_goal": 0.02}, False), (None, {"itl_goal": 0.001}, False)],
 )
-def test_nobody_waits_behind_a_request_for_what_no_instance_reaches_or_only_it_demands(
+def test_no_request_waits_behind_a_request_for_what_no_instance_reaches_or_only_it_demands(
     goal_s: float | None, overrides: dict[str, float], may_wait: bool
 ) -> None:
     s = Situation(KvRouterOptions(itl_goal_s=goal_s))

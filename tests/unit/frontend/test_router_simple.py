@@ -28,7 +28,7 @@ def fleet(*ids: int) -> tuple[Instance, ...]:
     return tuple(instance(id_) for id_ in ids)
 
 
-def test_round_robin_gives_everyone_the_same_number_of_turns() -> None:
+def test_round_robin_gives_every_instance_the_same_number_of_turns() -> None:
     router, three = RoundRobin(), fleet(1, 2, 3)
     turns = [router.pick(REQUEST, three).instance.id for _ in range(9)]
     assert Counter(turns) == {1: 3, 2: 3, 3: 3}
@@ -125,7 +125,7 @@ def test_round_robin_keeps_nothing_of_instances_that_are_gone() -> None:
     assert kept_objects(router) == kept_objects(RoundRobin())
 
 
-def test_random_takes_everyone_about_as_often() -> None:
+def test_random_takes_every_instance_about_as_often() -> None:
     router, four = RandomChoice(random.Random(1)), fleet(1, 2, 3, 4)
     turns = Counter(router.pick(REQUEST, four).instance.id for _ in range(4000))
     assert all(900 < count < 1100 for count in turns.values())

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dynamo.common.config import ConfigError
 from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
 from dynamo.common.security.files import Watched
-from dynamo.frontend.security.accounts import KeyAccount, Ticket
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount, Ticket
 from dynamo.frontend.security.keys import ApiKey, Limits, entry_for, make_key, parse_keys, read_keys
 from dynamo.frontend.security.surfaces import SCOPES, Scope, Surface, parse_restrictions
 from tests.support.memory import kept_objects
@@ -67,12 +67,15 @@ def test_a_file_says_everything_about_a_key() -> None:
         scopes=[Scope.INFER, Scope.METRICS],
         models=["llama-*", "adder"],
         limits=Limits(requests_per_s=0.5, concurrent_requests=2, tokens_per_minute=60),
+        max_priority=-3,
+        cache_group="teams",
         expires="2027-01-31",
     )
     [key] = parse_keys(text).keys
     assert key.scopes == {Scope.INFER, Scope.METRICS}
     assert key.models == ("llama-*", "adder")
     assert key.limits == Limits(requests_per_s=0.5, concurrent_requests=2, tokens_per_minute=60)
+    assert (key.max_priority, key.cache_group) == (-3, "teams")
     assert key.expires_at == 1801353600
 
 
@@ -325,10 +328,23 @@ def test_an_account_that_was_withdrawn_or_has_expired_admits_nothing_more() -> N
         old.admit("m", object())
 
 
-def test_new_limits_give_nobody_a_fresh_budget() -> None:
+@pytest.mark.parametrize("ahead_s", [-60, 60])
+def test_a_key_expires_by_the_clock_of_the_frontend_that_is_asked(ahead_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So by as much earlier or later as the clock is off, and no other clock matters."""
+    now = time.time()
+    team = KeyAccount(ApiKey(name="team", salt=b"", digest=b"", expires_at=now + 30))
+    monkeypatch.setattr(time, "time", lambda: now + ahead_s)
+    if ahead_s > 30:
+        with pytest.raises(Unauthenticated, match="'team' has expired"):
+            team.admit("m", object())
+    else:
+        team.admit("m", object())
+
+
+def test_new_limits_give_no_key_a_fresh_budget() -> None:
     clock = Clock()
     team = account(clock, tokens_per_minute=60)
-    team.charge("m", 60)
+    team.take_tokens(60)
     team.renew(ApiKey(name="team", salt=b"", digest=b"", limits=Limits(tokens_per_minute=120)))
     with pytest.raises(RateLimited):
         team.admit("m", object())
@@ -433,7 +449,7 @@ def test_a_restriction_of_an_unknown_surface_names_those_there_are() -> None:
 
 def keys(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command: Sequence[str] = (sys.executable, "-m", "dynamo.frontend.security", *arguments)
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
 
 
 def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
@@ -450,6 +466,10 @@ def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
         "admin",
         "--weight",
         "2.5",
+        "--max-priority",
+        "5",
+        "--cache-group",
+        "teams",
         "--stored-bytes",
         "2GiB",
         stdin="x" * 40 + "\n",
@@ -462,10 +482,11 @@ def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
     assert (found.name, found.models, found.limits.tokens_per_minute) == ("team-a", ("llama-*",), 1000)
     admin = ring.find("x" * 40) or found
     assert (admin.name, admin.weight, found.weight) == ("team-b", 2.5, 1.0)
+    assert (admin.max_priority, found.max_priority) == (5, 0)
     listed = keys("list", str(file))
     assert listed.stdout.splitlines() == [
         "team-a: scopes infer; models llama-*; 1000 tokens/min",
-        "team-b: scopes admin; models *; 2147483648 bytes stored; weight 2.5",
+        "team-b: scopes admin; models *; 2147483648 bytes stored; weight 2.5; priority up to 5; cached prompts of group teams",
     ]
 
 
@@ -484,6 +505,8 @@ def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
         (("add", "none", "--stored-bytes", "much"), "", "--stored-bytes is not a size such as 4194304 or 64MiB, got 'much'"),
         (("add", "none", "--stored-bytes", "0"), "", "--stored-bytes must be above 0, got 0"),
         (("add", "none", "--weight", "0"), "", "--weight must be at least 0.001 and at most 1000, got 0"),
+        (("add", "none", "--max-priority", "2147483648"), "", "--max-priority must be from -2147483647 to 2147483647"),
+        (("add", "none", "--cache-group", "a b"), "", "cache_group"),
         (("remove", "old"), "", "invalid choice"),
     ],
 )
@@ -501,3 +524,34 @@ def test_the_program_refuses_in_one_sentence_and_leaves_the_file(
     assert "hunter2" not in refused.stderr
     assert file.read_text() == before
     assert list(tmp_path.iterdir()) == [file]
+
+
+# Cached prompts
+
+
+def holder(name: str, group: str = "", *, salts: bool = True) -> KeyAccount:
+    return KeyAccount(ApiKey(name=name, salt=b"", digest=b"", cache_group=group), salts=salts)
+
+
+def test_no_key_can_send_a_salt_with_which_it_gets_the_cached_prompts_of_another() -> None:
+    callers: list[Account] = [holder("a"), holder("b"), holder("a", "b"), holder("c", "a"), ANONYMOUS, holder("d", salts=False)]
+    sent = ["", "s", "t", "a", "key", "\n", "a\n", "\ns"]
+    sent += [caller.isolate(salt) for caller in callers for salt in sent]
+    seen: dict[str, tuple[int, str]] = {}
+    for number, caller in enumerate(callers[:-1]):
+        for salt in sent:
+            assert seen.setdefault(caller.isolate(salt), (number, salt)) == (number, salt)
+
+
+def test_keys_of_a_group_share_cached_prompts_and_a_salt_divides_them() -> None:
+    one, two = holder("a", "teams"), holder("b", "teams")
+    assert one.isolate("") == two.isolate("")
+    assert one.isolate("s") == two.isolate("s") != one.isolate("t")
+    before = one.isolate("")
+    one.renew(ApiKey(name="a", salt=b"", digest=b"", cache_group="others"))
+    assert one.isolate("") != before
+
+
+def test_without_salts_for_each_key_clients_have_those_that_they_send() -> None:
+    shared = holder("a", salts=False)
+    assert (shared.isolate(""), shared.isolate("s")) == ("", "s")

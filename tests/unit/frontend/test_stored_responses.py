@@ -9,6 +9,8 @@ import pytest
 from openai import AsyncOpenAI, NotFoundError
 
 from dynamo.common.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
+from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.declaration import TEXT
 from dynamo.frontend.api.openai.responses import background as background_module
 from dynamo.frontend.api.openai.responses.background import BackgroundResponses, Stages
 from dynamo.frontend.api.openai.responses.events import ResponseObject
@@ -20,7 +22,7 @@ from tests.support.fake_records import FakeRecords
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import Speaker
 from tests.support.storing import stored_responses, storing
-from tests.support.waiting import until
+from tests.support.waiting import until, until_free
 
 PATH = "/v1/responses"
 HELLO: dict[str, Any] = {"model": "talker", "input": "Hi"}
@@ -150,12 +152,26 @@ async def test_reading_a_conversation_counts_as_a_request_at_once(monkeypatch: p
 
 
 async def test_a_conversation_that_does_not_fit_into_memory_is_not_parsed() -> None:
-    options = CapacityOptions(max_buffered_bytes=5_000)
+    options = CapacityOptions(max_buffered_bytes=TEXT.copies * 3_500)
     async with storing(Speaker(), capacity=options) as s:
         first = await s.create(input="x" * 3_000)
         refused = await s.edge.post(PATH, HELLO | {"input": "y" * 3_000, "previous_response_id": first["id"]})
         await s.create(input="y" * 3_000)
     assert refused.status_code == 503
+
+
+async def test_what_is_stored_counts_as_held_before_it_is_read() -> None:
+    async with storing(Speaker(), capacity=CapacityOptions(max_buffered_bytes=20_000)) as s:
+        made = await s.create(input="x" * 2_000)
+        conversation = (await s.edge.post("/v1/conversations", {"items": [{"role": "user", "content": "x" * 2_000}]})).json()
+        paths = [f"{PATH}/{made['id']}", f"{PATH}/{made['id']}/input_items", f"/v1/conversations/{conversation['id']}"]
+        with s.edge.capacity.holding() as others:
+            others.hold(19_000)
+            for path in (*paths, f"/v1/conversations/{conversation['id']}/items"):
+                assert (await s.edge.http.get(path)).status_code == 503
+                await until(lambda: s.edge.capacity.buffered_bytes == 19_000)
+        assert [(await s.edge.http.get(path)).status_code for path in paths] == [200] * 3
+        await until_free(s.edge.capacity)
 
 
 # In the background
@@ -245,6 +261,28 @@ async def test_a_failure_is_stored_and_so_is_the_death_of_the_frontend() -> None
         assert (gone["status"], gone["error"]["message"]) == ("failed", "the frontend that generated the response has ended")
 
 
+@pytest.mark.parametrize("ahead_s", [-3600, -60, 60, 3600])
+async def test_clocks_that_differ_show_no_healthy_response_as_failed_and_no_dead_one_as_healthy(ahead_s: int) -> None:
+    """Of three hosts: the store's, the one that writes, and one that reads and is so many seconds ahead of it."""
+    now = [5000.0]
+    records = FakeRecords(lambda: now[0])
+    writer = stored_responses(records, clock=lambda: 4000.0)
+    reader = stored_responses(records, clock=lambda: 4000.0 + ahead_s)
+    response = ResponseObject(
+        id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, background=True, status="in_progress"
+    )
+    revision = await writer.save("", response, [], last=0)
+    now[0] += LOST_S - 1
+    assert (await reader.read("", response.id))["status"] == "in_progress"
+    revision = await writer.save("", response, None, last=revision)
+    now[0] += LOST_S - 1
+    assert (await reader.read("", response.id))["status"] == "in_progress"
+    now[0] += 2
+    assert (await reader.read("", response.id))["status"] == "failed"
+    assert (await reader.cancel("", response.id))["status"] == "cancelled"  # it may only be slow
+    assert await writer.running_revision("", response.id) is None
+
+
 async def test_a_write_whose_confirmation_was_lost_does_not_end_the_response() -> None:
     """Its revision is then another one than the writer knows."""
     records = FakeRecords()
@@ -260,7 +298,7 @@ async def test_a_write_whose_confirmation_was_lost_does_not_end_the_response() -
         await release.wait()
         return ResponseObject(id=response.id, created_at=1, model="m", reasoning={}, text={}, status="completed")
 
-    await background.start("a", response, [], generate)
+    await background.start("a", response, [], generate, Capacity().enter())
     await stored.save("a", response, None)  # as a write of which only the confirmation was lost
     release.set()
     await background.drain(5)
@@ -281,7 +319,7 @@ class SlowRecords(FakeRecords):
 
 async def test_responses_that_begin_at_once_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_module, "MAX_RUNNING", 2)
-    records = SlowRecords()
+    records, capacity = SlowRecords(), Capacity()
     background = BackgroundResponses(stored_responses(records))
     responses = [
         ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="queued") for _ in range(3)
@@ -291,12 +329,26 @@ async def test_responses_that_begin_at_once_are_bounded_too(monkeypatch: pytest.
         await stages.admitted()
         return responses[0]
 
-    starts = [asyncio.create_task(background.start("a", response, [], generate)) for response in responses]
+    starts = [asyncio.create_task(background.start("a", each, [], generate, capacity.enter())) for each in responses]
     await until(starts[2].done)
+    assert capacity.requests == 2
     records.open.set()
     results = await asyncio.gather(*starts, return_exceptions=True)
     await background.drain(5)
     assert [isinstance(result, Overloaded) for result in results] == [False, False, True]
+    await until_free(capacity)
+
+
+async def test_what_goes_on_in_the_background_counts_against_the_capacity_until_it_has_ended() -> None:
+    held: list[FakeStream] = []
+    async with storing(held.append, capacity=CapacityOptions(max_concurrent_requests=2)) as s:
+        begun = await s.create(background=True)
+        await until(lambda: s.edge.capacity.requests == 1)
+        assert s.edge.capacity.buffered_bytes >= len(str(HELLO))
+        assert (await s.edge.post(PATH, HELLO | {"background": True})).status_code == 503, "itself, and what goes on"
+        Speaker()(held[0])
+        await until_free(s.edge.capacity)
+        await s.reached(begun["id"], "completed")
 
 
 async def test_a_response_that_runs_cannot_be_continued() -> None:

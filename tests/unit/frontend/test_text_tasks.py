@@ -11,10 +11,11 @@ import pytest
 
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensors import decode_bytes
-from dynamo.frontend.config import TextLimits, TextOptions
+from dynamo.frontend.config import CapacityOptions, HttpOptions, TextLimits, TextOptions
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.support.fakes import FakeStream, tensor_card
 from tests.support.http_edge import chat_card, open_http_edge
+from tests.support.waiting import until_free
 
 TEXT = TensorSpec(name="text", datatype="BYTES", shape=(-1,))
 PAIR = TensorSpec(name="text_pair", datatype="BYTES", shape=(-1,))
@@ -65,6 +66,33 @@ async def test_documents_are_sorted_by_a_cross_encoder(path: str) -> None:
     assert ranked["results"][0]["document"] == {"text": "abc"}
     assert ranked["usage"] == {"prompt_tokens": 18, "total_tokens": 18}
     assert short["results"] == [{"index": 1, "relevance_score": 3}]
+
+
+async def test_a_query_is_held_once_for_each_document_before_it_is_repeated() -> None:
+    held: list[int] = []
+
+    def respond(stream: FakeStream) -> None:
+        held.append(edge.capacity.buffered_bytes)
+        numbers(common)(stream)
+
+    body = {"model": "judge", "query": "ab" * 10_000, "documents": ["abc", "xyz"] * 250}
+    async with open_http_edge(JUDGE, respond=respond) as edge:
+        ranked = (await edge.post("/v1/rerank", body)).json()
+    assert {result["relevance_score"] for result in ranked["results"]} == {2, 0}
+    assert held[0] > 500 * 20_000
+
+
+async def test_a_query_that_is_too_large_with_all_documents_is_never_repeated() -> None:
+    body = {"model": "judge", "query": "a" * 20_000, "documents": ["b"] * 500}
+    for http, capacity, status, words in (
+        (HttpOptions(max_body_bytes=5_000_000), CapacityOptions(), 413, "at most 5000000 are allowed"),
+        (HttpOptions(), CapacityOptions(max_buffered_bytes=5_000_000), 503, "near its limit"),
+    ):
+        async with open_http_edge(JUDGE, http=http, capacity=capacity) as edge:
+            response = await edge.post("/v1/rerank", body)
+            assert (response.status_code, words in response.text) == (status, True), response.text
+            assert not edge.client.streams
+            await until_free(edge.capacity)
 
 
 async def test_an_embedding_model_compares_by_the_cosine() -> None:

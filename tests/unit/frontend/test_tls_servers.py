@@ -1,4 +1,4 @@
-"""TLS and mutual TLS on both ports, and certificates that change while the servers run."""
+"""TLS and mutual TLS on both ports, and certificates that change while the servers run. grpcio's: `test_grpc_contract.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,21 +16,18 @@ import httpx2
 import pytest
 import trustme
 
+from dynamo.common.accepting import OTHER_FILES, Descriptors
 from dynamo.common.asgi import Receive, Scope, Send
 from dynamo.common.config import ConfigError, load
 from dynamo.common.security.tls import TlsFiles, client_context, read_contents
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.server import serve_http
-from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
 from dynamo.frontend.api.rpc.server import serve_grpc
-from dynamo.frontend.config import FrontendConfig, GrpcOptions, GrpcServerChoice, HttpOptions
+from dynamo.frontend.config import FrontendConfig, GrpcOptions, HttpOptions
 from tests.support.certificates import Pair, issue, write_ca
+from tests.support.grpc_operations import ECHO
 
-PROTOCOLS = pytest.mark.parametrize("protocol", ["http", "http2", "grpcio"])
-
-
-async def echo(request: bytes | PendingMessage, context: object) -> bytes:
-    return await read_message(request)
+PROTOCOLS = pytest.mark.parametrize("protocol", ["http", "grpc"])
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,17 +69,22 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @asynccontextmanager
-async def serving(protocol: str, server: Pair, client_ca: Path | None = None, ciphers: str | None = None) -> AsyncIterator[int]:
+async def serving(
+    protocol: str,
+    server: Pair,
+    client_ca: Path | None = None,
+    ciphers: str | None = None,
+    descriptors: Descriptors | None = None,
+) -> AsyncIterator[int]:
     """The port of a server that speaks TLS."""
     files = {"tls_cert_file": str(server.cert), "tls_key_file": str(server.key)}
     files |= {"tls_client_ca_file": str(client_ca)} if client_ca else {}
     files |= {"tls_ciphers": ciphers} if ciphers else {}
     if protocol == "http":
-        async with serve_http(HttpOptions(port=0, **files), hello) as http:
+        async with serve_http(HttpOptions(port=0, **files), hello, descriptors=descriptors) as http:
             yield http.port
     else:
-        services = {"test.Echo": {"Say": grpc.unary_unary_rpc_method_handler(echo)}}
-        async with serve_grpc(GrpcOptions(port=0, server=GrpcServerChoice(protocol), **files), services) as running:
+        async with serve_grpc(GrpcOptions(port=0, **files), ECHO, descriptors=descriptors) as running:
             yield running.port
 
 
@@ -91,13 +93,13 @@ async def ask(protocol: str, port: int, authority: Authority, client: Pair | Non
     if protocol == "http":
         async with httpx2.AsyncClient(verify=authority.context(client)) as session:
             try:
-                return (await session.get(f"https://127.0.0.1:{port}/", timeout=5)).text == "hello"
+                return (await session.get(f"https://127.0.0.1:{port}/", timeout=120)).text == "hello"
             except httpx2.TransportError:
                 return False
     options = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", authority.credentials(client), options) as channel:
         try:
-            response: bytes = await channel.unary_unary("/test.Echo/Say")(b"hi", timeout=5)  # type: ignore[assignment]
+            response: bytes = await channel.unary_unary("/test.Echo/Say")(b"hi", timeout=120)  # type: ignore[assignment]
             return response == b"hi"
         except grpc.aio.AioRpcError:
             return False
@@ -108,7 +110,7 @@ def shown_certificate(port: int) -> bytes:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2", "http/1.1"])
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as plain, context.wrap_socket(plain) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as plain, context.wrap_socket(plain) as connection:
         found = connection.getpeercert(binary_form=True)
         assert found is not None
         return found
@@ -121,7 +123,7 @@ def der(pair: Pair) -> bytes:
 
 async def shows(port: int, certificate: bytes) -> None:
     """Returns when new connections see this certificate."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while await asyncio.to_thread(shown_certificate, port) != certificate:
             await asyncio.sleep(0.1)
 
@@ -132,20 +134,75 @@ async def test_clients_that_trust_the_certificate_are_served_and_plain_ones_are_
         assert await ask(protocol, port, authority)
         with pytest.raises(httpx2.TransportError):
             async with httpx2.AsyncClient() as plain:
-                await plain.get(f"http://127.0.0.1:{port}/", timeout=5)
+                await plain.get(f"http://127.0.0.1:{port}/", timeout=120)
+
+
+@asynccontextmanager
+async def silent(port: int, count: int) -> AsyncIterator[None]:
+    """Have so many connections of clients that say nothing."""
+    async with AsyncExitStack() as stack:
+        for _ in range(count):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+        yield
+
+
+async def is_served_again(protocol: str, port: int, authority: Authority) -> None:
+    async with asyncio.timeout(120):
+        while not await ask(protocol, port, authority):
+            await asyncio.sleep(0.01)
+
+
+@PROTOCOLS
+async def test_a_connection_uses_a_descriptor_from_before_its_handshake_until_that_fails(
+    protocol: str, authority: Authority
+) -> None:
+    async with serving(protocol, authority.server, descriptors=Descriptors(OTHER_FILES + 20)) as port:
+        for _ in range(2):
+            async with silent(port, 20):
+                assert not await ask(protocol, port, authority)
+            await is_served_again(protocol, port, authority)
+        for _ in range(30):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"this is no handshake\r\n\r\n")
+            writer.close()
+        await is_served_again(protocol, port, authority)
+
+
+@pytest.mark.parametrize(("protocol", "other"), [("http", "grpc"), ("grpc", "http")])
+async def test_all_ports_of_a_process_have_their_descriptors_in_common(protocol: str, other: str, authority: Authority) -> None:
+    descriptors = Descriptors(OTHER_FILES + 20)
+    async with (
+        serving(protocol, authority.server, descriptors=descriptors) as port,
+        serving(other, authority.server, descriptors=descriptors) as full,
+    ):
+        async with silent(full, 20):
+            assert not await ask(other, full, authority)
+            assert not await ask(protocol, port, authority)
+        await is_served_again(protocol, port, authority)
+
+
+async def test_a_server_that_stops_ends_the_handshakes_that_have_begun(authority: Authority) -> None:
+    async with serving("http", authority.server) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await ask("http", port, authority)  # so the connection before was accepted
+    async with asyncio.timeout(120):
+        assert await reader.read() == b""
+    writer.close()
 
 
 @PROTOCOLS
 async def test_old_versions_of_tls_are_refused(protocol: str, authority: Authority) -> None:
     async with serving(protocol, authority.server) as port:
         context = authority.context()
-        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.warns(DeprecationWarning, match=r"TLSv1_1 is deprecated"):
+            context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
         context.set_ciphers("ALL:@SECLEVEL=0")
         with pytest.raises((ssl.SSLError, ConnectionError)):
             await asyncio.open_connection("127.0.0.1", port, ssl=context)
 
 
-@pytest.mark.parametrize("protocol", ["http", "http2"])
+@PROTOCOLS
 async def test_only_the_permitted_cipher_suites_are_spoken(protocol: str, authority: Authority) -> None:
     async with serving(protocol, authority.server, ciphers="ECDHE+AESGCM") as port:
         context = authority.context()
@@ -161,7 +218,7 @@ async def test_only_the_permitted_cipher_suites_are_spoken(protocol: str, author
         writer.close()
 
 
-@pytest.mark.parametrize("protocol", ["http", "http2"])
+@PROTOCOLS
 async def test_cipher_suites_that_do_not_exist_stop_the_start(protocol: str, authority: Authority) -> None:
     with pytest.raises(ConfigError, match="the cipher suites 'NOTHING' name none that OpenSSL has"):
         async with serving(protocol, authority.server, ciphers="NOTHING"):
@@ -200,7 +257,7 @@ async def test_a_new_client_ca_is_used_without_a_restart(protocol: str, authorit
     async with serving(protocol, authority.server, trusted) as port:
         assert not await ask(protocol, port, authority, newcomer)
         write_ca(other, trusted)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not await ask(protocol, port, authority, newcomer):
                 await asyncio.sleep(0.1)
         assert not await ask(protocol, port, authority, authority.client)
@@ -212,7 +269,7 @@ async def test_half_of_a_new_pair_changes_nothing(protocol: str, authority: Auth
         before = der(authority.server)
         issued = authority.ca.issue_cert("127.0.0.1")
         authority.server.cert.write_bytes(issued.cert_chain_pems[0].bytes())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while "the old one stays" not in caplog.text:
                 assert await asyncio.to_thread(shown_certificate, port) == before
                 await asyncio.sleep(0.1)
@@ -250,7 +307,7 @@ async def test_files_that_cannot_be_used_stop_the_start_with_a_sentence(
     spoil(authority)
     cert, key, ca = authority.server.cert, authority.server.key, authority.ca_file
     expected = sentence.format(cert=cert, key=key, ca=ca)
-    for protocol in ("http", "http2", "grpcio"):
+    for protocol in ("http", "grpc"):
         with pytest.raises(ConfigError) as error:
             async with serving(protocol, authority.server, ca):
                 raise AssertionError("it serves")
@@ -338,7 +395,7 @@ async def test_a_client_shows_its_newest_certificate_when_it_reconnects(authorit
 
         assert not await greeted()
         authority.client.write(other.issue_cert("client@example"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while not await greeted():
                 await asyncio.sleep(0.1)
 

@@ -142,7 +142,7 @@ async def test_keys_get_turns_by_weight_also_where_one_waits_at_several_frontend
 
 
 @in_virtual_time
-async def test_room_that_nobody_else_can_use_is_not_left_unused() -> None:
+async def test_room_that_no_other_key_can_use_is_not_left_unused() -> None:
     async with fleet(service_s=0.05) as f:
         f.router.unplaceable = "light"
         f.send(1, key("light"), 1)
@@ -152,7 +152,7 @@ async def test_room_that_nobody_else_can_use_is_not_left_unused() -> None:
 
 
 @in_virtual_time
-async def test_a_process_that_dies_while_its_requests_wait_holds_nobody_back() -> None:
+async def test_a_process_that_dies_while_its_requests_wait_holds_no_other_back() -> None:
     async with fleet(service_s=0.05) as f:
         f.keep_sending(0, key("heavy"), 2)
         line = [["adder", None, [["light", 0.0, 0.0]]]]
@@ -174,7 +174,7 @@ async def test_a_more_important_request_at_another_frontend_goes_first() -> None
 
 
 @in_virtual_time
-async def test_nothing_is_published_while_nobody_waits() -> None:
+async def test_nothing_is_published_while_no_request_waits() -> None:
     async with fleet() as f:
         published: list[bytes] = []
         f.bus.is_lost = lambda subject, payload: published.append(payload) is not None

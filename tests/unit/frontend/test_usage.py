@@ -86,6 +86,20 @@ async def test_what_is_saved_twice_counts_once_and_days_that_are_over_leave_memo
 
 
 @in_virtual_time
+async def test_a_clock_that_steps_back_over_midnight_loses_nothing() -> None:
+    records, clock = FakeRecords(), Clock()
+    ledger = Ledger(clock)
+    store = store_of(records, ledger, "a")
+    for step_s in (DAY_S, -DAY_S, DAY_S, -DAY_S):
+        ledger.add("team", "llama", Usage(requests=1))
+        await store.save()
+        ledger.add("team", "llama", Usage(requests=10))
+        clock.now += step_s
+        await store.save()  # forgets the day that seems to be over
+    assert await rows_of(store) == [("2026-11-22", "team", "llama", 22, 0), ("2026-11-23", "team", "llama", 22, 0)]
+
+
+@in_virtual_time
 async def test_nothing_is_lost_while_jetstream_is_away_or_at_an_orderly_end(caplog: pytest.LogCaptureFixture) -> None:
     records, clock = FakeRecords(), Clock()
     ledger = Ledger(clock)
@@ -166,6 +180,7 @@ async def test_usage_is_read_by_days_key_and_model() -> None:
     for query, words in (
         ("from=yesterday", "'from' must be a date such as 2026-11-22, got 'yesterday'"),
         ("from=2026-11-02&to=2026-11-01", "'from' must be at most 365 days before 'to'"),
+        ("from=2026-11-01&" + "x=1&" * 100, "a query may have at most 100 parameters"),
         ("from=2020-01-01", "'from' must be at most 365 days before 'to'"),
     ):
         status, body = await respond(operation, query)

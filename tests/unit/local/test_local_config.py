@@ -13,8 +13,17 @@ from dynamo.common.lifecycle import open_listener
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.local.app import PROMPT, first_request_command
-from dynamo.local.config import FirstRequest, LocalConfig
-from dynamo.local.deployment import Backend, Deployment, child_environment, choose_port, claimed, frontend_command, worker_command
+from dynamo.local.config import PASSES_ON, FirstRequest, LocalConfig
+from dynamo.local.deployment import (
+    Backend,
+    Deployment,
+    check_flags,
+    child_environment,
+    choose_port,
+    claimed,
+    frontend_command,
+    worker_command,
+)
 from dynamo.local.logins import make_login
 from dynamo.local.view import ServedModel, ready_workers, served_models
 from dynamo.worker.config import TextOptions, WorkerConfig
@@ -23,7 +32,7 @@ ETCD, NATS = Backend(("http://127.0.0.1:1",)), Backend(("nats://127.0.0.1:2",))
 
 
 def read(*argv: str) -> LocalConfig:
-    return load(LocalConfig, argv, {}, program="dynamo-local")
+    return load(LocalConfig, argv, {}, program="dynamo-local", passes_on=PASSES_ON)
 
 
 def instance(number: int, model: str) -> Instance:
@@ -57,13 +66,52 @@ def test_names_parsers_and_template_are_passed_on_to_workers() -> None:
 
 def test_workers_share_the_processors_unless_told_otherwise() -> None:
     assert "--threads" in worker_command(read(), ETCD, NATS)
-    assert worker_command(read("--worker-flag=--threads=3"), ETCD, NATS).count("--threads") == 0
+    for given in (["--worker-flag=--threads=3"], ["--threads", "3"]):
+        assert worker_command(read(*given), ETCD, NATS).count("--threads") == 0
 
 
 def test_the_frontend_serves_grpc_on_the_chosen_ports() -> None:
     command = frontend_command(read("--frontend-flag=--router-mode=random"), ETCD, NATS, 1, 2)
     assert "--grpc" in command and command[command.index("--grpc-port") + 1] == "2"
     assert command[-1] == "--router-mode=random"
+
+
+def test_each_program_gets_the_flags_that_only_it_has() -> None:
+    config = read(
+        "--router-mode", "kv", "--http-host=0.0.0.0", "--threads", "3", "--worker-flag=--drain-timeout=5", "--no-prometheus"
+    )
+    assert frontend_command(config, ETCD, NATS, 1, 2)[-3:] == ["--router-mode=kv", "--http-host=0.0.0.0", "--no-prometheus"]
+    assert worker_command(config, ETCD, NATS)[-2:] == ["--threads=3", "--drain-timeout=5"]
+    check_flags(config, {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--router-mode", "best"], "--router-mode: 'best' is not one of"),
+        (["--frontend-flag=--router-mode=best"], "--router-mode: 'best' is not one of"),
+        (["--threads", "0"], "--threads: 0 is below 1"),
+        (["--worker-flag=--thread=1"], "unknown flag --thread; did you mean --threads?"),
+        (["--prometheus-port", "1", "--no-prometheus"], "--prometheus-port and --no-prometheus exclude each other"),
+        (
+            ["--drain-timeout", "5"],
+            "--drain-timeout is a flag of several programs; use --frontend-flag=--drain-timeout=… or --worker-flag=--",
+        ),
+        (["--etcd-password-file", "f"], "--etcd-password-file is a flag of several programs"),
+        (["--frontend-flag=--etcd-user=u"], "--etcd-user needs --etcd-password-file as well"),
+    ],
+)
+def test_wrong_flags_of_the_programs_are_refused_before_they_start(flags: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_flags(read(*flags), {})
+    assert str(caught.value).startswith(sentence)
+
+
+def test_logins_in_the_environment_concern_only_servers_that_run_already() -> None:
+    environ = {"DYN_ETCD_PASSWORD": "p"}
+    check_flags(read(), environ)
+    with pytest.raises(ConfigError, match="--etcd-password-file needs --etcd-user as well"):
+        check_flags(read(f"--etcd-endpoints={ETCD.urls[0]}"), environ)
 
 
 def test_passwords_are_in_files_and_never_in_arguments(tmp_path: Path) -> None:
@@ -80,7 +128,7 @@ def test_passwords_are_in_files_and_never_in_arguments(tmp_path: Path) -> None:
     assert make_login("root", etcd.login.file).password != etcd.login.password, "each start has its own"
 
 
-def test_children_inherit_logins_of_other_programs_servers_only(tmp_path: Path) -> None:
+def test_children_inherit_logins_of_other_programs_servers_only() -> None:
     environ = {
         "DYN_NATS_TOKEN": "t",
         "NATS_AUTH_USERNAME": "u",
@@ -88,9 +136,9 @@ def test_children_inherit_logins_of_other_programs_servers_only(tmp_path: Path) 
         "ETCD_AUTH_USERNAME": "u",
         "HOME": "/",
     }
-    nats = Backend(NATS.urls, make_login("dynamo", tmp_path / "nats"))
-    assert child_environment(environ, ETCD, NATS) == environ
-    assert child_environment(environ, ETCD, nats).keys() == {"DYN_ETCD_TLS_CA_FILE", "ETCD_AUTH_USERNAME", "HOME"}
+    etcd, nats = f"--etcd-endpoints={ETCD.urls[0]}", f"--nats-servers={NATS.urls[0]}"
+    assert child_environment(environ, read(etcd, nats)) == environ
+    assert child_environment(environ, read(etcd)).keys() == {"DYN_ETCD_TLS_CA_FILE", "ETCD_AUTH_USERNAME", "HOME"}
 
 
 def test_a_question_names_its_model(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_queue_in_the_order_of_caches_finds_more_and_serves_sooner() -> None:
     by_arrival, by_prefix = waited(QueuePolicy.FCFS), waited(QueuePolicy.PREFIX)
     assert len(by_arrival.ttft_s) == len(by_prefix.ttft_s) == 200
     assert by_prefix.hit_blocks > 1.5 * by_arrival.hit_blocks
-    assert max(by_prefix.ttft_s) < max(by_arrival.ttft_s), "nobody waits longer for it"
+    assert max(by_prefix.ttft_s) < max(by_arrival.ttft_s), "no request waits longer for it"
     assert waited(QueuePolicy.PREFIX, size=20).rejected > 0
 
 

@@ -35,7 +35,7 @@ def python(code: str, *arguments: str) -> list[str]:
 
 async def up(log: Path) -> None:
     """Returns when the process has written its first line, from which on it handles signals as it means to."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not (log.exists() and "up" in log.read_text()):
             await asyncio.sleep(0.01)
 
@@ -90,7 +90,7 @@ async def test_a_process_that_dies_is_restarted_and_the_others_are_not(tmp_path:
         if line == "worker 1 was restarted":
             restarted.set()
 
-    async with asyncio.timeout(20), open_supervisor(report, stop_timeout_s=20) as supervisor:
+    async with asyncio.timeout(120), open_supervisor(report, stop_timeout_s=20) as supervisor:
         supervisor.start({"worker 1": python(STUBBORN), "worker 2": python(STUBBORN)}, tmp_path)
         await up(tmp_path / "worker-1.log")
         await up(tmp_path / "worker-2.log")
@@ -98,7 +98,7 @@ async def test_a_process_that_dies_is_restarted_and_the_others_are_not(tmp_path:
         first = int((tmp_path / "worker-1.log").read_text().split()[1])
         os.kill(first, signal.SIGKILL)
         await supervisor.unless_died(restarted.wait())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while (tmp_path / "worker-1.log").read_text().count("up") < 2:
                 await asyncio.sleep(0.01)
         assert (tmp_path / "worker-2.log").read_text().count("up") == 1
@@ -110,7 +110,7 @@ async def test_a_process_that_keeps_ending_ends_the_deployment_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Restarts, "FIRST_PAUSE_S", 0.001)
-    async with asyncio.timeout(20), open_supervisor(lambda line: None, stop_timeout_s=20) as supervisor:
+    async with asyncio.timeout(120), open_supervisor(lambda line: None, stop_timeout_s=20) as supervisor:
         supervisor.keep_running()
         supervisor.start({"worker 1": python("import sys; sys.exit('out of memory')")}, tmp_path)
         with pytest.raises(
@@ -121,7 +121,7 @@ async def test_a_process_that_keeps_ending_ends_the_deployment_with_its_log(
 
 
 async def test_a_process_whose_configuration_is_wrong_is_not_restarted(tmp_path: Path) -> None:
-    async with asyncio.timeout(20), open_supervisor(lambda line: None, stop_timeout_s=20) as supervisor:
+    async with asyncio.timeout(120), open_supervisor(lambda line: None, stop_timeout_s=20) as supervisor:
         supervisor.keep_running()
         supervisor.start({"frontend": python("import sys; print('no such key file'); sys.exit(2)")}, tmp_path)
         with pytest.raises(ChildDied, match=r"^frontend ended with status 2; .*\nno such key file$"):
@@ -133,7 +133,7 @@ async def test_a_server_that_dies_is_restarted_on_its_port_and_data(tmp_path: Pa
     restarted = asyncio.Event()
     server = EtcdServer(tmp_path, fsync=False)
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         open_supervisor(lambda line: restarted.set() if "was restarted" in line else None, stop_timeout_s=20) as supervisor,
     ):
         await supervisor.start_server("etcd", server)
@@ -164,7 +164,7 @@ async def test_a_process_that_will_not_stop_is_killed_after_the_timeout(tmp_path
 
 
 async def test_forced_to_end_nothing_is_waited_for(tmp_path: Path) -> None:
-    async with asyncio.timeout(20), open_supervisor(lambda line: None, stop_timeout_s=600) as supervisor:
+    async with asyncio.timeout(120), open_supervisor(lambda line: None, stop_timeout_s=600) as supervisor:
         supervisor.start({"worker": python(STUBBORN)}, tmp_path)
         await up(tmp_path / "worker.log")
         supervisor.kill()

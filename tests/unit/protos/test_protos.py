@@ -20,7 +20,7 @@ def ours() -> descriptors.Schema:
 def theirs() -> descriptors.Schema:
     """tritonclient's."""
     script = Path(descriptors.__file__)
-    printed = subprocess.run([sys.executable, script], check=True, capture_output=True, timeout=60).stdout
+    printed = subprocess.run([sys.executable, script], check=True, capture_output=True, timeout=120).stdout
     return json.loads(printed)
 
 

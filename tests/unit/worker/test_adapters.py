@@ -195,7 +195,7 @@ async def test_what_etcd_loses_is_put_back_and_stays_loaded(tmp_path: Path) -> N
         assert worker.llm.adapters == ("sql",)
 
 
-async def test_a_record_that_cannot_be_read_concerns_nobody(tmp_path: Path) -> None:
+async def test_a_record_that_cannot_be_read_concerns_no_other(tmp_path: Path) -> None:
     async with following(tmp_path) as worker:
         await worker.etcd.put(adapter_key("dynamo", "odd"), b"{")
         await worker.etcd.put(adapter_key("dynamo", "other"), encode_adapter(DesiredAdapter(name="x", model="base", path="/")))

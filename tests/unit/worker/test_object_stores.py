@@ -120,7 +120,7 @@ async def test_polling_follows_what_is_put_into_the_store_changed_and_removed(tm
 
         control = RepositoryControl(engine, Service([]), register)
         kept = engine.models.find("kept")
-        async with asyncio.timeout(30), running(control.watch(0.01), "repository"):
+        async with asyncio.timeout(120), running(control.watch(0.01), "repository"):
             bucket.put_model("new", factor=4)
             bucket.remove("gone")
             await until_loaded({"kept", "new"})

@@ -6,13 +6,10 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import openvino
 import pytest
 
 from tests.support.repositories import infer, opened
-
-openvino = pytest.importorskip("openvino", reason="needs OpenVINO: make test-backends")
-if not hasattr(openvino, "opset13"):
-    pytest.skip("needs OpenVINO: make test-backends", allow_module_level=True)
 
 
 def save(repository: Path, shape: list[int], config: str = "") -> None:

@@ -37,6 +37,7 @@ class Bus:
 
     is_connected = True
     max_payload = 1 << 20
+    reconnected_at = float("-inf")
 
     def __init__(self) -> None:
         self.reports: list[tuple[float, LoadReport]] = []

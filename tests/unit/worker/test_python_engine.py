@@ -238,6 +238,28 @@ class Raises(Base):
         raise self.error
 
 
+class Unequal(Base):
+    inputs = {"x": Tensor("BYTES", [-1])}  # noqa: RUF012
+    outputs = {"y": Tensor("INT64", [1])}  # noqa: RUF012
+    inline = True
+
+    def infer(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.array([len(set(x.tolist()))])
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+async def test_long_bytes_are_read_beside_other_requests(decoupled: bool) -> None:
+    model = Unequal()
+    model.decoupled = decoupled
+    turns, strings = 0, [b""] * 499_999 + [b"a"]
+    task = asyncio.create_task(infer_all(model, request({"x": np.array(strings, object)})))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert task.result()[0]["y"].tolist() == [2]
+    assert turns > 10
+
+
 async def test_an_invalid_request_passes_through_as_the_callers_mistake() -> None:
     with pytest.raises(InvalidRequest, match="too small"):
         await infer_all(Raises(InvalidRequest("x is too small")), request({"x": X}))
@@ -300,7 +322,7 @@ async def test_a_request_can_be_abandoned_though_its_generator_is_stuck_in_a_ste
     waiting = asyncio.create_task(infer_all(None, request({"x": X}), engine=engine))
     await asyncio.to_thread(stuck.wait)
     waiting.cancel()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled()
     released.set()

@@ -137,7 +137,7 @@ class Registrations(RuleBasedStateMachine):
             return
         self.all_is_calm()
         self.leaving.set()
-        self.run(asyncio.wait_for(self.main, 10.0))
+        self.run(asyncio.wait_for(self.main, 120))
         assert not self.etcd.keys
         assert not self.etcd.leases
         self.stack.close()

@@ -70,7 +70,7 @@ def make_request(tokens: list[int] | None = None, max_tokens: int | None = 4, **
 
 
 async def generate(engine: RemoteEngine, request: GenerateRequest | None = None) -> list[Delta | Summary]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         return [item async for item in engine.generate(request or make_request(), Context("r1"))]
 
 
@@ -158,7 +158,7 @@ async def test_a_worker_waits_for_its_server(server: VllmServer, caplog: pytest.
     starting = asyncio.create_task(engine.start())
     await until(lambda: "waiting for the engine server" in caplog.text)
     server.is_ready = True
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         assert (await starting).name == "served"
 
 
@@ -272,7 +272,7 @@ async def test_adapters_are_loaded_and_unloaded_at_sglang(tmp_path: Path) -> Non
         await generate(engine, make_request(adapter="sql"))
         await engine.unload_adapter("sql")
         assert server.adapters == {}
-        await engine.unload_adapter("sql")  # somebody else may have done it
+        await engine.unload_adapter("sql")  # another client may have done it
         with pytest.raises(InvalidRequest, match="not loaded"):
             await generate(engine, make_request(adapter="sql"))
 
@@ -473,7 +473,7 @@ async def test_adapters_are_loaded_and_unloaded_at_the_server(server: VllmServer
         await engine.load_adapter("new", "/adapters/missing")
     await engine.unload_adapter("sql")
     assert server.adapters == {}
-    await engine.unload_adapter("sql")  # somebody else may have done it
+    await engine.unload_adapter("sql")  # another client may have done it
 
 
 async def test_an_adapter_that_the_server_has_lost_is_loaded_again(server: VllmServer, engine: RemoteEngine) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+import boto3
+import moto.server as moto_server
 import pytest
 
 from dynamo.common.errors import InvalidRequest, Unavailable
@@ -16,10 +18,6 @@ from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.models import RepositorySettings
 from dynamo.worker.repository.object_store import open_store
 from tests.support.repositories import DOUBLE, X_TO_Y, infer, x
-
-pytest.importorskip("s3fs", reason="needs s3fs: make test-backends")
-moto_server = pytest.importorskip("moto.server", reason="needs moto: make test-backends")
-boto3 = pytest.importorskip("boto3", reason="needs boto3: make test-backends")
 
 CONFIG = f'backend: "python"\n{X_TO_Y}'.encode()
 

@@ -69,7 +69,7 @@ def test_words_of_the_models_own_are_found_whole() -> None:
     ]
 
 
-def test_prompts_begin_with_bos_if_the_model_has_one_and_nobody_minds() -> None:
+def test_prompts_begin_with_bos_if_the_model_has_one_and_it_is_not_refused() -> None:
     model = SentencePieceModel.read(trained(**MODELS["llama"]))
     with_bos, without = (Tokenizer.from_buffer(model.tokenizer_json(add_bos=add)) for add in (True, False))
     assert with_bos.encode("a b").tokens[0] == "<s>"

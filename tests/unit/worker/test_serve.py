@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
+import numpy as np
 import pytest
 
 from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.generation import (
     Delta,
     GenerateRequest,
+    Sampling,
     Stop,
     Summary,
     delta_decoder,
@@ -19,6 +21,7 @@ from dynamo.common.generation import (
 )
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors import encode_bytes
 from dynamo.protos.inference_pb2 import (
     InferTensorContents,
     ModelInferRequest,
@@ -30,6 +33,7 @@ from dynamo.worker.engine.base import Context, EngineLoad, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens
 from dynamo.worker.serve import ServedModel, Service
 from tests.support.incoming import FakeIncoming
+from tests.support.shapes import EXPENSIVE
 
 FP32 = TensorSpec(name="X", datatype="FP32", shape=(-1, 2))
 BYTES = TensorSpec(name="S", datatype="BYTES", shape=(-1,))
@@ -183,6 +187,37 @@ async def test_a_slow_caller_holds_its_own_stream_back() -> None:
     assert len(incoming.sent) == 5
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+async def test_a_long_classification_lets_the_loop_run_and_ends_with_its_request(decoupled: bool) -> None:
+    head = ModelInferResponse()
+    head.outputs.add(name="X", datatype="FP32", shape=[8_000_000])
+    rising = np.arange(8_000_000, dtype=np.float32)  # so that each step finds higher values
+    response = TensorResponse(head, [rising.view(np.uint8).data])
+    request = infer_request(outputs=[{"name": "X", "parameters": {"classification": {"int64_param": 5}}}])
+    served, turns = service(Scripted(response), card(decoupled=decoupled)), 0
+    task = asyncio.create_task(served.infer(FakeIncoming(request)))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+        if turns == 5:
+            task.cancel()
+    assert task.cancelled()
+    assert turns < 10
+
+
+async def test_a_response_with_long_bytes_lets_the_loop_run() -> None:
+    head, strings = ModelInferResponse(), encode_bytes([b""] * 999_999 + [b"a"])
+    head.outputs.add(name="S", datatype="BYTES", shape=[1_000_000])
+    incoming, turns = FakeIncoming(infer_request()), 0
+    task = asyncio.create_task(service(Scripted(TensorResponse(head, [strings]))).infer(incoming))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    await task
+    assert incoming.final is not None and ModelInferResponse.FromString(incoming.final).raw_output_contents[0] == strings
+    assert turns > 5
+
+
 class Endless:
     """A language model that never stops, and sets an event when it is closed."""
 
@@ -272,6 +307,16 @@ async def test_bytes_that_are_no_generate_request_are_refused(body: bytes) -> No
         await service(EchoTokens(), llm_card()).generate(FakeIncoming(body))
 
 
+@pytest.mark.parametrize("name", ["minItems", "a regex", "a grammar", "long choices", "a structural tag"])
+async def test_structured_output_that_no_frontend_should_have_sent_does_not_reach_the_engine(name: str) -> None:
+    guided, bound = EXPENSIVE[name]
+    request = GenerateRequest(model="echo-llm", prompt=pack_tokens([5]), sampling=Sampling(guided=guided))
+    engine = Endless()
+    with pytest.raises(InvalidRequest, match=bound):
+        await service(engine, llm_card()).generate(FakeIncoming(request_encoder.encode(request)))
+    assert not engine.started.is_set()
+
+
 async def test_a_tensor_model_cannot_generate_tokens() -> None:
     with pytest.raises(ModelNotFound):
         await service(EchoTensors()).generate(FakeIncoming(generate_request("m")))
@@ -326,10 +371,13 @@ async def test_statistics_of_unknown_models_are_not_found(query: dict[str, str])
         await service(EchoTensors()).statistics(FakeIncoming(msgspec.msgpack.encode(query)))
 
 
-async def test_a_ping_gets_an_empty_response() -> None:
-    incoming = FakeIncoming(b"")
-    await service(EchoTensors()).ping(incoming)
-    assert incoming.final == b""
+async def test_a_ping_is_responded_to_with_the_models_that_are_served() -> None:
+    served, incoming = service(EchoTensors()), FakeIncoming(b"")
+    await served.ping(incoming)
+    served.remove("m")
+    none_served = FakeIncoming(b"")
+    await served.ping(none_served)
+    assert [msgspec.msgpack.decode(each.final or b"") for each in (incoming, none_served)] == [["m"], []]
 
 
 @pytest.mark.parametrize(

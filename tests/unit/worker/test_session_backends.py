@@ -173,7 +173,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-async def test_a_tensorrt_engine_is_completed_run_in_batches_and_frees_its_memory(tmp_path: Path, device: Device) -> None:
+async def test_a_tensorrt_engine_is_completed_run_in_batches_and_frees_its_memory(
+    tmp_path: Path, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
     model_of(tmp_path, "tensorrt", 'instance_group { kind: KIND_GPU profile: "1" }', b"plan")
     async with opened(tmp_path, "m") as models:
         config = models.config("m", "")
@@ -181,6 +183,7 @@ async def test_a_tensorrt_engine_is_completed_run_in_batches_and_frees_its_memor
         assert [(tensor.name, tensor.data_type, tensor.dims) for tensor in config.input] == [("x", 11, [2])]
         inputs = {"x": np.array([[1, 2], [3, 4]], np.float32)}
         assert await infer(models, "m", inputs) == {"y": [[2, 4], [6, 8]]}
+    assert "the tensorrt backend is experimental" in caplog.text
     assert device.engine.profiles == [1]
     assert device.cuda.held == {}
 

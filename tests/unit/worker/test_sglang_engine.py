@@ -50,8 +50,9 @@ def sent(engine: Any) -> list[dict[str, Any]]:
     return requests
 
 
-async def test_the_card_is_made_of_what_sglang_says(folder: Path) -> None:
+async def test_the_card_is_made_of_what_sglang_says(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine: Any = make_engine(str(folder), EngineKind.SGLANG, engine_args="--page-size 32", max_num_seqs=4, context_length=256)
+    assert "the sglang engine is experimental" in caplog.text
     card = await engine.start()
     await engine.close()
     llm = card.llm

@@ -16,7 +16,7 @@ from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.worker.engine.sim.blocks import BlockManager
 from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, Sequence, StepResult
 from dynamo.worker.engine.sim.timing import TimingModel
-from dynamo.worker.engine.sim.tokens import START, advance, advance_all, next_token
+from dynamo.worker.engine.sim.tokens import START, advance, advance_all, next_token, next_token_and_state
 
 SIZE = 4
 
@@ -395,3 +395,9 @@ def test_a_broken_timing_table_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_config_that_cannot_work_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="block_size"):
         SchedulerConfig(block_size=0)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(1, 200_000))
+def test_a_token_and_the_state_after_it_are_the_same_in_one_call(state: int, seed: int, vocabulary: int) -> None:
+    token = next_token(state, seed, vocabulary)
+    assert next_token_and_state(state, seed, vocabulary) == (token, advance(state, token))

@@ -1,6 +1,7 @@
 """What the simulated engine says when its tokens are not invented."""
 
 import json
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.engine.sim.examples import example_of
 from dynamo.worker.engine.sim.script import CALLS_TEMPLATE
 from dynamo.worker.engines import sim_config
+from tests.support.shapes import doubling, nested
 
 BYTES = Tokenizer.from_str(byte_tokenizer().decode())
 PERSON = {
@@ -77,6 +79,34 @@ def test_the_example_of_a_schema_matches_it(schema: Any) -> None:
 )
 def test_a_schema_without_an_example_is_refused(schema: Any) -> None:
     with pytest.raises(InvalidRequest):
+        example_of(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "minItems": 10**9},
+        {"type": "array", "minItems": 10**9, "items": {"type": "array", "minItems": 10**9}},
+        {"type": "string", "minLength": 10**9},
+        {"type": "array", "minItems": 1000, "items": {"type": "string", "minLength": 1000}},
+        nested(5, minItems=1000),
+        doubling(30, "properties"),
+    ],
+    ids=lambda schema: str(schema)[:60],
+)
+def test_an_example_takes_no_more_memory_than_the_largest_that_is_made(schema: Any) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="at most 10000 values and 65536 characters"):
+            example_of(schema)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer", "multipleOf": 0, "minimum": 1}, {"type": "string", "minLength": "x"}])
+def test_a_keyword_with_a_value_that_it_cannot_have_is_refused(schema: Any) -> None:
+    with pytest.raises(InvalidRequest, match="the JSON schema cannot be used"):
         example_of(schema)
 
 

@@ -15,6 +15,7 @@ from dynamo.common.generation import Delta, GenerateRequest, Stop, Summary, pack
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.scrape import Scraper
+from dynamo.common.web_pages import OwnHosts
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.serve import ServedModel, Service
 from dynamo.worker.sleep import Sleeper
@@ -75,7 +76,7 @@ class Worker:
         self.has_etcd = True
         self.sleeper = Sleeper([self.engine], self.service, self, self._hide, drain_timeout_s)
         self.status = Status(Endpoint(), InstanceId(1))
-        self.status.start_serving(asyncio.Event(), self.sleeper)
+        self.status.start_serving(asyncio.Event(), asyncio.Event(), self.sleeper)
 
     async def _hide(self, hidden: bool) -> bool:
         self.steps.append("leaves" if hidden else "returns")
@@ -93,9 +94,10 @@ class Worker:
         request = GenerateRequest(model="m", prompt=pack_tokens((1,)), stop=Stop(max_tokens=1))
         await self.service.generate(FakeIncoming(request_encoder.encode(request)))
 
-    def client(self, *, allow_sleep: bool = True) -> httpx2.AsyncClient:
-        app: Any = status_app(self.status, Scraper(CollectorRegistry(), ()).scrape, allow_sleep=allow_sleep)
-        return httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://worker")
+    def client(self, *, allow_sleep: bool = True, allowed_hosts: tuple[str, ...] = ()) -> httpx2.AsyncClient:
+        hosts = OwnHosts(allowed_hosts)
+        app: Any = status_app(self.status, Scraper(CollectorRegistry(), ()).scrape, allow_sleep=allow_sleep, hosts=hosts)
+        return httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://127.0.0.1")
 
 
 ASLEEP = ["leaves", "drains", "refuses the rest", "sleeps"]
@@ -137,7 +139,7 @@ async def test_it_sleeps_only_when_running_requests_have_ended() -> None:
     worker.idle.clear()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(worker.sleeper.sleep())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             while worker.steps != ["leaves", "drains"]:
                 await asyncio.sleep(0)
         assert (worker.sleeper.is_away, worker.sleeper.is_sleeping) == (True, False)
@@ -195,7 +197,7 @@ async def test_a_worker_that_ends_leaves_no_change_behind_that_waits_for_etcd() 
     sleeper = Sleeper([worker.engine], worker.service, worker, hide, drain_timeout_s=0.01)
     change = asyncio.create_task(sleeper.sleep())
     await waiting.wait()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         await sleeper.close()
     assert change.cancelled()
 
@@ -206,7 +208,7 @@ async def test_a_worker_that_ends_changes_no_more() -> None:
     assert worker.steps == []
     closed = asyncio.create_task(worker.sleeper.sleep())
     with pytest.raises(ShuttingDown):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(120):
             await closed
     assert worker.steps == []
 
@@ -253,8 +255,15 @@ async def test_sleep_needs_allow_sleep_and_is_never_taken_from_web_pages() -> No
         assert (await http.post("/wake_up")).status_code == 403
         assert (await http.get("/is_sleeping")).status_code == 200
     async with worker.client() as http:
-        assert (await http.post("/sleep", headers={"origin": "http://worker"})).status_code == 403
+        for page in ({"origin": "http://evil.example"}, {"sec-fetch-site": "cross-site"}, {"host": "evil.example"}):
+            for path in ("/sleep", "/wake_up", "/metrics", "/is_sleeping"):
+                method = "POST" if path in ("/sleep", "/wake_up") else "GET"
+                assert (await http.request(method, path, headers=page)).status_code == 403, (page, path)
+            assert (await http.get("/live", headers=page)).status_code == 200
+            assert (await http.get("/health", headers=page)).status_code == 503
     assert worker.steps == []
+    async with worker.client(allowed_hosts=(".dynamo.svc",)) as http:
+        assert (await http.get("/metrics", headers={"host": "worker.dynamo.svc:9090"})).status_code == 200
 
 
 async def test_failures_have_their_status() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dynamo.common.errors import EngineError
-from tests.support.repositories import infer, opened
-
-torch = pytest.importorskip("torch", reason="needs PyTorch: make test-backends")
+from tests.support.repositories import ensemble, infer, opened, step
 
 
 def folder_of(repository: Path, config: str) -> Path:
@@ -83,6 +82,41 @@ async def test_bf16_text_and_dictionaries_reach_a_model_as_such(tmp_path: Path) 
         }
     async with opened(tmp_path / "named", "m") as models:
         assert await infer(models, "m", {"left": np.array([3]), "right": np.array([4])}) == {"out": [12]}
+
+
+class Twice(torch.nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        negative = -x
+        return negative, negative
+
+
+class InPlace(torch.nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu_()
+
+
+class First(torch.nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
+    def forward(self, x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
+async def test_a_step_of_an_ensemble_that_works_in_place_changes_nothing_that_another_one_reads(tmp_path: Path) -> None:
+    modules = {"twice": (Twice(), "x", "y z"), "in-place": (InPlace(), "x", "y"), "first": (First(), "x after", "y")}
+    for name, (module, inputs, outputs) in modules.items():
+        folder = tmp_path / name / "1"
+        folder.mkdir(parents=True)
+        tensors = [tensor("input", each, "FP32") for each in inputs.split()]
+        tensors += [tensor("output", each, "FP32") for each in outputs.split()]
+        (tmp_path / name / "config.pbtxt").write_text(f'platform: "pytorch_libtorch"\n{"".join(tensors)}')
+        save(folder, module)
+    ensemble(
+        tmp_path,
+        step("twice", {"x": "x"}, {"y": "a", "z": "b"}),
+        step("in-place", {"x": "a"}, {"y": "c"}),
+        step("first", {"x": "b", "after": "c"}, {"y": "y"}),
+    )
+    async with opened(tmp_path, "both") as models:
+        assert await infer(models, "both", {"x": np.array([1, -2], np.float32)}) == {"y": [-1, 2]}
 
 
 async def test_an_exported_program_needs_no_configuration(tmp_path: Path) -> None:

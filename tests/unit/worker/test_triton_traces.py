@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +133,22 @@ def test_a_worker_without_a_file_says_so_and_traces_nothing(caplog: pytest.LogCa
 def entries(folder: Path) -> list[dict[str, Any]]:
     data: list[dict[str, Any]] = json.loads((folder / "t-1a.json").read_text())
     return data
+
+
+async def test_a_trace_whose_thread_has_not_begun_is_written_at_the_end(tmp_path: Path) -> None:
+    loop, is_free = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    busy = loop.run_in_executor(None, is_free.wait)
+    async with open_triton_traces(TraceOptions(file=tmp_path / "t.json"), "1a") as traces:
+        traces.use(settings())
+        trace = traces.begin("m", "1", "r")
+        assert trace is not None
+        trace.end()
+        for _ in range(5):
+            await asyncio.sleep(0)  # the writer takes it, and waits for the thread
+        loop.call_later(0.01, is_free.set)  # while the body's end waits
+    await busy
+    assert entries(tmp_path)
 
 
 async def test_a_trace_names_times_tensors_and_its_parent_as_triton_does(tmp_path: Path) -> None:

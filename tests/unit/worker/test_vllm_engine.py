@@ -31,9 +31,7 @@ from dynamo.worker.tokenizers.sentencepiece import CONTROL, NORMAL, UNKNOWN
 from tests.support.tiny_llama import BOS, CONTEXT, EOS, make_tiny_adapter, make_tiny_llama
 from tests.support.waiting import until
 
-pytest.importorskip("vllm")
-
-pytestmark = [pytest.mark.real_model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real_model, pytest.mark.asyncio(loop_scope="module")]
 
 CPU = "--enforce-eager --dtype float32 --block-size 32 --kv-cache-memory-bytes 64M"
 GREEDY = Sampling(temperature=0.0)
@@ -361,7 +359,7 @@ async def test_the_engine_process_dies_and_others_can_take_its_requests_over(sta
             async for _ in items:
                 pass
     assert died.value.retryable
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         assert "died" in str(await failure)
     with pytest.raises(DynamoError):
         await generate(started, make_request(text("x")))
@@ -395,7 +393,7 @@ async def test_each_rank_is_an_engine_with_a_cache_and_a_load_of_its_own(tmp_pat
     finally:
         for rank in engines:
             await rank.close()
-    await until(lambda: set(multiprocessing.active_children()) <= before, 30)  # which vLLM may have to kill
+    await until(lambda: set(multiprocessing.active_children()) <= before, 120)  # which vLLM may have to kill
 
 
 async def test_a_start_that_is_given_up_ends_soon_and_leaves_nothing(tmp_path: Path) -> None:
@@ -405,8 +403,8 @@ async def test_a_start_that_is_given_up_ends_soon_and_leaves_nothing(tmp_path: P
         return bool(set(multiprocessing.active_children()) - before)
 
     starting = asyncio.create_task(make_engine(str(make_tiny_llama(tmp_path / "tiny")), engine_args=CPU).start())
-    await until(children, 60)
+    await until(children, 120)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    await until(lambda: not children(), 30)
+    await until(lambda: not children(), 120)

@@ -79,7 +79,7 @@ class Publisher:
 
     async def followed(self) -> None:
         """Return when a reader has subscribed: it does not get what is published before."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             await self._events.recv()
 
     def restart(self) -> None:

@@ -22,9 +22,7 @@ from dynamo.worker.engines import make_engine
 from tests.support.tiny_vision import IMAGE, IMAGE_TOKENS, make_tiny_vision
 from tests.support.waiting import until
 
-pytest.importorskip("vllm")
-
-pytestmark = [pytest.mark.real_model, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real_model, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK = 32
 CPU = f"--enforce-eager --dtype float32 --block-size {BLOCK} --kv-cache-memory-bytes 64M"

@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count, zip_longest
-from pathlib import Path
 
 from dynamo.common.background import awaited, running
 from dynamo.common.config import ConfigError, project_version
@@ -37,9 +36,9 @@ from dynamo.common.messaging.connection import Connection, connect_nats
 from dynamo.common.messaging.kv_stream import KvStream
 from dynamo.common.messaging.login import check_nats
 from dynamo.common.messaging.server import Handler, RequestServer, serve_requests
-from dynamo.common.messaging.store import FileStore
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
+from dynamo.common.protocol import PROTOCOL
 from dynamo.common.repository import RepositoryInstance
 from dynamo.common.scrape import Scraper
 from dynamo.common.server_settings import ServerSettings, open_server_settings
@@ -52,6 +51,7 @@ from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, HasRanks, MayFail, TracksKv, UsesSharedMemory
 from dynamo.worker.engines import AnyEngine, make_engine, make_remote, make_repository, split_repositories
 from dynamo.worker.metrics import WorkerMetrics
+from dynamo.worker.model_files import ModelFiles
 from dynamo.worker.publisher import KvPublishers, publishing
 from dynamo.worker.registration import Registered, Registration
 from dynamo.worker.repository.control import RepositoryControl
@@ -65,8 +65,6 @@ from dynamo.worker.triton_metrics import MetricsConfig, TritonMetrics
 log = logging.getLogger(__name__)
 
 _LINK_METRICS_S = 1.0
-
-LONGEST_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +273,11 @@ async def open_worker(
         nats, etcd = await _connect(config, identity, observers, stack)
         publishers = await _open_publishers(config, identity, models, nats, stack)
         await stack.enter_async_context(open_server_settings(etcd, identity.endpoint.namespace, observers.follow))
-        service = await _open_service(models, observers, publishers, nats, config.status.triton_metrics, stack)
+        service = await _open_service(models, observers, publishers, config.status.triton_metrics, stack)
+        files = ModelFiles(models, nats)
+        await files.store(models)
         registration = Registration(etcd)
-        offer = Offer(identity, service, observers.status, registration, _repository_in(_listed(engines)))
+        offer = Offer(identity, service, observers.status, registration, _repository_in(_listed(engines)), files)
         handlers = {**service.handlers, **publishers.handlers, **await _open_repository(config, offer, stack)}
         requests = await stack.enter_async_context(
             serve_requests(nats, identity.endpoint, identity.instance, handlers, config.limits, memory)
@@ -289,12 +289,21 @@ async def open_worker(
             adapters = AdapterFollower(etcd, namespace, config.adapters, service, offer.renew, config.drain_timeout_s)
             await stack.enter_async_context(running(adapters.follow(), "LoRA adapters"))
         await _register(config, offer, observers, stack)
+
+        def announce() -> None:
+            names = ", ".join(model.card.name for model in models if not files.is_waiting(model.card.name)) or "no model yet"
+            log.info("serving %s at %s as instance %x", names, identity.endpoint, identity.instance)
+
+        async def offer_more() -> None:
+            await offer.renew()
+            announce()
+
+        await stack.enter_async_context(running(files.keep_stored(lambda: service.models, offer_more), "model files"))
         sleeper = Sleeper(_listed(engines), service, requests, offer.hide, config.drain_timeout_s)
         stack.push_async_callback(sleeper.close)
-        observers.status.start_serving(registration.registered, sleeper)
+        observers.status.start_serving(registration.registered, files.are_stored, sleeper)
         stack.callback(observers.status.start_draining)
-        names = ", ".join(model.card.name for model in models) or "no model yet"
-        log.info("serving %s at %s as instance %x", names, identity.endpoint, identity.instance)
+        announce()
         cards = tuple(model.card for model in models)
         yield Worker(identity.instance, identity.endpoint, cards, requests, registration, sleeper, observers.status_port)
         log.info("leaving: deregistering instance %x", identity.instance)
@@ -337,10 +346,12 @@ class Offer:
         status: Status,
         registration: Registration,
         repository: RepositoryEngine | None,
+        files: ModelFiles,
     ) -> None:
         self.service = service
         self.registration = registration
         self.repository = repository
+        self._files = files
         self._identity = identity
         self._status = status
         self._started_at = time.time()
@@ -363,17 +374,24 @@ class Offer:
                 card=model.card,
                 started_at=self._started_at,
                 arena=self._identity.arena,
+                protocol=PROTOCOL,
             )
-            for model in self.service.models
+            for model in self._offered
         ]
         if self.repository is not None:
             index, mode = self.repository.models.index(), self.repository.mode
-            registrations.append(RepositoryInstance(id=instance, endpoint=endpoint, subject=subject, mode=mode, entries=index))
+            registrations.append(
+                RepositoryInstance(id=instance, endpoint=endpoint, subject=subject, mode=mode, entries=index, protocol=PROTOCOL)
+            )
         return registrations
+
+    @property
+    def _offered(self) -> list[ServedModel]:
+        return [model for model in self.service.models if not self._files.is_waiting(model.card.name)]
 
     async def renew(self) -> bool:
         """Register what is offered now. Return False if that happens later: etcd is away, or the worker is still starting."""
-        self._status.show_models([] if self._hidden else [model.card.name for model in self.service.models])
+        self._status.show_models([] if self._hidden else [model.card.name for model in self._offered])
         return await self.registration.update(self.registrations())
 
     async def hide(self, hidden: bool) -> bool:
@@ -409,7 +427,7 @@ async def _connect(
     config: WorkerConfig, identity: Identity, observers: Observers, stack: AsyncExitStack
 ) -> tuple[Connection, Etcd]:
     name = f"dynamo-worker {identity.instance:x}"
-    nats = await stack.enter_async_context(connect_nats(config.nats, name))
+    nats = await stack.enter_async_context(connect_nats(config.nats, name, role="worker"))
     observers.status.show_connection(nats)
     observers.metrics.link.follow("requests", nats)
     observers.runtime.nats_connected.set_function(lambda: nats.is_connected)
@@ -436,11 +454,10 @@ async def _open_service(
     models: Sequence[ServedModel],
     observers: Observers,
     publishers: KvPublishers,
-    nats: Connection,
     shown: MetricsConfig,
     stack: AsyncExitStack,
 ) -> Service:
-    """Return the service of `models` once their files are in the object store. The files are stored again after a reconnect."""
+    """Return the service of `models`."""
     service = Service(
         models,
         observers.metrics,
@@ -451,8 +468,6 @@ async def _open_service(
     )
     observers.metrics.include(TritonMetrics(service.version_statistics, shown))
     stack.push_async_callback(service.close)
-    await _store_files(models, nats)
-    await stack.enter_async_context(running(_store_files_again(service, nats), "model files"))
     return service
 
 
@@ -504,31 +519,6 @@ async def _follow_link(metrics: WorkerMetrics, requests: RequestServer) -> None:
         metrics.link.show(clock(), open_streams=requests.open_requests, free_credit_bytes=requests.free_upload_bytes)
         metrics.memory.show(requests.memory)
         await asyncio.sleep(_LINK_METRICS_S)
-
-
-async def _store_files(models: Sequence[ServedModel], nats: Connection) -> None:
-    """Put tokenizers and templates into the object store, which frontends read. Waits while the store is not available."""
-    store = FileStore(nats, Path())  # only reading needs its cache on disk
-    for model in models:
-        for data in model.files:
-            pause_s = 0.5
-            while True:
-                try:
-                    await store.put(data)
-                    break
-                except Unavailable as error:
-                    log.warning("model %s waits for its files to be stored: %s", model.card.name, error)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-async def _store_files_again(service: Service, nats: Connection) -> None:
-    """Store the files again after each reconnect: the NATS server that is back may have lost its data."""
-    reconnected = asyncio.Event()
-    nats.on_reconnect(reconnected.set)
-    while await reconnected.wait():
-        reconnected.clear()
-        await _store_files(service.models, nats)
 
 
 async def _finish(control: RepositoryControl, timeout_s: float) -> None:

@@ -16,6 +16,7 @@ from dynamo.common.names import Endpoint, parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
 from dynamo.common.parser_names import AUTO, parse_reasoning_parser, parse_tool_parser
 from dynamo.common.repository import ControlMode
+from dynamo.common.web_pages import parse_allowed_host
 from dynamo.worker.engine.remote.dialect import RemoteKind
 from dynamo.worker.repository.rate_limiter import ProvidedResource, RateLimit
 from dynamo.worker.triton_metrics import MetricsConfig
@@ -60,6 +61,17 @@ class StatusOptions:
         flags=("--allow-sleep",),
         env=("DYN_ALLOW_SLEEP",),
         help="Let clients of the status port put the worker to sleep and wake it: POST /sleep, POST /wake_up.",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        flags=("--allowed-host",),
+        env=("DYN_STATUS_ALLOWED_HOSTS",),
+        repeatable=True,
+        parse=parse_allowed_host,
+        metavar="HOST",
+        help="Further names by which the status port may be addressed (the header `Host`), besides addresses, `localhost` and "
+        "the name of the machine; /health and /live may be by any. A domain such as `*.example.com` or `.svc` includes all "
+        "names in it; `*`: any. May be given several times.",
     )
     metrics_config: tuple[str, ...] = option(
         (),
@@ -158,6 +170,14 @@ class RepositoryOptions:
         parse=parse_bytes,
         minimum=0,
         help="Bytes of the cache for responses of models with response_cache { enable: true }; 0: there is none.",
+    )
+    calls_bytes: int = option(
+        1024 * MIB,
+        flags=("--model-calls-byte-size",),
+        env=("DYN_MODEL_CALLS_BYTE_SIZE",),
+        parse=parse_bytes,
+        minimum=1,
+        help="Bytes of the tensors that calls of models by models hold in the worker at once; a call beyond them fails.",
     )
     rate_limit: RateLimit = option(
         RateLimit.OFF,
@@ -392,7 +412,9 @@ class WorkerConfig:
         "aliases of the first.",
     )
     engine: EngineKind | None = option(
-        None, parse=EngineKind, help="Which engine runs the models; default: derived from --model."
+        None,
+        parse=EngineKind,
+        help="Which engine runs the models; default: derived from --model. Experimental, never run on a GPU: sglang.",
     )
     endpoint: Endpoint = option(
         Endpoint("dynamo", "backend", "generate"),

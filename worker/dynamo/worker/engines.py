@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,8 @@ from dynamo.worker.repository.rate_limiter import RateLimit, RateLimiter
 from dynamo.worker.tokenizers.folder import TextFiles, read_folder
 from dynamo.worker.tokenizers.gguf import GgufModel
 from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
+
+log = logging.getLogger(__name__)
 
 AnyEngine: TypeAlias = Engine | TensorEngine
 
@@ -221,6 +224,7 @@ def make_repository(options: RepositoryOptions, folders: tuple[Path, ...], drain
         copies_bytes=options.copies_bytes,
         on_request=options.control_mode is ControlMode.EXPLICIT,
         cache_bytes=options.cache_bytes,
+        calls_bytes=options.calls_bytes,
         rate_limiter=None if options.rate_limit is RateLimit.OFF else RateLimiter(options.provided_resources()),
     )
     return RepositoryEngine(settings, options.control_mode, options.load, exit_on_error=options.exit_on_error)
@@ -351,4 +355,5 @@ def _make_vllm(
 def _make_sglang(model: str, name: str, engine_args: str, max_num_seqs: int | None, context_length: int | None) -> AnyEngine:
     with _imported(f"{model} needs the sglang engine", "sglang into the same environment"):
         from dynamo.worker.engine.sglang import SglangEngine
+    log.warning("model %s: the sglang engine is experimental, never run on a GPU; SGLang's own server with --url is proven", name)
     return SglangEngine(model, name=name, engine_args=engine_args, max_num_seqs=max_num_seqs, context_length=context_length)

@@ -45,6 +45,8 @@ IDLE_REPORT_S = 0.75
 _ACK_S = 2.0
 _MAX_UNRECORDED = 4096
 _REPEATED_AT_ONCE = 256
+_REPEAT_S = 0.05
+"""Between two parts of what is repeated: all of it is on record again within a second of JetStream's return."""
 _RETRY_S = 2.0
 _CHECK_S = 60.0
 
@@ -59,6 +61,11 @@ class EventBus(Protocol):
 
     @property
     def max_payload(self) -> int: ...
+
+    @property
+    def reconnected_at(self) -> float:
+        """When the connection last came back, on the loop's clock."""
+        ...
 
 
 class EventRecord(Protocol):
@@ -147,6 +154,11 @@ class KvPublisher:
     def recorded(self, number: int) -> None:
         """The record acknowledged update `number`."""
         self._unrecorded.pop(number, None)
+
+    @property
+    def reconnected_at(self) -> float:
+        """When the connection last came back, on the loop's clock; perhaps to a NATS that has lost what was recorded."""
+        return self._bus.reconnected_at
 
     @property
     def overdue(self) -> bool:
@@ -289,19 +301,23 @@ class KvPublishers:
 async def _record_into(record: EventRecord, incarnation: str, publishers: Sequence[KvPublisher], receipts: str) -> None:
     """Record updates until the record is replaced by a new one. Raises Unavailable if it cannot be created."""
     loop = asyncio.get_running_loop()
-    check_at = loop.time() + _CHECK_S
+    checked_at = loop.time()
     try:
         for position, publisher in enumerate(publishers):
             publisher.record(f"{receipts}.{position}")
         while True:
             await asyncio.sleep(_ACK_S / 2)
             overdue = [publisher for publisher in publishers if publisher.overdue]
-            if overdue or loop.time() >= check_at:  # other workers may have made it anew before we missed a receipt
-                check_at = loop.time() + _CHECK_S
+            # Others may have made it anew before a receipt was missed.
+            is_in_doubt = loop.time() >= checked_at + _CHECK_S or any(each.reconnected_at > checked_at for each in publishers)
+            if overdue or is_in_doubt:
+                checked_at = loop.time()
                 if await record.ensure() != incarnation:
                     return
             for publisher in overdue:
-                publisher.repeat_unrecorded()
+                while publisher.overdue:
+                    publisher.repeat_unrecorded()
+                    await asyncio.sleep(_REPEAT_S)
     finally:
         for publisher in publishers:
             publisher.record("")

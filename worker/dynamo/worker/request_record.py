@@ -72,7 +72,8 @@ class RequestRecord:
             self.trace.end(self.timings, has_failed=error is not None)
         if error is None:
             self._statistics.succeeded(taken_ns, self.timings)
-            log.debug("request ends after %.1f ms: success", taken_ns / 1e6)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("request ends after %.1f ms: success", taken_ns / 1e6)
             self.metrics.succeeded(self._statistics.version, taken_ns / 1e9, self.sent_bytes, self.timings.queue_ns / 1e9)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             self._statistics.cancelled(taken_ns, self._responses, self.timings)

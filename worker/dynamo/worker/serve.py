@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
@@ -22,12 +21,14 @@ from prometheus_client import CollectorRegistry
 from dynamo.common import logs
 from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest, ModelNotFound, NoInstances
 from dynamo.common.generation import Summary, delta_encoder, request_decoder, summary_encoder
+from dynamo.common.guided_rules import check_guided
 from dynamo.common.known_heads import KnownHeads, PerHead
 from dynamo.common.messaging.frames import Body, Buffer, size_of
 from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.reception import Reception
+from dynamo.common.steps import Steps
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import ResponseForm
 from dynamo.common.tracing import Tracing, context_of
@@ -122,20 +123,15 @@ class _Uses:
         self._open: Counter[str] = Counter()
         self._ended = asyncio.Event()
 
-    @contextmanager
-    def used(self, adapter: str) -> Iterator[None]:
-        """Count a request until the body ends; one without an adapter does not count."""
-        if not adapter:
-            yield
-            return
+    def begin(self, adapter: str) -> None:
+        """Count a request until `end`."""
         self._open[adapter] += 1
-        try:
-            yield
-        finally:
-            self._open[adapter] -= 1
-            if not self._open[adapter]:
-                del self._open[adapter]
-                self._ended.set()
+
+    def end(self, adapter: str) -> None:
+        self._open[adapter] -= 1
+        if not self._open[adapter]:
+            del self._open[adapter]
+            self._ended.set()
 
     async def ended(self, adapter: str) -> None:
         while adapter in self._open:
@@ -177,6 +173,7 @@ class Service:
         """Names of models that were served before: requests for them may still arrive."""
         self._on_accepted = on_accepted
         self._adapters = _Uses()
+        self._steps = Steps()
         for model in models:
             self.put(model)
         self._loop = asyncio.get_running_loop()
@@ -281,13 +278,16 @@ class Service:
             if record.trace is not None:
                 record.trace.request(request)
             if model.card.decoupled:
-                await _send_all(engine.infer(request, context), form, record, incoming)
+                await self._send_all(engine.infer(request, context), form, record, incoming)
             else:
                 response = await respond(request, context)
                 made_ns = perf_counter_ns()
                 if record.trace is not None:
                     record.trace.response(response)
-                body = form.encode(response.head, response.raw_outputs, response.encoded)
+                if form.may_be_slow and form.is_slow(response.raw_outputs):
+                    body = await self._encoded_in_steps(form, response)
+                else:
+                    body = form.encode(response.head, response.raw_outputs, response.encoded)
                 record.timings.output_ns += perf_counter_ns() - made_ns
             record.sent_bytes += size_of(body)
         if record.span is not None:
@@ -313,11 +313,16 @@ class Service:
         summary: Summary | None = None
         canary = self._canaries[model.card.name]
         record = self._record(incoming, context, model, statistics, start, incoming.request_id)
-        with self._adapters.used(request.adapter), record:
-            self._refuse_late(incoming)
+        with record:
+            if incoming.deadline is not None:
+                self._refuse_late(incoming)
+            if request.sampling.guided is not None:
+                check_guided(request.sampling.guided)
             if self._on_accepted is not None:
                 self._on_accepted(model.card.name, incoming.headers.get("booking", ""))
             steps = engine.generate(request, context)
+            if request.adapter:
+                self._adapters.begin(request.adapter)
             try:
                 async for step in steps:
                     if isinstance(step, Summary):
@@ -328,8 +333,12 @@ class Service:
                     canary.progress += 1
                     if not send(delta):
                         await incoming.ready()
-            finally:
+            except BaseException:  # one that was read to its end is closed
                 await close(steps)
+                raise
+            finally:
+                if request.adapter:
+                    self._adapters.end(request.adapter)
             if summary is None:
                 raise EngineError(f"the engine of model '{request.model}' ended without a summary")
             context.timings.queue_ns = int(summary.queue_ms * 1e6)
@@ -358,8 +367,8 @@ class Service:
         incoming.end(ModelStatisticsResponse(model_stats=messages).SerializeToString())
 
     async def ping(self, incoming: IncomingRequest) -> None:
-        """Send an empty response, as soon as the event loop runs this."""
-        incoming.end()
+        """Respond with the names of the models that are served, as soon as the event loop runs this."""
+        incoming.end(msgspec.msgpack.encode([model.card.name for model in self.models]))
 
     async def canary(self, incoming: IncomingRequest) -> None:
         """Send an empty response to a `CanaryRequest` once the engine is known to work. Tensor engines are not probed."""
@@ -377,11 +386,37 @@ class Service:
         for canary in self._canaries.values():
             await canary.close()
 
+    async def _encoded_in_steps(self, form: ResponseForm, response: TensorResponse) -> list[Buffer]:
+        work = form.encode_in_steps(response.head, response.raw_outputs, response.encoded)
+        return await self._steps.run(work)
+
+    async def _send_all(
+        self, iterator: AsyncIterator[TensorResponse], form: ResponseForm, record: RequestRecord, incoming: IncomingRequest
+    ) -> None:
+        """Send each response of a decoupled model as it comes, no faster than the caller reads."""
+        try:
+            async for response in iterator:
+                made_ns = perf_counter_ns()
+                if record.trace is not None:
+                    record.trace.response(response)
+                if form.may_be_slow and form.is_slow(response.raw_outputs):
+                    body = await self._encoded_in_steps(form, response)
+                else:
+                    body = form.encode(response.head, response.raw_outputs, response.encoded)
+                record.responded(made_ns, size_of(body), empty=not response.head.outputs)
+                if not incoming.send_nowait(body):
+                    await incoming.ready()
+        except BaseException:
+            await close(iterator)
+            raise
+
     def _context(self, incoming: IncomingRequest, version: str) -> Context:
         request_id = incoming.request_id
         logs.request_id.set(request_id)
-        context_of(incoming.headers)
-        log.debug("request begins")
+        if "traceparent" in incoming.headers:
+            context_of(incoming.headers)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("request begins")
         return Context(request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, RequestTimings())
 
     def _record(
@@ -438,24 +473,6 @@ async def _only(engine: TensorEngine, request: TensorRequest, context: Context) 
     if only is None:
         raise EngineError(f"model '{model}' gave no response")
     return only
-
-
-async def _send_all(
-    iterator: AsyncIterator[TensorResponse], form: ResponseForm, record: RequestRecord, incoming: IncomingRequest
-) -> None:
-    """Send each response of a decoupled model as it comes, no faster than the caller reads."""
-    try:
-        async for response in iterator:
-            made_ns = perf_counter_ns()
-            if record.trace is not None:
-                record.trace.response(response)
-            body = form.encode(response.head, response.raw_outputs, response.encoded)
-            record.responded(made_ns, size_of(body), empty=not response.head.outputs)
-            if not incoming.send_nowait(body):
-                await incoming.ready()
-    except BaseException:
-        await close(iterator)
-        raise
 
 
 async def close(iterator: AsyncIterator[object]) -> None:

@@ -161,12 +161,16 @@ class VersionStatistics:
 
     def succeeded(self, total_ns: int, timings: RequestTimings) -> None:
         """Count a request that succeeded, `total_ns` after it arrived."""
-        self._success.add(total_ns)
+        success, queue = self._success, self._queue
+        success.count += 1
+        success.ns += total_ns
         if self.latencies is not None:
             self.latencies.append(Latencies.of(total_ns, timings))
-        self._queue.add(timings.queue_ns)
+        queue.count += 1
+        queue.ns += timings.queue_ns
         self._last_inference_ms = time.time_ns() // 1_000_000
-        self._looked_up(timings)
+        if timings.cache_hit_ns or timings.cache_miss_ns:
+            self._looked_up(timings)
         if timings.cache_hit_ns:
             return
         rest_ns = total_ns - timings.queue_ns - timings.input_ns - timings.output_ns

@@ -1,10 +1,11 @@
 """A worker's status port: liveness, readiness, metrics and sleep. Off unless `--status-port` is given.
 
-`/live` is 200 while the event loop runs. `/health` is 200 from the moment the worker is registered until it begins to drain,
-and 503 before, after, while it sleeps, and while NATS is away; etcd going away is no reason: frontends know the instance and go
-on using it.
+`/live` is 200 while the event loop runs. `/health` is 200 from the moment all models are registered until the worker begins to
+drain, and 503 before, after, while it sleeps, and while NATS is away; etcd going away is no reason: frontends know the instance
+and go on using it.
 
-The port requires no key, so it takes orders only with `--allow-sleep`, and none that a web page has a browser send.
+The port requires no key, so it takes orders only with `--allow-sleep`. Pages of other sites may have a browser see no more than
+`/live` and `/health`, and the rest is served only under names of this machine (`common/web_pages.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ import msgspec
 from dynamo.common.asgi import ASGIApp, Receive, Scope, Send
 from dynamo.common.errors import Code, DynamoError, InvalidRequest
 from dynamo.common.http_server import serve_asgi
+from dynamo.common.interpreter import interpreter
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.web_pages import OwnHosts, is_link, is_of_other_origin
 from dynamo.worker.config import StatusOptions
 from dynamo.worker.sleep import Sleeper
 
@@ -59,6 +62,7 @@ class _Health(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     models: Sequence[str]
     nats: str
+    python: str
 
 
 class NatsLink(Protocol):
@@ -77,7 +81,7 @@ class Status:
         self._started = time.monotonic_ns()
         self._models: Sequence[str] = ()
         self._nats: NatsLink | None = None
-        self._registered: asyncio.Event | None = None
+        self._needed: tuple[asyncio.Event, ...] = ()
         self._sleeper: Sleeper | None = None
         self._was_registered = False
         self._draining = False
@@ -93,9 +97,9 @@ class Status:
         """Show whether `nats` is connected."""
         self._nats = nats
 
-    def start_serving(self, registered: asyncio.Event, sleeper: Sleeper) -> None:
-        """The worker takes requests: it is ready once `registered` is set, and `sleeper` takes orders."""
-        self._registered = registered
+    def start_serving(self, registered: asyncio.Event, files_stored: asyncio.Event, sleeper: Sleeper) -> None:
+        """The worker takes requests: it is ready once both events are set, and `sleeper` takes orders."""
+        self._needed = registered, files_stored
         self._sleeper = sleeper
 
     def start_draining(self) -> None:
@@ -117,7 +121,7 @@ class Status:
             return WorkerState.DRAINING
         if self._sleeper is not None and self._sleeper.is_away:
             return WorkerState.SLEEPING
-        if self._registered is not None and self._registered.is_set():
+        if self._needed and all(event.is_set() for event in self._needed):
             self._was_registered = True
         return WorkerState.READY if self._was_registered else WorkerState.STARTING
 
@@ -137,12 +141,14 @@ class Status:
                 instance=f"{self._instance:x}",
                 models=self._models,
                 nats="connected" if self.is_connected else "disconnected",
+                python=interpreter(),
             )
         )
 
 
-def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False) -> ASGIApp:
+def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hosts: OwnHosts | None = None) -> ASGIApp:
     """Return the app with `/health`, `/live`, `/metrics`, and vLLM's `/sleep`, `/wake_up`, `/is_sleeping`."""
+    own_hosts = hosts or OwnHosts()
 
     async def live() -> tuple[int, bytes, bytes]:
         return 200, b'{"status":"live"}', _JSON
@@ -169,8 +175,6 @@ def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False) -> 
     async def obey(order: Callable[[Sleeper, bytes], Awaitable[None]], scope: Scope) -> tuple[int, bytes, bytes]:
         if not allow_sleep:
             return 403, b'{"error":"the worker was started without --allow-sleep"}', _JSON
-        if any(name == b"origin" for name, _ in scope["headers"]):
-            return 403, b'{"error":"requests of web pages are refused"}', _JSON
         if status.sleeper is None:
             return 503, b'{"error":"the worker is still starting"}', _JSON
         try:
@@ -182,10 +186,25 @@ def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False) -> 
 
     pages = {"/live": live, "/health": health, "/metrics": metrics, "/is_sleeping": is_sleeping}
     orders = {"/sleep": sleep, "/wake_up": wake_up}
+    open_pages = ("/live", "/health")
+
+    def refusal(scope: Scope) -> str | None:
+        """Return why a browser is refused what the page that it shows wants."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if is_of_other_origin(headers, scope["scheme"]) and not is_link(scope["method"], headers):
+            return "pages of other sites may not use this port"
+        host = headers.get("host", "")
+        return (
+            None
+            if own_hosts.include(host)
+            else f"this port is used by its own names, and {host[:200]!r} is not among --allowed-host"
+        )
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         page, order = pages.get(scope["path"]), orders.get(scope["path"])
-        if order is not None and scope["method"] == "POST":
+        if scope["path"] not in open_pages and (reason := refusal(scope)) is not None:
+            code, body, kind = 403, msgspec.json.encode({"error": reason}), _JSON
+        elif order is not None and scope["method"] == "POST":
             code, body, kind = await obey(order, scope)
         elif order is not None:
             code, body, kind = 405, b'{"error":"only POST is allowed"}', _JSON
@@ -212,6 +231,7 @@ async def serve_status(options: StatusOptions, status: Status, scrape: Scrape) -
         yield None
         return
     listener = open_listener(options.host, options.port, flag="--status-port")
-    async with serve_asgi(listener, status_app(status, scrape, allow_sleep=options.allow_sleep)) as server:
+    hosts = OwnHosts(options.allowed_hosts, options.host)
+    async with serve_asgi(listener, status_app(status, scrape, allow_sleep=options.allow_sleep, hosts=hosts)) as server:
         _log.info("status on %s:%d", options.host, server.port)
         yield server.port

@@ -1,8 +1,9 @@
 """Connections to the members of an etcd cluster, login, and calls that survive the loss of a member.
 
-All endpoints are tried at once and the first to be ready serves every call until it fails; then they are tried again. Each
-endpoint has a channel of its own, because a certificate is checked against the name of one host. The messages are ours and
-calls go by path, so that another etcd client may live in the same process.
+All endpoints are tried at once and the first to be ready serves every call until it fails; then they are tried again. Streams
+that did not fail with it go on where they are until the next one has stood for a while, and follow then. Each endpoint has a
+channel of its own, because a certificate is checked against the name of one host. The messages are ours and calls go by path,
+so that another etcd client may live in the same process.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Collection, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -55,6 +56,47 @@ AUTHENTICATE: Method[pb.AuthenticateRequest, pb.AuthenticateResponse] = Method(
 RANGE: Method[pb.RangeRequest, pb.RangeResponse] = Method("/etcdserverpb.KV/Range", pb.RangeResponse)
 
 
+class EtcdStream(Generic[Request, Response]):
+    """A call with messages both ways. Its failures are DynamoErrors."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[Request, Response], endpoint: str) -> None:
+        self._call = call
+        self._is_ended = False
+        self.endpoint = endpoint
+
+    async def write(self, request: Request) -> None:
+        try:
+            with self._plain_errors():
+                await self._call.write(request)
+        except asyncio.InvalidStateError:  # it ended before; reading says why
+            await self.read()
+            raise EtcdUnavailable(f"etcd at {self.endpoint}: the stream has ended") from None
+
+    async def read(self) -> Response:
+        with self._plain_errors():
+            response = await self._call.read()
+        if response is grpc.aio.EOF:
+            raise EtcdUnavailable(f"etcd at {self.endpoint}: the stream has ended")
+        return cast(Response, response)
+
+    def end(self) -> None:
+        """Let reading and writing raise EtcdUnavailable from now on."""
+        self._is_ended = True
+        self._call.cancel()
+
+    @contextmanager
+    def _plain_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self.endpoint) from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._is_ended or (task is not None and task.cancelling()):
+                raise
+            raise EtcdUnavailable(f"etcd at {self.endpoint}: calls use another connection by now") from None
+
+
 @dataclass(slots=True, eq=False)
 class _Link:
     """A channel to one endpoint and how many calls are on it."""
@@ -63,32 +105,7 @@ class _Link:
     channel: grpc.aio.Channel
     users: int = 0
     retired: bool = False
-
-
-class EtcdStream(Generic[Request, Response]):
-    """A call with messages both ways. Its failures are DynamoErrors."""
-
-    def __init__(self, call: grpc.aio.StreamStreamCall[Request, Response], endpoint: str) -> None:
-        self._call = call
-        self.endpoint = endpoint
-
-    async def write(self, request: Request) -> None:
-        try:
-            await self._call.write(request)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, self.endpoint) from None
-        except asyncio.InvalidStateError:  # it ended before; reading says why
-            await self.read()
-            raise EtcdUnavailable(f"etcd at {self.endpoint}: the stream has ended") from None
-
-    async def read(self) -> Response:
-        try:
-            response = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, self.endpoint) from None
-        if response is grpc.aio.EOF:
-            raise EtcdUnavailable(f"etcd at {self.endpoint}: the stream has ended")
-        return cast(Response, response)
+    streams: set[EtcdStream[Any, Any]] = field(default_factory=set)
 
 
 class Transport:
@@ -98,6 +115,9 @@ class Transport:
         check_etcd(config)
         self.config = config
         self._current: _Link | None = None
+        self._retired: set[_Link] = set()
+        """Links that have failed and are used by streams that have not."""
+        self._settling: asyncio.TimerHandle | None = None
         self._electing = asyncio.Lock()
         self._token: str | None = None
         self._logging_in = asyncio.Lock()
@@ -108,6 +128,8 @@ class Transport:
         return self._current.endpoint if self._current else None
 
     async def close(self) -> None:
+        if self._settling is not None:
+            self._settling.cancel()
         if self._current is not None:
             self._current.retired = True
             await self._current.channel.close()
@@ -145,9 +167,12 @@ class Transport:
                 method.path, request_serializer=_serialize, response_deserializer=method.response.FromString
             )
             call = start(metadata=metadata)
+            stream = EtcdStream(call, link.endpoint)
+            link.streams.add(stream)
             try:
-                yield EtcdStream(call, link.endpoint)
+                yield stream
             finally:
+                link.streams.discard(stream)
                 call.cancel()
 
     def forget_login(self) -> None:
@@ -171,19 +196,35 @@ class Transport:
             raise
         except EtcdUnavailable:
             link.retired = True
+            self._retired.add(link)
             if self._current is link:
                 self._current = None
             raise
         finally:
             link.users -= 1
             if link.retired and not link.users:  # not before: closing a channel cancels what others have on it
+                self._retired.discard(link)
                 await link.channel.close()
 
     async def _elected(self) -> _Link:
         async with self._electing:
             if self._current is None:
-                self._current = await self._elect()
+                self._current = link = await self._elect()
+                if self._settling is not None:
+                    self._settling.cancel()
+                self._settling = asyncio.get_running_loop().call_later(self.config.keepalive_s, self._settle, link)
             return self._current
+
+    def _settle(self, link: _Link) -> None:
+        """End the streams on links that have failed, so that they follow to `link`, unless that has failed meanwhile, too.
+
+        Otherwise each fault would leave further connections behind, for as long as their streams find nothing wrong.
+        """
+        if link is not self._current:
+            return
+        for retired in self._retired:
+            for stream in retired.streams:
+                stream.end()
 
     async def _elect(self) -> _Link:
         links = [_Link(endpoint, _open_channel(endpoint, self.config)) for endpoint in self.config.endpoints]

@@ -8,5 +8,8 @@
 | `connection` | one NATS connection with fast publish and dispatch paths, beside nats-py's own |
 | `client` | `RequestClient`: opens streams to instances, retries nothing |
 | `server` | `RequestServer`: takes requests for one instance |
+| `key_values` | a key-value bucket whose entries carry a digest |
+| `objects` | read what lies in an object store, a piece at a time |
+| `records` | `RecordStore`: records that any process may read and change |
 | `store` | small files (tokenizers, templates) in the object store |
 """

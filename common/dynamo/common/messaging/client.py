@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager
 from itertools import zip_longest
 from types import TracebackType
@@ -49,8 +50,12 @@ _PER_FRAME = 1000
 """Streams named in one frame."""
 _LARGE_RESPONSE_BYTES = 256
 """Smaller ones fit into windows."""
+_COPIED_AT_ONCE_BYTES = 8 << 20
+"""A larger body is copied into shared memory in steps, one in a turn of the event loop, and leaves when it is there."""
 _SMALL_CREDIT_BYTES = 64 * 1024
 """A stream with less credit than this gets it back at once if it waits for it; others when half of it is used."""
+_SHARES_OF_WINDOW = 4
+"""What was read is counted when it is such a part of a window: counting it for each token costs more than reading the token."""
 _WITNESSES = 3
 """So many other instances are probed before one is taken for gone."""
 _WITHOUT_WITNESSES = 3
@@ -67,18 +72,21 @@ class RequestStream:
         "_allowed_upload",
         "_body",
         "_client",
+        "_copied",
         "_credit",
         "_expected",
         "_failure",
         "_granted",
         "_headers",
         "_is_short",
+        "_least_read",
         "_lent",
         "_needed",
         "_over",
         "_parts",
         "_parts_bytes",
         "_peer",
+        "_read",
         "_responses",
         "_timer",
         "_total",
@@ -89,6 +97,7 @@ class RequestStream:
         "_useful_credit",
         "_verb",
         "_waiter",
+        "_was_copied",
         "batch",
         "deadline",
         "id",
@@ -122,6 +131,10 @@ class RequestStream:
         self._body = body
         self._lent = 0
         """Generation of the region that holds the body; 0: none does."""
+        self._was_copied = False
+        """The body is, or was, being copied in steps."""
+        self._copied: Reference | None = None
+        """The copy of the body, until the request leaves."""
         self._upload: Pieces | None = None
         self._upload_index = 0
         self._allowed_upload = 0
@@ -138,6 +151,11 @@ class RequestStream:
         self._useful_credit = 0
         """As large as the largest response, or as what was borrowed: a later stream can begin with so much."""
         self._uncredited = 0
+        """Bytes that wait to be read."""
+        self._read = 0
+        """Bytes that were read, and that `_consumed` has not counted yet."""
+        self._least_read = 0
+        """So many are worth counting while the instance waits for nothing and nothing is borrowed, which others could use."""
         self._expected = 0
         self._responses: list[Buffer] = []
         self._parts: list[memoryview] = []
@@ -158,18 +176,21 @@ class RequestStream:
                 if self._failure is not None:
                     raise self._failure
                 return []
-            await self._changed()
+            self._waiter = waiter = self._client.loop.create_future()
+            await waiter
         responses, self._responses = self._responses, []
-        if not self._over:
-            self._consumed(self._uncredited)
-            self._request_credit()
+        self._read += self._uncredited
         self._uncredited = 0
+        if not self._over and (self._read >= self._least_read or self._is_short or self._needed > self._granted):
+            self._consumed(0)
+            self._request_credit()
         return responses
 
     async def result(self) -> Buffer:
         """Return the response of a unary request. Raises as the stream failed; EngineError for several responses."""
         while not self._over:
-            await self._changed()
+            self._waiter = waiter = self._client.loop.create_future()
+            await waiter
         if self._failure is not None:
             raise self._failure
         if self._responses:
@@ -188,11 +209,6 @@ class RequestStream:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.cancel()
 
-    def _changed(self) -> asyncio.Future[None]:
-        """Done when something has happened."""
-        self._waiter = waiter = self._client.loop.create_future()
-        return waiter
-
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
@@ -204,6 +220,8 @@ class RequestStream:
         """The OPEN frame (see outbox.Opening)."""
         if self._over:
             return None
+        if self._total > _COPIED_AT_ONCE_BYTES and self._is_copied_first():
+            return None
         client, limits = self._client, self._client.limits
         self.batch = batch
         self.last_frame_at = client.now = client.loop.time()
@@ -211,7 +229,8 @@ class RequestStream:
         total, body = self._total, self._body
         self._credit = StreamCredit(client.credits, self._peer.response_bytes.get(self._verb, 0))
         self._granted = self._credit.allowed
-        if (lent := self._lend()) is not None:
+        self._least_read = 0 if self._credit.borrowed else self._credit.window // _SHARES_OF_WINDOW
+        if client.memory is not None and total >= client.memory.least_bytes and (lent := self._lend()) is not None:
             return self._checked(frames.encode(self._opening(left_ms, total, lent)), 0)
         flight = min(total, limits.first_flight_bytes, max(0, self._peer.max_unacknowledged - self._peer.unacknowledged))
         self._unacknowledged = self._allowed_upload = flight
@@ -237,14 +256,41 @@ class RequestStream:
         return frames.Near(*opening, memory.token, lent.unit, lent.generation, body)
 
     def _lend(self) -> Reference | None:
-        """Put the body where the instance can read it. None if it is small, far away, or there is no room."""
+        """Put the body where the instance can read it. None if that is far away, or there is no room."""
         memory, near = self._client.memory, self._peer.near
-        if memory is None or near is None or self._total < memory.least_bytes:
+        if memory is None or near is None:
             return None
+        if self._total > _COPIED_AT_ONCE_BYTES:
+            reference, self._copied = self._copied, None
+            return reference
         reference = memory.lend(self._body, self._total, near)
         if reference is not None:
             self._lent = reference.generation
         return reference
+
+    def _is_copied_first(self) -> bool:
+        """Begin to copy a large body to where the instance can read it. Return whether the request leaves when that is done."""
+        memory, near = self._client.memory, self._peer.near
+        if self._was_copied or memory is None or near is None:
+            return False
+        self._was_copied = True
+        self._client.copy(self, memory.lend_in_steps(self._body, self._total, near))
+        return True
+
+    def copy(self, steps: Generator[None, None, Reference | None]) -> bool:
+        """Copy a part of the body. Return whether more is to be copied."""
+        if self._over:
+            steps.close()
+            return False
+        self.last_frame_at = self._client.loop.time()  # it is not the instance that is silent
+        try:
+            next(steps)
+        except StopIteration as end:
+            self._copied = end.value
+            self._lent = 0 if self._copied is None else self._copied.generation
+            self._peer.outbox.add(self)
+            return False
+        return True
 
     def _settle(self) -> None:
         """Let the region of the body be freed: the request does not need it any more."""
@@ -341,6 +387,23 @@ class RequestStream:
             self._uncredited += frame.body.nbytes + FRAME_COST
             self._useful_credit = max(self._useful_credit, frame.body.nbytes)
             self._responses.append(frame.body)
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def on_many(self, frame: frames.Many) -> None:
+        if self._unacknowledged:
+            self.acknowledge()
+        if frame.seq != self._expected or self._parts or not frame.bodies:
+            return self._on_gap()
+        sizes = list(map(len, frame.bodies))
+        self._expected += len(sizes)
+        self._uncredited += sum(sizes) + len(sizes) * FRAME_COST
+        self._useful_credit = max(self._useful_credit, *sizes)
+        self.started = True
+        self._responses += frame.bodies
         if self._waiter is not None:
             self._wake()
 
@@ -348,7 +411,11 @@ class RequestStream:
         if frame.seq != self._expected:
             return self._on_gap()
         self.started = True
-        self.trailer = self._reassembled(frame.body)
+        if self._parts:
+            self.trailer = self._reassembled(frame.body)
+        else:
+            self.trailer = body = frame.body
+            self._useful_credit = max(self._useful_credit, body.nbytes)
         self._finish()
 
     def on_error(self, frame: frames.Error) -> None:
@@ -376,10 +443,12 @@ class RequestStream:
         self.fail(error)
 
     def _consumed(self, size: int) -> None:
-        """Let the instance send more in place of `size` bytes, as far as the budget goes, in few frames rather than many."""
+        """Let the instance send more in place of `size` bytes and what was read, as far as the budget goes, in few frames."""
         credit = self._credit
         assert credit is not None
-        credit.use(size)
+        credit.use(size + self._read)
+        self._read = 0
+        self._least_read = 0 if credit.borrowed else credit.window // _SHARES_OF_WINDOW
         owed = credit.allowed - self._granted
         if owed and (owed * 2 >= credit.bytes or (self._needed > self._granted and credit.bytes < _SMALL_CREDIT_BYTES)):
             self.send_credit()
@@ -415,6 +484,7 @@ class RequestStream:
         """Let the instance send `size` bytes that were borrowed."""
         assert self._credit is not None
         self._credit.borrowed += size
+        self._least_read = 0
         self._useful_credit = max(self._useful_credit, self._credit.borrowed)
         self.send_credit()
 
@@ -441,13 +511,15 @@ class RequestStream:
 
     def _finish(self) -> None:
         self._over = True
-        self.acknowledge()
-        self._settle()
+        if self._unacknowledged:
+            self.acknowledge()
+        if self._lent:
+            self._settle()
         if self._timer is not None:
             self._timer.cancel()
         if self._credit is not None:
             self._credit.close(self)
-        if self._useful_credit:
+        if self._useful_credit >= _LARGE_RESPONSE_BYTES or self._peer.response_bytes:
             self._peer.learn(self._verb, self._useful_credit)
         self._client.forget(self, self._peer)
         self._wake()
@@ -544,6 +616,8 @@ class RequestClient:
         self._peers_by_subject: dict[str, _InstancePeer] = {}
         self._streams: dict[int, RequestStream] = {}
         self._last = 0
+        self._copies: deque[tuple[RequestStream, Generator[None, None, Reference | None]]] = deque()
+        """Bodies that are being copied; a turn of the event loop copies a part of one."""
         self.credits = ResponseCredits(limits)
 
     @property
@@ -593,6 +667,21 @@ class RequestClient:
         peer.outbox.add(stream, at_once=len(self._streams) == 1)
         return stream
 
+    def copy(self, stream: RequestStream, steps: Generator[None, None, Reference | None]) -> None:
+        """Copy the body of a stream in steps, fairly with other bodies."""
+        self._copies.append((stream, steps))
+        if len(self._copies) == 1:
+            self.loop.call_soon(self._copy_part)
+
+    def _copy_part(self) -> None:
+        stream, steps = self._copies[0]
+        is_unfinished = stream.copy(steps)
+        self._copies.popleft()
+        if is_unfinished:
+            self._copies.append((stream, steps))
+        if self._copies:
+            self.loop.call_soon(self._copy_part)
+
     def forget(self, stream: RequestStream, peer: _InstancePeer) -> None:
         self._streams.pop(stream.id, None)
         peer.streams.pop(stream.id, None)
@@ -624,6 +713,12 @@ class RequestClient:
                 if stream := streams.get(frame.stream):
                     stream.last_frame_at = now
                     stream.on_data(frame)
+                else:
+                    peer.unknown.add(frame.stream)
+            elif isinstance(frame, frames.Many):
+                if stream := streams.get(frame.stream):
+                    stream.last_frame_at = now
+                    stream.on_many(frame)
                 else:
                     peer.unknown.add(frame.stream)
             elif isinstance(frame, frames.End):

@@ -13,7 +13,6 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
 from nats.aio.client import Client
 
@@ -36,6 +35,16 @@ _DEFAULT_MAX_PAYLOAD = 1024 * 1024
 """As in nats-server, which says so itself when it greets us."""
 
 
+class _Client(Client):
+    """nats-py's client, whose read loop survives the pong to a ping that is not waited for any more."""
+
+    async def _process_pong(self) -> None:
+        if self._pongs and self._pongs[0].done():
+            # A flush that was cancelled: nats-py would fail to set its result, log that, and read nothing more.
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
+
 class Connection:
     """A NATS connection that comes back by itself. Use `connect_nats`.
 
@@ -45,7 +54,7 @@ class Connection:
     behind the caller's back.
     """
 
-    def __init__(self, options: NatsOptions, name: str, *, messages_per_turn: int | None = None) -> None:
+    def __init__(self, options: NatsOptions, name: str, *, role: str = "", messages_per_turn: int | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self.name = name
         self.opened_at = float("-inf")
@@ -57,11 +66,12 @@ class Connection:
         self.max_payload = _DEFAULT_MAX_PAYLOAD
         """Bytes that nats-server takes in one message."""
         self._options = options
+        self._inbox_prefix = options.inbox_prefix or "_".join(filter(None, ("_INBOX", role)))
         self._messages_per_turn = messages_per_turn
         self._fast: dict[bytes, OnMessage] = {}
         self._subscriptions: dict[bytes, str] = {}
         self._last_key = 0
-        self._client = Client()
+        self._client: Client = _Client()
         self._transport = SocketTransport(self._fast)
         self._is_closed = False
         self._is_up = False
@@ -115,10 +125,7 @@ class Connection:
             return pong
         self._pings.add(pong)
         pong.add_done_callback(self._pings.discard)
-        # nats-py gets a future of its own, since it fails on one that was cancelled.
-        received: asyncio.Future[bool] = self._loop.create_future()
-        received.add_done_callback(partial(_finish, pong))
-        self._client._pongs.append(received)
+        self._client._pongs.append(pong)
         self._transport.write(b"PING\r\n")
         return pong
 
@@ -160,7 +167,7 @@ class Connection:
             return False
         if isinstance(payload, bytes | bytearray | memoryview):
             payload = (payload,)
-        size = sum(len(piece) for piece in payload)
+        size = sum(map(len, payload))
         if size > self.max_payload:
             return not self._is_too_large(subject, size)
         head = _head(subject, reply, size)
@@ -257,7 +264,7 @@ class Connection:
     async def _connect(self) -> None:
         """Try until a connection stands, is logged in and has all subscriptions."""
         while True:
-            client = Client()
+            client = _Client()
             try:
                 tls = nats_tls_context(self._options)
                 transport = SocketTransport(
@@ -305,6 +312,7 @@ class Connection:
             reconnect_time_wait=options.reconnect_wait_s,  # type: ignore[arg-type]  # passed to asyncio.sleep
             ping_interval=options.ping_interval_s,  # type: ignore[arg-type]
             max_outstanding_pings=2**31,  # `_watch` decides when there were too many
+            inbox_prefix=self._inbox_prefix,
             user=options.user,
             password=current_secret(options.password),
             token=current_secret(options.token),
@@ -370,25 +378,23 @@ class Subscription:
 
 
 @asynccontextmanager
-async def connect_nats(options: NatsOptions, name: str, *, messages_per_turn: int | None = None) -> AsyncIterator[Connection]:
+async def connect_nats(
+    options: NatsOptions, name: str, *, role: str = "", messages_per_turn: int | None = None
+) -> AsyncIterator[Connection]:
     """Open a connection. Returns when it stands, however long that takes: a server that refuses us may accept us a moment later.
 
+    `role`, `frontend` or `worker`: processes of other roles need no permission to read what JetStream responds to this one.
     `messages_per_turn`: messages that are handled before the event loop gets to everything else; None: all that have arrived.
     Raises InvalidRequest for an address or a file that cannot be used.
     """
     check_nats(options)
-    connection = Connection(options, name, messages_per_turn=messages_per_turn)
+    connection = Connection(options, name, role=role, messages_per_turn=messages_per_turn)
     try:
         await connection.open()
         async with running(connection.keep(), "the NATS connection"):
             yield connection
     finally:
         await connection.close()
-
-
-def _finish(pong: asyncio.Future[bool], received: asyncio.Future[bool]) -> None:
-    if not pong.done():
-        pong.set_result(True)
 
 
 def _head(subject: str, reply: str, size: int) -> bytes:

@@ -14,6 +14,7 @@ into the message: it is written to the socket from where it lies (`Body`).
 | CREDIT | both | so many bytes of this stream, counted from its beginning, may be sent; a later one makes up for a lost one |
 | CANCEL | to the instance | the caller is gone or too late: stop within one step |
 | DATA | to the caller | one response |
+| MANY | to the caller | DATA frames of one stream that follow one another, if its request has the header `many` |
 | END | to the caller | the last frame of a request that succeeded: the trailer, or a unary response |
 | ERROR | to the caller | the last frame of a request that failed |
 | BEAT | to the caller | these silent streams are still being worked on, and these wait for credit, and for how much |
@@ -24,7 +25,7 @@ into the message: it is written to the socket from where it lies (`Body`).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -149,7 +150,19 @@ class Far(msgspec.Struct, array_like=True, tag=12, frozen=True, gc=False):
     stream: int
 
 
-Frame: TypeAlias = Open | Chunk | Credit | Cancel | Data | End | Error | Beat | Probe | Known | Near | Lent | Far
+class Many(msgspec.Struct, array_like=True, tag=13, frozen=True, gc=False):
+    """Several DATA frames as one: tokens that come in one message cost both sides little more than one of them."""
+
+    stream: int
+    seq: int
+    """The number of the first of them."""
+    bodies: list[memoryview]
+
+
+READS_MANY = "many"
+"""The header of a request whose caller reads MANY; those of older versions do not, and instances of older versions ignore it."""
+
+Frame: TypeAlias = Open | Chunk | Credit | Cancel | Data | End | Error | Beat | Probe | Known | Near | Lent | Far | Many
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Frame])
@@ -173,16 +186,18 @@ def joined(body: Body) -> Buffer:
     return body[0] if len(body) == 1 else b"".join(body)
 
 
-def encode(frame: Frame) -> bytes:
-    """A whole frame."""
-    return _encoder.encode(frame)
+encode: Callable[[Frame], bytes] = _encoder.encode
+"""Returns a whole frame. Its body may be any buffer."""
 
 
-def encode_data(stream: int, seq: int, body: Body) -> bytes | list[Buffer]:
-    """A DATA frame; the shortest way for a small body, of which there are most."""
-    if isinstance(body, bytes) and len(body) <= INLINE_BYTES:
-        return _encoder.encode(Data(stream, seq, body))  # type: ignore[arg-type]  # any buffer will do for encoding
-    return encode_with_body(Data(stream, seq), body)
+encode_body: Callable[[Buffer], bytes] = _encoder.encode
+"""Returns a body as an element of MANY."""
+MOST_GATHERED = 255
+"""Responses in a MANY frame."""
+LIST_HEADS = tuple(
+    bytes((0x90 | count,)) if count < 16 else struct.pack(">BH", 0xDC, count) for count in range(MOST_GATHERED + 1)
+)
+"""What precedes so many elements of a list."""
 
 
 def encode_with_body(frame: Open | Near | Chunk | Data | End, body: Body) -> list[Buffer]:

@@ -10,7 +10,6 @@ recorded. It is bounded; past its bound the oldest go, and readers query the ins
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
@@ -22,6 +21,7 @@ from nats.js.api import (
     ConsumerConfig,
     DeliverPolicy,
     DiscardPolicy,
+    PersistMode,
     StorageType,
     StreamConfig,
 )
@@ -36,8 +36,10 @@ from nats.js.errors import Error as JetStreamError
 from nats.js.kv import KeyValue
 from nats.js.object_store import ObjectStore
 
+from dynamo.common.background import raise_if_cancelled, start
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.objects import read_object
 from dynamo.common.messaging.replicas import create_replicated
 
 STREAM = "dynamo-kv"
@@ -47,6 +49,8 @@ LOCK_S = 60.0
 """A lock whose holder died is free again after so long."""
 LOAD_S = 5.0
 """Time limit for one attempt to read a snapshot."""
+_READS = 2
+"""Attempts to read a snapshot that is replaced meanwhile."""
 _SUBJECTS = "dynamo.*.*.kv.*"
 _MAX_BYTES = 256 << 20
 _KEPT_S = 86_400
@@ -90,13 +94,18 @@ class KvStream:
             discard=DiscardPolicy.OLD,
         )
         context = self._context()
-        with _plain_errors("made"):
-            try:
-                info = await create_replicated(lambda replicas: context.add_stream(config, num_replicas=replicas))
-            except BadRequestError as error:
-                if error.err_code != _NAME_IN_USE:
-                    raise
+        async with self._while_connected("made"):
+            try:  # first of all, since not every login may create it
                 info = await context.stream_info(STREAM)
+            except NotFoundError:
+                try:
+                    info = await create_replicated(
+                        lambda replicas: context.add_stream(config, num_replicas=replicas, persist_mode=_persist_mode(replicas))
+                    )
+                except BadRequestError as error:
+                    if error.err_code != _NAME_IN_USE:
+                        raise
+                    info = await context.stream_info(STREAM)
         return str(info.created)
 
     @asynccontextmanager
@@ -117,7 +126,7 @@ class KvStream:
 
     async def count(self, subject: str) -> int:
         """How many events are on record for a subject, which may be a pattern."""
-        with _plain_errors("read"):
+        async with self._while_connected("read"):
             try:
                 info = await self._context().stream_info(STREAM, subjects_filter=subject)
             except NotFoundError:
@@ -162,37 +171,38 @@ class KvStream:
 
     async def purge(self, subject: str, up_to: int | None = None) -> None:
         """Forgets the events of a subject up to number `up_to` of the record; None: all."""
-        with _plain_errors("purged"), suppress(NotFoundError):
-            await self._context().purge_stream(STREAM, seq=None if up_to is None else up_to + 1, subject=subject)
+        async with self._while_connected("purged"):
+            with suppress(NotFoundError):
+                await self._context().purge_stream(STREAM, seq=None if up_to is None else up_to + 1, subject=subject)
 
     # Snapshots
 
     async def load(self, name: str) -> bytes | None:
         """The snapshot of this name, if there is one."""
-        with _plain_errors("read"):
-            try:
+        async with self._while_connected("read"):
+            with suppress(BucketNotFoundError):
                 store = await self._context().object_store(SNAPSHOTS)
-                try:
-                    return await _get(store, name)
-                except TimeoutError:  # nats-py waits without end for the parts of an object that was replaced meanwhile
-                    return await _get(store, name)
-            except (BucketNotFoundError, ObjectNotFoundError):
-                return None
+                for _ in range(_READS):
+                    with suppress(ObjectNotFoundError):
+                        async with asyncio.timeout(LOAD_S):
+                            return await read_object(self._connection, await store.get_info(name))
+        return None
 
     async def save(self, name: str, snapshot: bytes) -> None:
         """Replaces the snapshot of this name."""
-        with _plain_errors("written"):
+        async with self._while_connected("written"):
             await (await self._snapshots()).put(name, snapshot)
 
     async def forget(self, name: str) -> None:
         """There is no snapshot of this name any more."""
-        with _plain_errors("written"), suppress(BucketNotFoundError, ObjectNotFoundError):
-            await (await self._context().object_store(SNAPSHOTS)).delete(name)
+        async with self._while_connected("written"):
+            with suppress(BucketNotFoundError, ObjectNotFoundError):
+                await (await self._context().object_store(SNAPSHOTS)).delete(name)
 
     @asynccontextmanager
     async def lock(self, name: str) -> AsyncIterator[bool]:
         """Whether the lock of this name is ours for the body, at most `LOCK_S` long. Does not wait."""
-        with _plain_errors("locked"):
+        async with self._while_connected("locked"):
             locks = await self._locks()
             try:
                 revision = await locks.create(name, self._connection.name.encode(), validate_keys=False)
@@ -204,6 +214,27 @@ class KvStream:
             if revision is not None and self._connection.is_connected:
                 with suppress(NatsError, JetStreamError, TimeoutError):  # it expires by itself
                     await locks.delete(name, last=revision, validate_keys=False)
+                raise_if_cancelled()
+
+    @asynccontextmanager
+    async def _while_connected(self, done: str) -> AsyncIterator[None]:
+        """Raise Unavailable for errors of nats-py in the body, and end it when the connection is lost.
+
+        nats-py waits out its time limit, 5 s a request, for responses that cannot come any more.
+        """
+        lost = asyncio.timeout(None)
+        with _plain_errors(done):
+            try:
+                async with lost:
+                    watching = start(_expire(lost, self._connection), "connection of a JetStream request")
+                    try:
+                        yield
+                    finally:
+                        watching.cancel()
+            except TimeoutError:
+                if lost.expired():
+                    raise TimeoutError("the connection to NATS is lost") from None
+                raise
 
     def _context(self) -> JetStreamContext:
         return self._connection.client.jetstream()
@@ -225,11 +256,17 @@ class KvStream:
             return await create_replicated(lambda replicas: context.create_key_value(bucket=LOCKS, ttl=LOCK_S, replicas=replicas))
 
 
-async def _get(store: ObjectStore, name: str) -> bytes:
-    data = io.BytesIO()
-    async with asyncio.timeout(LOAD_S):
-        await store.get(name, writeinto=data)
-    return data.getvalue()
+def _persist_mode(replicas: int) -> PersistMode | None:
+    """Return how a stream with so many replicas is written: not to disk at once, whatever nats-server does with other streams.
+
+    Events are many, and one that is lost is a hole, which readers query. nats-server has no such mode for several replicas.
+    """
+    return PersistMode.ASYNC if replicas == 1 else None
+
+
+async def _expire(bound: asyncio.Timeout, connection: Connection) -> None:
+    await connection.lost()
+    bound.reschedule(asyncio.get_running_loop().time())
 
 
 @contextmanager
@@ -237,4 +274,6 @@ def _plain_errors(done: str) -> Iterator[None]:
     try:
         yield
     except (NatsError, JetStreamError, TimeoutError) as error:
+        raise_if_cancelled()
         raise Unavailable(f"the record of KV events cannot be {done}: {str(error) or type(error).__name__}") from error
+    raise_if_cancelled()

@@ -1,8 +1,9 @@
 """Batches frames: what one event-loop turn has for one peer shares NATS messages.
 
-A message leaves at the end of the turn, or as soon as it has `FRAMES` frames: the peer begins with them while the turn goes on.
-With one message a turn, however long, frontend and workers would wait for each other. A frame beside which nothing else is under
-way, such as the only request of a process, waits for nothing.
+A message leaves at the end of the turn, or earlier with the first `FRAMES` urgent frames, the next `2 * FRAMES` and so on: the
+peer begins with them while the turn goes on. With one message a turn, however long, frontend and workers would wait for each
+other; with one for each few frames, 64 short responses would cost 32 messages. A frame beside which nothing else is under way,
+such as the only request of a process, waits for nothing.
 
 A *patient* frame, such as any but the first token of a stream, may also wait a moment: if the last message to this peer left less
 than `PATIENCE_S` ago, it leaves when that time is over, together with what has come by then. So a token of an engine that takes
@@ -19,7 +20,7 @@ from dynamo.common.messaging.connection import Connection
 from dynamo.common.messaging.frames import Buffer, message_head
 
 FRAMES = 4
-"""With more, 16 clients wait longer; with fewer, messages cost more than is gained."""
+"""With more, 16 clients wait longer; with fewer, messages cost more than is gained (`benchmarks.kserve`, 2026-11-21)."""
 PATIENCE_S = 0.001
 _MARGIN_BYTES = 4096
 """Of the server's `max_payload`, left for what it counts besides our frames."""
@@ -45,10 +46,13 @@ class Outbox:
         self._reply = reply
         self._loop = asyncio.get_running_loop()
 
-        self._batch = 0
+        self.batch = 0
+        """How many times frames have left: what lies here leaves when it changes."""
         self._waiting: list[Opening | list[Buffer] | bytes] = []
-        self._leading = 0
-        """How many of them `lead` has added."""
+        self._urgent = 0
+        """How many of them count towards `_most_urgent`: all but patient ones and those that `lead` has added."""
+        self._most_urgent = FRAMES
+        """With so many a message leaves before the end of the turn."""
         self._scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         self.flushed_at = float("-inf")
@@ -60,8 +64,13 @@ class Outbox:
         `at_once`: nothing else is under way that could share its message. A patient frame leaves no earlier than its turn ends.
         """
         self._waiting.append(frame)
-        if at_once or (self._scheduled and not patient and len(self._waiting) - self._leading >= FRAMES):
+        if at_once:
             return self.flush()
+        if not patient:
+            self._urgent += 1
+            if self._urgent >= self._most_urgent:
+                self._most_urgent *= 2
+                self.flush()
         if self._scheduled:
             return
         if patient:
@@ -77,10 +86,10 @@ class Outbox:
     def lead(self, frame: list[Buffer] | bytes) -> None:
         """Queues a frame that belongs to the next one, which follows now: both leave together, and count as one."""
         self._waiting.append(frame)
-        self._leading += 1
 
     def _end_turn(self) -> None:
         self._scheduled = False
+        self._most_urgent = FRAMES
         self.flush()
 
     def flush(self) -> None:
@@ -91,8 +100,8 @@ class Outbox:
         if not self._waiting or not self._connection.is_connected:
             return
         waiting, self._waiting = self._waiting, []
-        self._leading = 0
-        self._batch = batch = self._batch + 1  # encoding a request may fail it, which may add and flush frames of others
+        self._urgent = 0
+        self.batch = batch = self.batch + 1  # encoding a request may fail it, which may add and flush frames of others
         self.flushed_at = self._loop.time()
         pieces: list[Buffer] = []
         frames = size = 0

@@ -17,10 +17,15 @@ _INSUFFICIENT_RESOURCES = 10023
 
 
 async def create_replicated(create: Callable[[int], Awaitable[T]]) -> T:
-    """Call `create` with a number of replicas: three, or one where nats-server is single or its cluster too small."""
+    """Call `create` with a number of replicas: three, or one where nats-server is single or its cluster too small.
+
+    nats-server does not respond to what a login may not do.
+    """
     try:
         return await create(_REPLICAS)
     except APIError as error:
         if error.err_code not in (_NOT_A_CLUSTER, _NO_SUITABLE_PEERS, _INSUFFICIENT_RESOURCES):
             raise
+    except TimeoutError:
+        raise TimeoutError("it is not there yet, and this login may not make it, or JetStream does not respond") from None
     return await create(1)

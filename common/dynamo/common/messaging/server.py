@@ -43,6 +43,7 @@ _PER_FRAME = 1000
 _LEAST_CHUNK_BYTES = 12 * 1024
 """A window smaller than this is not worth a chunk, since the caller grants more, unless it holds all that is left."""
 _MAX_PARAM_CHARS = 200
+_NEVER = 1 << 63
 _MAX_LOANS = 4
 """So many responses of a stream may lie in shared memory; those after them need credit."""
 
@@ -58,17 +59,24 @@ class Incoming:
         "_flight",
         "_granted",
         "_handler",
+        "_last",
+        "_last_batch",
+        "_last_body",
+        "_last_bytes",
+        "_last_head",
+        "_last_seq",
+        "_least_lent_bytes",
         "_loans",
         "_missing",
         "_neighbour",
         "_outgoing",
         "_parts",
         "_peer",
+        "_reads_many",
         "_requested",
         "_room",
         "_seq",
         "_server",
-        "_size",
         "_stalled",
         "_task",
         "_timer",
@@ -78,7 +86,9 @@ class Incoming:
         "deadline",
         "has_sent",
         "headers",
+        "held_bytes",
         "id",
+        "request_id",
         "verb",
     )
 
@@ -95,6 +105,7 @@ class Incoming:
         self.id = frame.stream
         self.verb = frame.verb
         self.headers = frame.headers
+        self.request_id = frame.headers.get("request-id", "")
         self.deadline = None if frame.left_ms < 0 else loop.time() + frame.left_ms / 1000
         """Absolute, on the event loop's clock; None: none."""
         self.body: Buffer = body
@@ -105,12 +116,16 @@ class Incoming:
         self._server = server
         self._peer = peer
         self._handler = handler
-        self._size = frame.size
+        self.held_bytes = frame.size
+        """Bytes of the whole body."""
         self._parts: list[memoryview] = []
         self._missing = frame.size - body.nbytes
         self._flight = frame.flight - body.nbytes
         self._neighbour = neighbour
         """The caller's arena, if it shares memory with this process."""
+        memory = server.memory
+        self._least_lent_bytes = _NEVER if memory is None or neighbour is None else memory.least_bytes
+        """Size of the smallest body that is sent by reference."""
         self._loans: list[int] = []
         """Generations of the regions that hold responses of a stream."""
         self._stalled = False
@@ -120,6 +135,17 @@ class Incoming:
         self._window = frame.window
         self._requested = 0
         """The total of credit that was last requested of the caller."""
+        self._reads_many = frames.READS_MANY in frame.headers
+        self._last: list[Buffer] = []
+        """The last DATA frame, or the MANY frame that it has become; not the first of the stream, which waits for no other."""
+        self._last_batch = -1
+        """The outbox's `batch` when that frame was put there; the frame is there until it changes."""
+        self._last_seq = 0
+        self._last_body = b""
+        """The body of the first response in that frame."""
+        self._last_bytes = 0
+        self._last_head = b""
+        """The beginning of a MANY frame, up to the number of responses."""
         self._seq = 0
         self._chunk_index = 0
         self._outgoing: deque[tuple[bool, Pieces]] = deque()
@@ -127,10 +153,6 @@ class Incoming:
         self._ended = False
         self._task: asyncio.Task[None] | None = None
         self._timer = None if self.deadline is None else loop.call_at(self.deadline, self._expire)
-
-    @property
-    def request_id(self) -> str:
-        return self.headers.get("request-id", "")
 
     # responding
 
@@ -140,16 +162,42 @@ class Incoming:
             self._queue(False, body)
             return False
         size = len(body) if isinstance(body, bytes) else frames.size_of(body)
-        if self._window > 2 * FRAME_COST and len(self._open_loans()) < _MAX_LOANS and self._lend(body, size):
+        if size >= self._least_lent_bytes and self._may_lend() and self._lend(body, size):
             body, size = b"", 0
         cost = size + FRAME_COST
         if cost > self._window or cost > self._server.chunk_bytes:
             self._queue(False, body)
             return not self._outgoing
         self._window -= cost
-        self._peer.outbox.add(frames.encode_data(self.id, self._seq, body), patient=self._seq > 0)
-        self._seq += 1
         self.has_sent = True
+        seq = self._seq
+        self._seq = seq + 1
+        outbox = self._peer.outbox
+        frame: list[Buffer]
+        if size <= frames.INLINE_BYTES and isinstance(body, bytes):  # the short way of most responses
+            if self._last_batch == outbox.batch and self._gather(seq, body):
+                return True
+            frame = [frames.encode(frames.Data(self.id, seq, body))]  # type: ignore[arg-type]
+            if seq and self._reads_many:
+                self._last, self._last_seq, self._last_body, self._last_bytes = frame, seq, body, size
+                self._last_batch = outbox.batch
+        else:
+            frame = frames.encode_with_body(frames.Data(self.id, seq), body)
+        outbox.add(frame, patient=seq > 0)
+        return True
+
+    def _gather(self, seq: int, body: bytes) -> bool:
+        """Add a response to the frame with those before it, which is still in the outbox. Return False if it needs its own."""
+        last = self._last
+        count = max(1, len(last) - 1)
+        self._last_bytes += len(body)
+        if seq != self._last_seq + count or count == frames.MOST_GATHERED or self._last_bytes > frames.INLINE_BYTES:
+            return False
+        if count == 1:
+            last.append(frames.encode_body(self._last_body))
+            self._last_head = frames.encode(frames.Many(self.id, self._last_seq, []))[:-1]  # without the byte "empty list"
+        last[0] = self._last_head + frames.LIST_HEADS[count + 1]
+        last.append(frames.encode_body(body))
         return True
 
     async def ready(self) -> None:
@@ -166,20 +214,21 @@ class Incoming:
         if self._ended:
             raise RuntimeError("the request has ended already")
         self._ended = True
-        size = frames.size_of(body)
-        if not self._outgoing and self._lend(body, size):
+        size = len(body) if isinstance(body, bytes) else frames.size_of(body)
+        if size >= self._least_lent_bytes and not self._outgoing and self._lend(body, size):
             body, size = b"", 0
         if self._outgoing or size > self._server.inline_bytes or size + FRAME_COST > self._window:
             self._queue(True, body)
             return
-        whole = memoryview(frames.joined(body) if size else b"")  # the short way of most responses
+        whole = body if isinstance(body, bytes) else frames.joined(body) if size else b""
         self._server.forget(self)
-        self._peer.outbox.add(frames.encode(frames.End(self.id, self._seq, whole)), at_once=not self._server.open_requests)
+        frame = frames.encode(frames.End(self.id, self._seq, whole))  # type: ignore[arg-type]
+        self._peer.outbox.add(frame, at_once=not self._server.open_requests)
 
     def _lend(self, body: Body, size: int) -> bool:
-        """Send a body of `size` bytes by reference. Return False if it is small, the caller far away, or there is no room."""
+        """Send a body of `size` bytes by reference. Return False if there is no room."""
         memory = self._server.memory
-        if memory is None or self._neighbour is None or size < memory.least_bytes:
+        if memory is None or self._neighbour is None:
             return False
         lent = memory.lend(body, size, self._neighbour)
         if lent is None:
@@ -190,12 +239,12 @@ class Incoming:
         self._window -= FRAME_COST
         return True
 
-    def _open_loans(self) -> list[int]:
-        """The regions with responses of this stream that the caller has not released."""
+    def _may_lend(self) -> bool:
+        """Return whether a further response of this stream may lie in shared memory."""
         memory = self._server.memory
-        if self._loans and memory is not None:
+        if self._loans and memory is not None:  # those that the caller has not released
             self._loans = [generation for generation in self._loans if memory.arena.is_lent(generation)]
-        return self._loans
+        return self._window > 2 * FRAME_COST and len(self._loans) < _MAX_LOANS
 
     def _queue(self, last: bool, body: Body) -> None:
         if self._ended and not last:
@@ -339,10 +388,6 @@ class Incoming:
             granted, self._granted = self._granted, 0
             self._server.uploads.forget(self, granted)
 
-    @property
-    def held_bytes(self) -> int:
-        return self._size
-
     def grant(self, size: int) -> None:
         """Let the caller send `size` more bytes of the body."""
         self._granted += size
@@ -414,17 +459,13 @@ class RequestServer:
         self.handlers = dict(handlers)
         """By verb; a request for another verb is refused."""
         self._peers: dict[str, _CallerPeer] = {}
-        self._open = 0
+        self.open_requests = 0
         self._held_bytes = 0
         self.uploads = CreditQueue(limits.budget_bytes // 2)
         self._refusal: ShuttingDown | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._unreadable = Unreadable("a message to an instance")
-
-    @property
-    def open_requests(self) -> int:
-        return self._open
 
     @property
     def held_bytes(self) -> int:
@@ -520,7 +561,7 @@ class RequestServer:
         handler = self.handlers.get(frame.verb)
         request = Incoming(self, peer, frame, body, neighbour, handler or _unknown_verb)
         peer.requests[frame.stream] = request
-        self._open += 1
+        self.open_requests += 1
         self._held_bytes += frame.size
         self._idle.clear()
         if refusal := self._reason_to_refuse(frame):
@@ -538,7 +579,7 @@ class RequestServer:
             return DeadlineExceeded()
         if frame.size > limits.max_body_bytes:
             return PayloadTooLarge(f"the request has {frame.size} bytes; at most {limits.max_body_bytes} are allowed")
-        if self._open > limits.max_open_requests:
+        if self.open_requests > limits.max_open_requests:
             return Overloaded(f"the instance has {limits.max_open_requests} requests open and takes no more")
         if self._held_bytes > limits.max_buffered_bytes:
             return Overloaded(f"the instance holds {limits.max_buffered_bytes} bytes of requests and takes no more")
@@ -549,9 +590,9 @@ class RequestServer:
         if request._peer.requests.pop(request.id, None) is None:
             return
         request.release()
-        self._open -= 1
+        self.open_requests -= 1
         self._held_bytes -= request.held_bytes
-        if not self._open:
+        if not self.open_requests:
             self._idle.set()
 
     def _on_caller_gone(self, subject: str) -> None:

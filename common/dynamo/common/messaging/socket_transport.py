@@ -171,7 +171,7 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
     def _check(self, info: _Info) -> None:
         """Raise NatsError for a server that our options do not fit."""
         if self._demands_tls and not info.tls_required:
-            # nats-py would go on in plain text, with our password: anyone on the way could make it do so.
+            # nats-py would go on in plain text, with our password: an attacker on the way could make it do so.
             raise NatsError("nats-server does not offer TLS, but TLS is required")
         if info.tls_verify and not self._has_certificate:
             raise NatsError("nats-server requires a client certificate, but --nats-tls-cert-file is not set")

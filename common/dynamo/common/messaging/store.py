@@ -18,6 +18,7 @@ from nats.js.object_store import ObjectStore
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.objects import read_object
 from dynamo.common.messaging.replicas import create_replicated
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,13 @@ class FileStore:
     def __init__(self, connection: Connection, cache: Path) -> None:
         self._connection = connection
         self._cache = cache
+
+    async def ensure(self) -> None:
+        """Make the object store unless it exists. Raises Unavailable."""
+        try:
+            await self._bucket()
+        except (NatsError, JetStreamError, TimeoutError) as error:
+            raise Unavailable(f"the model file store cannot be made: {error or type(error).__name__}") from error
 
     async def put(self, data: bytes) -> str:
         """Keeps `data`, unless it is kept already; returns its key. Raises Unavailable."""
@@ -65,7 +73,7 @@ class FileStore:
             return cached
         try:
             store = await self._bucket()
-            data = (await store.get(key)).data or b""
+            data = await read_object(self._connection, await store.get_info(key))
         except ObjectNotFoundError:
             raise Unavailable(f"the model file {key[:12]}… is not in the store") from None
         except (NatsError, JetStreamError, TimeoutError) as error:

@@ -2,7 +2,7 @@
 
 A region is lent to one reader, which is another process of this host. It becomes free when the reader has marked it as
 released, or when the reader is dead. Nothing else ends a loan: not the end of the request, not silence. A reader that
-never learned of a region cannot release it, however, so a region that nobody has taken can be *revoked*: the owner clears its
+never learned of a region cannot release it, however, so a region that no process has taken can be *revoked*: the owner clears its
 generation, after which no reader can take it, waits until the reader's own counter shows that it cannot be in the middle of
 taking it, and looks once more whether it was taken.
 
@@ -18,7 +18,7 @@ import os
 import re
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,8 @@ LEAST_PART_BYTES = 1024
 """Smaller pieces of a body are copied, wherever they lie."""
 _LOOKED_AT = 2
 """So many of the longest lent regions are looked at with each new one, so that as many come back as are lent."""
+_STEP_BYTES = 4 << 20
+"""Copied at once into memory that is prepared for it: 4 ms."""
 _CLOSED = -1
 """In place of a descriptor."""
 
@@ -78,7 +80,7 @@ class Reader(Protocol):
         ...
 
 
-class _Nobody:
+class _NoReader:
     """In place of the reader of a region that was not lent."""
 
     tag = 0
@@ -86,7 +88,7 @@ class _Nobody:
     beat = 0
 
 
-_NOBODY = _Nobody()
+_NO_READER = _NoReader()
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +99,7 @@ class Region:
     units: int
     generation: int = 0
     """0: it was not lent."""
-    reader: Reader = _NOBODY
+    reader: Reader = _NO_READER
     since: int = 0
     """The reader's beat when the region was lent or, if it is revoked, at that moment."""
     is_held: bool = False
@@ -191,6 +193,43 @@ class Arena:
             position = end
         return self._lend(region, begin, size, reader)
 
+    def lend_in_steps(
+        self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: Reader
+    ) -> Generator[None, None, Reference | None]:
+        """Do what `lend` does in steps of some milliseconds; closed before its end, it lends nothing.
+
+        Memory is prepared with each step: that takes longer than the copy.
+        """
+        begin = aligned_begin(size)
+        count = units_for(begin + size)
+        self._look_at_oldest()
+        unit = self._units.allocate(count)
+        if unit is None:
+            return None
+        prepared = copied = 0
+        position = unit * UNIT_BYTES + begin
+        try:
+            for piece in pieces:
+                octets = memoryview(piece).cast("B")
+                for start in range(0, len(octets), _STEP_BYTES):
+                    part = octets[start : start + _STEP_BYTES]
+                    needed = units_for(position + len(part) - unit * UNIT_BYTES)
+                    if needed > prepared and not self._populate(unit + prepared, needed - prepared):
+                        return None
+                    prepared = max(prepared, needed)
+                    self._data[position : position + len(part)] = part
+                    position += len(part)
+                    copied += len(part)
+                    if copied >= _STEP_BYTES:
+                        copied = 0
+                        yield
+            region, unit = Region(unit, count), -1
+            return self._lend(region, begin, size, reader)
+        finally:
+            if unit >= 0:
+                self._states[unit : unit + prepared] = bytes((_RECENT,)) * prepared
+                self._units.release(unit)
+
     def reserve(self, size: int) -> Region | None:
         """Return a region of at least `size` bytes, at least one, that the caller holds. None if there is no room."""
         region = self._allocate(size)
@@ -206,7 +245,7 @@ class Arena:
     def publish(self, region: Region, begin: int, size: int, reader: Reader) -> Reference:
         """Lend `size` bytes, at least one, of a region that is held, from `begin` on, which lies in its first unit.
 
-        Units after them become free. Nobody may write to these bytes any more. Raises ValueError if the region was lent before.
+        Units after them become free. These bytes may not be written to any more. Raises ValueError if the region was lent before.
         """
         if region.generation or not region.is_held or not 0 <= begin < UNIT_BYTES or begin + size > region.size:
             raise ValueError(f"{size} bytes at {begin} of {region} cannot be lent")

@@ -45,6 +45,7 @@ class Neighbour:
         self._marks = table(marks, 0, layout.units)
         self._held: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         """The regions that are being read, by generation."""
+        self._process = os.getpid()
         self._is_alive = True
         self.is_open = True
         self._last_beat = 0
@@ -100,7 +101,9 @@ class Neighbour:
         return region.data
 
     def _release(self, unit: int, generation: int, _: object) -> None:
-        """Called in whichever thread drops the last view."""
+        """Called in whichever thread drops the last view, and in a child of this process that drops its copy of one."""
+        if os.getpid() != self._process:  # the marks are shared: releasing here would free what the parent still reads
+            return
         self._marks[unit] = released(generation)
         del self._held[generation]
         self._unmap_if_unread()

@@ -11,11 +11,13 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import InstanceId, parse_instance
 from dynamo.common.tracing import context_of
+from dynamo.common.work import hold_nothing
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.overrides import LIMITS, read_overrides
 from dynamo.frontend.security.accounts import Account
-from dynamo.frontend.serving.call import Call, Progress, hold_nothing
+from dynamo.frontend.security.keys import MAX_PRIORITY
+from dynamo.frontend.serving.call import Call, Progress, priority_of_level
 
 MAX_ID_CHARS = 128
 EXPLAIN = "x-dynamo-explain"
@@ -25,7 +27,6 @@ TIMEOUT = "x-request-timeout-ms"
 _PASSED_ON = frozenset({"traceparent", "tracestate", "baggage"})
 _LONGEST_DEADLINE_S = 10 * 365 * 86400.0
 """gRPC says "no deadline" by one that is centuries away."""
-_TRITON_LEVELS = 1 << 20
 _OVERRIDES = {f"x-dynamo-{name.replace('_', '-')}": name for name in LIMITS}
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
@@ -91,10 +92,10 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
                 prefill_instance = parse_instance(value)
             elif name == "x-dynamo-request-priority":
                 priority = _whole_number(name, value)
+                if abs(priority) > MAX_PRIORITY:
+                    raise InvalidRequest(f"'{name}' must be from -{MAX_PRIORITY} to {MAX_PRIORITY}", param=name)
             elif name == TIMEOUT:
-                timeout_s = _whole_number(name, value) / 1e3
-                if timeout_s <= 0:
-                    raise InvalidRequest(f"'{name}' must be above 0", param=name)
+                timeout_s = read_timeout_s(value)
                 remaining_s = timeout_s if remaining_s is None else min(remaining_s, timeout_s)
             elif name in ("x-dynamo-session", "x-dynamo-session-id"):
                 session = read_session(value, name)
@@ -134,7 +135,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             instance=self.instance,
             prefill_instance=self.prefill_instance,
             headers=self.headers,
-            priority=self.priority or _from_triton(triton_priority),
+            priority=self.priority or priority_of_level(triton_priority),
             session=self.session,
             overrides=self.overrides,
             explanation=self.explanation,
@@ -154,16 +155,26 @@ def usable_id(text: str) -> str:
     return text if len(text) <= MAX_ID_CHARS and text.isascii() and text.isprintable() else ""
 
 
+def read_timeout_s(value: str) -> float:
+    """Return what the header `TIMEOUT` says, in seconds. Raises InvalidRequest."""
+    timeout_s = _whole_number(TIMEOUT, value) / 1e3
+    if timeout_s <= 0:
+        raise InvalidRequest(f"'{TIMEOUT}' must be above 0", param=TIMEOUT)
+    return timeout_s
+
+
+def read_limit(text: str, most: int) -> int:
+    """Return the query field `limit`, of how many items a list has. Raises InvalidRequest."""
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= most:
+        raise InvalidRequest(f"'limit' must be an integer from 1 to {most}", param="limit")
+    return int(text)
+
+
 def read_session(text: str, name: str) -> str:
     """Return a session's id; `name` is the header or field that contains it. Raises InvalidRequest."""
     if len(text) > MAX_ID_CHARS:
         raise InvalidRequest(f"'{name}' has {len(text)} characters; at most {MAX_ID_CHARS} are taken", param=name)
     return text
-
-
-def _from_triton(level: int) -> int:
-    """Convert a priority of Triton, where 1 is the most urgent. Here larger is more urgent; 0 is the default of both."""
-    return max(1, _TRITON_LEVELS - level) if level > 0 else 0
 
 
 def _whole_number(name: str, value: str) -> int:

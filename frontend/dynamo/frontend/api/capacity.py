@@ -6,6 +6,9 @@ refused with Overloaded, so that those which were admitted can finish.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from dynamo.common.errors import Overloaded
 from dynamo.frontend.config import CapacityOptions
 
@@ -26,7 +29,16 @@ class Capacity:
             message = f"the server is processing {self.requests} requests, which is its limit"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
         self.requests += 1
-        return Occupancy(self)
+        return Occupancy(self, requests=1)
+
+    @contextmanager
+    def holding(self) -> Iterator[Occupancy]:
+        """Let the body hold bytes until its end for work that counts as a request elsewhere, or as none."""
+        occupied = Occupancy(self, requests=0)
+        try:
+            yield occupied
+        finally:
+            occupied.leave()
 
     def hold(self, size_bytes: int) -> None:
         """Count bytes of a request. Raises Overloaded, and counts none of them then."""
@@ -43,25 +55,36 @@ class Capacity:
 class Occupancy:
     """What one request occupies of a capacity."""
 
-    __slots__ = ("_capacity", "_has_left", "held_bytes")
+    __slots__ = ("_capacity", "_has_left", "_requests", "held_bytes")
 
-    def __init__(self, capacity: Capacity) -> None:
+    def __init__(self, capacity: Capacity, requests: int) -> None:
         self._capacity = capacity
+        self._requests = requests
         self._has_left = False
         self.held_bytes = 0
 
     def hold(self, size_bytes: int) -> None:
-        """Count bytes that are kept for the request until its end. Raises Overloaded.
-
-        What goes on in the background after that is not counted.
-        """
+        """Count bytes that are kept for the request until its end. Raises Overloaded."""
         if self._has_left:
             return
         self._capacity.hold(size_bytes)
         self.held_bytes += size_bytes
 
+    def handed_over(self) -> Occupancy:
+        """Return the occupancy of what goes on with the bytes of this request after its end. Raises Overloaded."""
+        rest = self._capacity.enter()
+        rest.held_bytes, self.held_bytes = self.held_bytes, 0
+        return rest
+
+    def release(self, size_bytes: int) -> None:
+        """Count bytes that were held no longer."""
+        if self._has_left:
+            return
+        self._capacity.release(size_bytes)
+        self.held_bytes -= size_bytes
+
     def leave(self) -> None:
         """Count the request and its bytes no longer."""
         self._has_left = True
-        self._capacity.requests -= 1
+        self._capacity.requests -= self._requests
         self._capacity.release(self.held_bytes)

@@ -18,6 +18,7 @@ from pathlib import Path
 from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, Unauthenticated
 from dynamo.common.logs import AUDIT
 from dynamo.common.security.files import Watched
+from dynamo.frontend.api.declaration import Charge, Declaration
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount
 from dynamo.frontend.security.keys import ApiKey, KeyRing, read_keys
@@ -41,8 +42,7 @@ ADMIN = frozenset(
 )
 """Refused attempts to use these are recorded."""
 
-_COUNTED_BY_MODEL = frozenset({Surface.INFERENCE})
-"""Calls that may contain many requests, which the data plane counts."""
+_COUNTED = frozenset({Charge.CALL, Charge.WORK})
 
 _log = logging.getLogger(__name__)
 _audit = logging.getLogger(AUDIT)
@@ -72,13 +72,20 @@ class Guard:
     def is_on(self) -> bool:
         return self.accounts is not None or bool(self._restrictions)
 
-    def account_named(self, name: str) -> Account:
-        """Return the account of the key with this name, or that of everybody for none. Raises Unauthenticated."""
-        if not name:
-            return ANONYMOUS
+    def account_named(self, name: str, surface: Surface) -> Account:
+        """Return the account of the key with this name, or that of requests without a key for none, if it may use a surface now.
+
+        Raises Unauthenticated, Forbidden.
+        """
         if self.accounts is None:
-            raise Unauthenticated("there are no API keys any more")
-        return self.accounts.named(name)
+            if name:
+                raise Unauthenticated("there are no API keys any more")
+            return ANONYMOUS
+        if not name and surface in self._open:
+            return ANONYMOUS
+        account = self.accounts.named(name)
+        self._check_scope(account, surface)
+        return account
 
     def stored_bytes(self, name: str) -> int | None:
         """Return how many bytes the key with this name may store; None without a limit."""
@@ -101,13 +108,14 @@ class Guard:
                     raise InvalidRequest(f"the header '{name}' must not be given twice")
                 seen.add(name)
 
-    def enter(self, surface: Surface, headers: Mapping[str, str], *, takes_login: bool = False) -> Account:
-        """Return the account that a call is made for. `headers` have lower-case names.
+    def enter(self, declared: Declaration, headers: Mapping[str, str], *, takes_login: bool = False) -> Account:
+        """Return the account that a call of an operation is made for. `headers` have lower-case names.
 
         `takes_login`: the key may be the password of a Basic login, which browsers add to requests that any web page makes.
 
         Raises Unauthenticated, Forbidden, RateLimited.
         """
+        surface = declared.surface
         for restriction in self._restrictions:
             if surface in restriction.surfaces and not _same(headers.get(restriction.header, ""), restriction.value):
                 raise Forbidden(f"access is restricted: the header '{restriction.header}' is missing or wrong")
@@ -119,21 +127,29 @@ class Guard:
                 return ANONYMOUS
             raise Unauthenticated("an API key is required, as 'authorization: Bearer KEY' or 'x-api-key: KEY'")
         account = self.accounts.of(presented)
-        if surface not in self._open and not account.key.may_use(SCOPES[surface]):
-            raise Forbidden(f"the API key '{account.key.name}' lacks the scope '{SCOPES[surface]}'")
-        if surface not in _COUNTED_BY_MODEL:
+        self._check_scope(account, surface)
+        if declared.charge in _COUNTED:
             account.count()
         return account
+
+    def _check_scope(self, account: KeyAccount, surface: Surface) -> None:
+        """Raises Forbidden."""
+        if surface not in self._open and not account.key.may_use(SCOPES[surface]):
+            raise Forbidden(f"the API key '{account.key.name}' lacks the scope '{SCOPES[surface]}'")
 
 
 class Accounts:
     """The account of each key, shared by all protocols, and its limits by all frontends."""
 
-    def __init__(self, keys: Watched[KeyRing], clock: Clock = time.monotonic, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, keys: Watched[KeyRing], clock: Clock = time.monotonic, ledger: Ledger | None = None, *, salts: bool = True
+    ) -> None:
+        """`salts`: whether prompts that are cached for one key are kept apart from those of others."""
         self.ledger = ledger or Ledger()
         self.fleet = Fleet(secrets.token_hex(8))
         self._keys = keys
         self._clock = clock
+        self._salts = salts
         self._ring = keys.current()
         self._by_name: dict[str, KeyAccount] = {}
 
@@ -164,7 +180,7 @@ class Accounts:
         return account
 
     def _new(self, key: ApiKey) -> KeyAccount:
-        account = self._by_name[key.name] = KeyAccount(key, self._clock, self._follow, self.fleet, self.ledger)
+        account = self._by_name[key.name] = KeyAccount(key, self._clock, self._follow, self.fleet, self.ledger, self._salts)
         return account
 
     # The part of `fleet.limits.LimitTable`
@@ -204,7 +220,7 @@ def make_guards(config: FrontendConfig, ledger: Ledger | None = None) -> tuple[G
     """Return the guards of HTTP and gRPC, which share keys and accounts, and log what they require. Raises ConfigError."""
     path = config.access.keys_file
     keys = None if path is None else watch_keys(path)
-    accounts = None if keys is None else Accounts(keys, ledger=ledger)
+    accounts = None if keys is None else Accounts(keys, ledger=ledger, salts=config.access.cache_salt_per_key)
     http = Guard(accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.http_restrictions())
     grpc = Guard(accounts, open_surfaces=config.access.open_surfaces, restrictions=config.access.grpc_restrictions())
     _log_access(config, keys)
@@ -234,7 +250,7 @@ def _log_access(config: FrontendConfig, keys: Watched[KeyRing] | None) -> None:
 
 def record(action: str, account: Account, peer: str, request_id: str, outcome: str) -> None:
     """Log one action of an administrator."""
-    name = f"key '{account.name}'" if account.name else "anybody"
+    name = f"key '{account.name}'" if account.name else "a caller without a key"
     fields = _fields(action, account.name, peer, request_id, outcome)
     _audit.info("%s by %s from %s, request %s: %s", action, name, peer, request_id, outcome, extra=fields)
 

@@ -53,7 +53,7 @@ class Bookings:
     async def exchanged(self, loads: LoadTable, is_registered: Callable[[InstanceId], bool]) -> AsyncIterator[None]:
         """Apply the bookings of siblings to `loads`, and forget siblings that fell silent, while the body runs.
 
-        Bookings of instances that are not registered are ignored: anyone could invent them.
+        Bookings of instances that are not registered are ignored: they could be invented.
         """
 
         def on_bookings(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:

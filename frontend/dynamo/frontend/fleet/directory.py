@@ -1,50 +1,60 @@
-"""A live view of all registrations. Without etcd the view is stale and keeps serving the last known state."""
+"""A live view of all registrations. Without etcd the view is stale and keeps serving the last known state.
+
+A registration ends when its owner says so: it is withdrawn, or the instance, queried by `Presence`, does not serve the model.
+One that is merely absent from etcd, however that is noticed, is kept while its instance responds, and `ABSENT_S` longer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
-from dynamo.common.background import running
+from dynamo.common.background import Tasks, running
 from dynamo.common.discovery import Change, Instance, View
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
 from dynamo.common.etcd.follow import follow
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, namespace_prefix
+from dynamo.frontend.fleet.presence import Silent, Unknown
 
 log = logging.getLogger(__name__)
 
 COALESCE_S = 0.05
 """Changes in etcd and marks are applied at most this often, since each subscriber and the next lookup do some work each time."""
 RECONCILE_S = 30.0
-RETURN_S = 10.0
-"""The TTL of a lease: within it, a live worker has noticed that its lease is gone and has registered again."""
-EXPIRED_S = 5.0
-"""How long an instance is kept whose registration has expired. If it lives, as after a pause of etcd, of its link to it or of the
+ABSENT_S = 5.0
+"""How long an instance is kept that etcd does not list and that does not respond either. If it lives, as after a pause of the
 whole machine, it has registered again by then: it renews its lease every third of the TTL, and is told that it is gone."""
+ASK_S = ABSENT_S / 3
+"""How often an instance that etcd does not list is queried whether it is there."""
 DOWN_S = 10.0
 """How long an instance stays marked down: after the TTL of a lease, the registration of a dead worker is gone as well."""
 
 OnChange = Callable[[], None]
 OnRegistrations = Callable[[Sequence[Instance], Sequence[Instance]], None]
+ServedBy = Callable[[Instance], Awaitable[Collection[str] | None]]
+"""Names of the models that an instance serves, as `Presence.served_by` returns them."""
+
+
+async def _silent(instance: Instance) -> Collection[str] | None:
+    raise Silent
 
 
 class Directory:
     """The registered instances and models. All lookups are served from memory."""
 
-    def __init__(self, etcd: Etcd, namespace: str | None, return_s: float) -> None:
+    def __init__(self, etcd: Etcd, namespace: str | None) -> None:
         self.ready = asyncio.Event()
         """Set once the first listing has been applied."""
         self.stale = True
         """Whether etcd is unreachable, so that the view is the last known state."""
         self._etcd = etcd
         self._prefix = namespace_prefix(namespace)
-        self._return_s = return_s
         self._view = View()
         self._revision = 0
         """The revision of the store up to which the view is complete."""
@@ -56,9 +66,12 @@ class Directory:
         self._apply_timer: asyncio.TimerHandle | None = None
         self._put_at: dict[str, int] = {}
         """The revision at which each key was put last, so that a listing shows what changed since."""
-        self._returning: dict[str, float] = {}
-        """Keys that are gone from etcd without a word of their owners, and until when these may register them again."""
-        self._return_timer: asyncio.TimerHandle | None = None
+        self._absent: dict[str, float] = {}
+        """Keys that are gone from etcd without a word of their owners, and until when these may respond or register again."""
+        self._served_by: ServedBy = _silent
+        self._asking: set[str] = set()
+        """The subjects of instances that are being queried whether they are there."""
+        self._tasks = Tasks()
         self._down_timers: dict[InstanceId, asyncio.TimerHandle] = {}
         self._on_change: list[OnChange] = []
         self._on_registrations: list[OnRegistrations] = []
@@ -101,6 +114,10 @@ class Directory:
         cards = ((model, self._view.card(model)) for model in self._view.models())
         return {model: card for model, card in cards if card is not None}
 
+    def other_protocols(self) -> Sequence[int]:
+        """Return the version of the protocol of each registration that is left out, since this process does not speak it."""
+        return sorted(self._view.other_protocols.values())
+
     # Subscribers
 
     def on_change(self, callback: OnChange) -> None:
@@ -130,6 +147,12 @@ class Directory:
             self._waiting_marks[instance] = None
             self._apply_soon()
 
+    # Instances that etcd does not list
+
+    def confirm_by(self, served_by: ServedBy) -> None:
+        """Keep registrations that are absent from etcd for as long as `served_by` says that their instances serve them."""
+        self._served_by = served_by
+
     # Following etcd
 
     async def follow(self) -> None:
@@ -152,13 +175,13 @@ class Directory:
                 if change:
                     log.info("a listing found %d changes before the watch", len(change.added) + len(change.removed))
 
-    def close(self) -> None:
-        """Stop the timers; the view stays."""
+    async def close(self) -> None:
+        """Stop the timers and the tasks; the view stays."""
         for instance in list(self._down_timers):
             self._stop_timer(instance)
-        for timer in (self._return_timer, self._apply_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._apply_timer is not None:
+            self._apply_timer.cancel()
+        await self._tasks.close()
 
     def _take(self, change: Reset | Events) -> None:
         if isinstance(change, Reset):
@@ -178,7 +201,6 @@ class Directory:
         self._apply_waiting()
         if reset.history_lost:
             self._put_at.clear()
-            self._await_return(self._view.keys - {kv.key for kv in reset.kvs}, self._return_s)
         self._apply_listing(reset.kvs, reset.revision)
         self.ready.set()
 
@@ -187,6 +209,7 @@ class Directory:
             # The watch may repeat changes that a listing contained.
             if isinstance(event, Put) and event.kv.mod_revision > self._revision:
                 self._waiting[event.kv.key] = event.kv.value
+                self._absent.pop(event.kv.key, None)
                 self._put_at[event.kv.key] = event.kv.mod_revision
             elif not isinstance(event, Put) and event.revision > self._revision:
                 self._deleted(event.key)
@@ -195,17 +218,13 @@ class Directory:
             self._apply_soon()
 
     def _deleted(self, key: str) -> None:
-        """A registration is gone that its owner has not withdrawn: its lease expired, or somebody deleted it."""
+        """A registration is gone that its owner has not withdrawn: its lease expired, or another client deleted it."""
         self._put_at.pop(key, None)
         if key in self._waiting:
             self._apply_waiting()
-        registered = self._view.get(key)
-        if registered is None:
-            return
-        if self._view.is_down(registered.id):
+        if key in self._view.other_protocols:
             self._waiting[key] = None
-        else:
-            self._await_return([key], EXPIRED_S)
+        self._missed([key])
 
     def _apply_soon(self) -> None:
         if self._apply_timer is None:
@@ -246,13 +265,16 @@ class Directory:
         self._apply_waiting()
         changes: dict[str, bytes | None] = {kv.key: kv.value for kv in kvs if self._put_at.get(kv.key) != kv.mod_revision}
         self._put_at = {kv.key: kv.mod_revision for kv in kvs}
-        absent = self._view.keys - self._put_at.keys() - self._returning.keys()
-        self._end_return_of(self._returning.keys() & self._put_at.keys())
+        changes |= dict.fromkeys(self._view.other_protocols.keys() - self._put_at.keys())
+        for key in self._absent.keys() & self._put_at.keys():
+            del self._absent[key]
+        self._missed(self._view.keys - self._put_at.keys())
         self._revision = revision
-        return self._apply(changes | dict.fromkeys(absent))
+        return self._apply(changes)
 
     def _apply(self, changes: Mapping[str, bytes | None]) -> Change:
-        self._end_return_of(changes)
+        for key in changes:
+            self._absent.pop(key, None)
         change = self._view.apply(changes)
         for instance in change.revived:
             self._stop_timer(instance)
@@ -260,29 +282,55 @@ class Directory:
             self._notify(change.added, change.removed)
         return change
 
-    def _await_return(self, keys: Collection[str], for_s: float) -> None:
-        """Keep registrations that etcd does not have any more, until their owners had the time to register again."""
-        self._returning.update(dict.fromkeys(keys, asyncio.get_running_loop().time() + for_s))
-        self._schedule_end_of_returns()
-
-    def _schedule_end_of_returns(self) -> None:
-        if self._return_timer is not None:
-            self._return_timer.cancel()
-            self._return_timer = None
-        if self._returning:
-            self._return_timer = asyncio.get_running_loop().call_at(min(self._returning.values()), self._end_returns)
-
-    def _end_returns(self) -> None:
+    def _missed(self, keys: Iterable[str]) -> None:
+        """Registrations are absent from etcd: query their instances whether they are there, unless that is going on."""
         now = asyncio.get_running_loop().time()
-        over = [key for key, until in self._returning.items() if until <= now]
-        if over:
-            log.warning("%d registrations were lost by etcd or have expired, and did not come back", len(over))
-            self._apply(dict.fromkeys(over))
-        self._schedule_end_of_returns()
-
-    def _end_return_of(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self._returning.pop(key, None)
+            registered = self._view.get(key)
+            if registered is None or key in self._absent:
+                continue
+            self._absent[key] = now if self._view.is_down(registered.id) else now + ABSENT_S
+            if registered.subject not in self._asking:
+                self._asking.add(registered.subject)
+                self._tasks.start(self._keep_while_served(registered), "absent instance")
+
+    async def _keep_while_served(self, instance: Instance) -> None:
+        """Remove the absent registrations of an instance once it says that it does not serve them, or is silent for long."""
+        loop = asyncio.get_running_loop()
+        while absent := self._absent_of(instance):
+            begun_at = loop.time()
+            try:
+                served = await self._served_by(instance)
+            except Unknown:
+                self._keep(absent)
+            except Silent:
+                overdue = [key for key in absent if self._absent.get(key, math.inf) <= loop.time()]
+                self._remove(overdue, instance, "does not respond")
+            else:
+                left = [] if served is None else [key for key in absent if not self._is_served(key, served)]
+                self._keep(absent - set(left))
+                self._remove([key for key in left if key in self._absent], instance, "does not serve them any more")
+            due_at = min((self._absent[key] for key in self._absent_of(instance)), default=-math.inf)
+            await asyncio.sleep(min(begun_at + ASK_S, due_at) - loop.time())
+        self._asking.discard(instance.subject)
+
+    def _absent_of(self, instance: Instance) -> set[str]:
+        """Return the keys of an instance that are absent from etcd."""
+        own = self._view.registrations_of(instance.id).items()
+        return {key for key, registered in own if key in self._absent and registered.subject == instance.subject}
+
+    def _is_served(self, key: str, served: Collection[str]) -> bool:
+        registered = self._view.get(key)
+        return registered is not None and registered.card.name in served
+
+    def _keep(self, keys: Iterable[str]) -> None:
+        until = asyncio.get_running_loop().time() + ABSENT_S
+        self._absent.update((key, until) for key in keys if key in self._absent)
+
+    def _remove(self, keys: Collection[str], instance: Instance, why: str) -> None:
+        if keys:
+            log.warning("instance %x is not listed in etcd and %s: %d registrations end", instance.id, why, len(keys))
+            self._apply(dict.fromkeys(keys))
 
     def _notify(self, added: Sequence[Instance] = (), removed: Sequence[Instance] = ()) -> None:
         """Call the subscribers. Without arguments: only marks have changed."""
@@ -302,16 +350,11 @@ class Directory:
 
 
 @asynccontextmanager
-async def open_directory(
-    etcd: Etcd, namespace: str | None, *, reconcile_s: float = RECONCILE_S, return_s: float = RETURN_S
-) -> AsyncIterator[Directory]:
-    """Follow the registrations of a namespace, or of all, while the body runs. Does not wait for etcd: see `ready`.
-
-    `return_s`: how long the known instances are kept for them to register again when etcd comes back without its data.
-    """
-    directory = Directory(etcd, namespace, return_s)
+async def open_directory(etcd: Etcd, namespace: str | None, *, reconcile_s: float = RECONCILE_S) -> AsyncIterator[Directory]:
+    """Follow the registrations of a namespace, or of all, while the body runs. Does not wait for etcd: see `ready`."""
+    directory = Directory(etcd, namespace)
     try:
         async with running(directory.follow(), "directory"), running(directory.reconcile(reconcile_s), "reconcile"):
             yield directory
     finally:
-        directory.close()
+        await directory.close()

@@ -284,7 +284,7 @@ class KvFeed:
             self._history.count_events(subject)
 
     def on_load(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        """Handle a load report. Those of instances and models that are not registered are ignored: anyone could invent them."""
+        """Handle a load report. Those of instances and models that are not registered are ignored: they could be invented."""
         try:
             message = load_message_decoder.decode(payload)
             instance = instance_of(subject)

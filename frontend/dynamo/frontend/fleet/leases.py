@@ -1,4 +1,4 @@
-"""Work that one process of the fleet does at a time: whoever puts a key into etcd first does it, until its lease ends."""
+"""Work that one process of the fleet does at a time: the one that puts a key into etcd first does it, until its lease ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Leases:
             callback()
 
     async def take(self, name: str) -> bool:
-        """Take `name` unless somebody has it; return whether it is ours. Raises EtcdUnavailable, LeaseLost."""
+        """Take `name` unless another process has it; return whether it is ours. Raises EtcdUnavailable, LeaseLost."""
         lease = self._lease
         if not lease or not await self._etcd.replace(self._prefix + name, self._holder, mod_revision=0, lease=lease):
             return False

@@ -2,7 +2,7 @@
 
 A message has the totals of the keys that were used since the last one. Every process publishes at least once a second: its own
 message shows it that it is connected, and shows the others that it lives. A process that was silent for `LEASE_S` is forgotten,
-and what it had in use is free. One that receives nothing, not even its own messages, forgets nobody. No message has a time.
+and what it had in use is free. One that receives nothing, not even its own messages, forgets no peer. No message has a time.
 """
 
 from __future__ import annotations

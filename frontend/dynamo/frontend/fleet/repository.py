@@ -25,8 +25,10 @@ from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.names import InstanceId, repository_prefix
 from dynamo.common.repository import (
     LOAD,
+    NO_FILES,
     UNLOAD,
     ControlMode,
+    Files,
     IndexEntry,
     LoadRequest,
     ModelState,
@@ -156,12 +158,12 @@ class Repository:
         """Return whether some model should be loaded and is not."""
         return any(entry.is_wanted for entry in merge_indexes(self._view.instances()))
 
-    async def load(self, account: Account, request: LoadRequest) -> None:
+    async def load(self, account: Account, request: LoadRequest, files: Files = NO_FILES) -> None:
         """Load a model. Returns when every worker that has the model serves it; raises the DynamoError of one that fails."""
         account.permit(request.model)
         before = self._loaded()
         try:
-            done = await self._send_to_all(request.model, LOAD, msgspec.msgpack.encode(request))
+            done = await self._send_to_all(request.model, LOAD, request.encoded(files))
         except ModelNotFound as error:
             raise EngineError(f"failed to load '{error.model}', failed to poll from model repository") from error
         await self._wait_until_visible(before, dict.fromkeys(((worker, request.model) for worker in done), True))
@@ -182,7 +184,7 @@ class Repository:
             if entry.state is ModelState.READY
         }
 
-    async def _send_to_all(self, model: str, verb: str, body: bytes) -> set[InstanceId]:
+    async def _send_to_all(self, model: str, verb: str, body: Body) -> set[InstanceId]:
         """Send a request to all workers, and return the ids of those that succeeded."""
         workers = [worker for worker in self._view.instances() if worker.mode is ControlMode.EXPLICIT]
         if not workers:
@@ -202,7 +204,7 @@ class Repository:
             raise unsupported[0] if unsupported else ModelNotFound(model)
         return done
 
-    async def _send_to(self, worker: RepositoryInstance, verb: str, body: bytes, deadline: float) -> _Outcome:
+    async def _send_to(self, worker: RepositoryInstance, verb: str, body: Body, deadline: float) -> _Outcome:
         try:
             await self._send(worker.id, worker.subject, verb, body, deadline)
         except DynamoError as error:

@@ -1,6 +1,6 @@
 """The usage ledger in JetStream: one record for each process and day, which that process alone writes, whole.
 
-Since a record has totals, one that is written twice counts once; and no process waits for another one. Whoever reads adds up
+Since a record has totals, one that is written twice counts once; and no process waits for another one. A reader adds up
 the records of all processes. A process that is killed takes along what it has not saved: `SAVE_S` of it, or more if the record
 is large.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -38,6 +39,8 @@ class UsageStore:
         self._prefix = encode(namespace, "namespace")
         self._origin = origin
         self._saving = asyncio.Lock()
+        self._forgotten: Counter[str] = Counter()
+        """How often a day was forgotten, which was saved then."""
 
     async def keep_saving(self) -> None:
         """Save what changes, until cancelled."""
@@ -58,12 +61,18 @@ class UsageStore:
             for day in list(self._ledger.unsaved):
                 del self._ledger.unsaved[day]
                 try:
-                    await self._records.put(f"{self._prefix}.{day}.{self._origin}", msgspec.json.encode(self._ledger.rows(day)))
+                    await self._records.put(self._key(day), msgspec.json.encode(self._ledger.rows(day)))
                 except BaseException:
                     self._ledger.unsaved[day] = None
                     raise
                 if day != self._ledger.today() and day not in self._ledger.unsaved:
                     self._ledger.forget(day)
+                    self._forgotten[day] += 1
+
+    def _key(self, day: str) -> str:
+        """Return the key of a day's record, which is another one if the clock was set back to a day that was forgotten."""
+        times = self._forgotten[day]
+        return f"{self._prefix}.{day}.{self._origin}" + (f"-{times}" if times else "")
 
     async def read(self, first_day: str, last_day: str) -> list[Row]:
         """Return what was used on some days, by all processes, in order of day, key and model. Raises Unavailable."""

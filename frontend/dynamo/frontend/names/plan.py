@@ -70,13 +70,13 @@ def make_plan(rules: Mapping[str, Rule], name: str, identity: Identity, permits:
     return Plan(tried, tuple(dict.fromkeys(shadows)))
 
 
-def representative(rules: Mapping[str, Rule], name: str, permits: Permits, is_ready: Callable[[str], bool]) -> str:
-    """Return the model that stands for `name` where one has to be described.
+def representative(rules: Mapping[str, Rule], name: str, permits: Permits, is_ready: Callable[[str], bool]) -> str | None:
+    """Return the model that stands for `name` where one has to be described; None if the caller may use none.
 
     That is the first ready one of those that requests may reach, targets by weight before fallbacks; the first if none is ready.
     """
     models = list(dict.fromkeys(_reachable(rules, name, permits, set())))
-    return next(filter(is_ready, models), models[0] if models else name)
+    return next(filter(is_ready, models), models[0] if models else None)
 
 
 def _candidates(

@@ -68,8 +68,14 @@ class Detokenizer:
         tokens = delta.tokens
         if choice.stopper is not None:
             return self._feed_until_stop(choice, choice.stopper, delta)
-        push = choice.text.push
-        text = push(tokens[0]) if len(tokens) == 1 else "".join([push(token) for token in tokens])
+        whole = choice.text.whole
+        text: str | None = None
+        if whole is not None and len(tokens) == 1:  # the short way of most tokens
+            piece = whole[tokens[0]]
+            text = piece if piece.__class__ is str else None
+        if text is None:
+            push = choice.text.push
+            text = push(tokens[0]) if len(tokens) == 1 else "".join([push(token) for token in tokens])
         if delta.finish_reason is not None:
             return self._end(choice, delta, text + choice.text.flush())
         if not text:
@@ -155,6 +161,11 @@ class _ChoiceState:
 
 
 class _Text(Protocol):
+    @property
+    def whole(self) -> Mapping[int, Piece] | None:
+        """What `push` returns now for tokens whose piece is a text, changing nothing; None: it depends on more than the token."""
+        ...
+
     def push(self, token: int) -> str:
         """Return the characters that `token` completes."""
         ...
@@ -174,10 +185,12 @@ def _text(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool
 class _PieceText:
     """For tokenizers whose tokens have the same text in any context."""
 
-    __slots__ = ("_half", "_pieces")
+    __slots__ = ("_half", "_pieces", "whole")
 
     def __init__(self, pieces: Mapping[int, Piece]) -> None:
         self._pieces = pieces
+        self.whole: Mapping[int, Piece] | None = pieces
+        """None while a character has begun."""
         self._half = b""
         """The beginning of a character: at most three bytes."""
 
@@ -192,10 +205,12 @@ class _PieceText:
         data = self._half + piece
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._half = data[used:]
+        self.whole = None if self._half else self._pieces
         return text
 
     def flush(self) -> str:
         half, self._half = self._half, b""
+        self.whole = self._pieces
         return half.decode(errors="replace")
 
 
@@ -203,6 +218,8 @@ class _WindowText:
     """For all others: decodes the last few tokens again with each new one, and returns what the text grew by."""
 
     __slots__ = ("_before", "_before_text", "_new", "_skip", "_tokenizer")
+
+    whole = None
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer

@@ -80,9 +80,9 @@ def prompt_of_contents(request: GenerateRequest, image_token: int | None) -> byt
 
     Engines name the blocks of an image in ways of their own: a match with what an engine has cached ends before its first image.
     """
-    digests = [part["sha256"] for part in request.media]
-    if not digests:
+    if not request.media:
         return request.prompt
+    digests = [part["sha256"] for part in request.media]
     tokens = request.tokens
     if image_token is None or tokens.count(image_token) != len(digests):
         return b"".join(digests) + request.prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_PENDING = 256
+_HUGE_CHARS = 256 * 1024
+"""A longer text is tokenized in 80 ms at least, and in seconds by some tokenizers."""
 
 
 class Offload:
@@ -40,3 +43,19 @@ class Offload:
     async def run_if(self, is_large: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `function(*args, **kwargs)`, called in the thread if `is_large`, else at once."""
         return await self.run(function, *args, **kwargs) if is_large else function(*args, **kwargs)
+
+
+class TextThreads:
+    """Threads for texts to encode and tokens to decode, as many as there are processors, and one beside them for huge texts.
+
+    Huge texts wait for one another, so that requests of another caller, which are seldom huge, do not wait for them.
+    """
+
+    def __init__(self) -> None:
+        self._usual = Offload(threads=os.cpu_count() or 1)
+        self._huge = Offload()
+
+    async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return `function(*args, **kwargs)`, called in a thread for `size` characters or tokens. Raises Overloaded."""
+        offload = self._huge if size > _HUGE_CHARS else self._usual
+        return await offload.run(function, *args, **kwargs)

@@ -42,6 +42,8 @@ _MAX_ARGUMENT_VALUES = 100_000
 """Of the tool calls in a conversation together."""
 _MANY_PARTS = 128
 """Conversations of more messages, content parts and tool calls are rendered in a thread, as are those that take more steps."""
+_MANY_VALUES = 10_000
+"""The same for values in tools and arguments of chat templates, of which a thousand take about half a millisecond."""
 _FEW_STEPS = 8_192
 _MANY_WORDS = 16
 """More bad words are tokenized in a thread."""
@@ -100,9 +102,12 @@ class TextModel:
         check_places(tokens, len(media), self._info.image_token)
         conversation = await self._offload.run(self._pack_conversation, request) if media and self._info.renders_media else b""
         sampling = request.sampling
-        self._check_ids("logit_bias", sampling.logit_bias or ())
-        self._check_ids("allowed_token_ids", sampling.allowed_token_ids or ())
-        self._check_ids("logprob_token_ids", request.logprob_token_ids)
+        if sampling.logit_bias:
+            self._check_ids("logit_bias", sampling.logit_bias)
+        if sampling.allowed_token_ids:
+            self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
+        if request.logprob_token_ids:
+            self._check_ids("logprob_token_ids", request.logprob_token_ids)
         if request.bad_words:
             words = await self._offload.run_if(len(request.bad_words) > _MANY_WORDS, self._bad_words, request.bad_words)
             sampling = msgspec.structs.replace(sampling, bad_words_token_ids=(*(sampling.bad_words_token_ids or ()), *words))
@@ -166,7 +171,7 @@ class TextModel:
 
         Raises InvalidRequest, and Overloaded if too many conversations are waiting for the thread.
         """
-        if not request.chat_template and _is_short(request.messages or ()):
+        if not request.chat_template and _is_short(request):
             with suppress(OutOfTime):
                 return self._render(request, max_steps=_FEW_STEPS)
         return await self._offload.run(self._render, request)
@@ -350,7 +355,8 @@ def _with_marker(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": content.rstrip() + _CONTINUE}
 
 
-def _is_short(messages: Sequence[Mapping[str, Any]]) -> bool:
+def _is_short(request: TextRequest) -> bool:
+    messages = request.messages or ()
     if len(messages) > _MANY_PARTS:
         return False
     parts = len(messages)
@@ -358,7 +364,24 @@ def _is_short(messages: Sequence[Mapping[str, Any]]) -> bool:
         for name in ("content", "tool_calls") if isinstance(message, Mapping) else ():
             value = message.get(name)
             parts += len(value) if isinstance(value, list | tuple) else 0
-    return parts <= _MANY_PARTS
+    return parts <= _MANY_PARTS and _has_few_values([*request.tools, *request.chat_template_kwargs.values()])
+
+
+def _has_few_values(values: list[Any]) -> bool:
+    """Return whether these values of JSON, and what is in them, are few, without looking at all of many."""
+    count = 0
+    while values:
+        inner: list[Any] = []
+        for value in values:
+            if value.__class__ is dict:
+                inner += value.values()
+            elif value.__class__ is list:
+                inner += value
+        count += len(inner)
+        if count > _MANY_VALUES:
+            return False
+        values = inner
+    return True
 
 
 def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:

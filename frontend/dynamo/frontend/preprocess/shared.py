@@ -16,7 +16,7 @@ V = TypeVar("V")
 class Shared(Generic[K, V]):
     """At most `max_bytes` of values, by key, and beyond that only what is in use. The least recently used is evicted first.
 
-    A value is in use while someone else refers to it. It stays here as well, so that it is never made a second time beside the
+    A value is in use while other code refers to it. It stays here as well, so that it is never made a second time beside the
     first. Values must be weakly referable and free of reference cycles.
     """
 

@@ -8,7 +8,6 @@ and evicted by size, so that neither the number of models nor of tokenizers boun
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
@@ -17,7 +16,7 @@ from dynamo.common.errors import EngineError
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.frontend.config import TextOptions
 from dynamo.frontend.preprocess.media import MediaUrls
-from dynamo.frontend.preprocess.offload import Offload
+from dynamo.frontend.preprocess.offload import Offload, TextThreads
 from dynamo.frontend.preprocess.shared import Shared
 
 if TYPE_CHECKING:  # heavy; a fleet of tensor models does without
@@ -66,7 +65,7 @@ class TextFiles:
         self._options = options
         self._offload = offload
         self._media = MediaUrls(options.media)
-        self._threads = Offload(threads=os.cpu_count() or 1)
+        self._threads = TextThreads()
         """Of all tokenizers."""
         self._tokenizers = Shared(self._tokenizer, lambda made: made.size_bytes, options.tokenizer_cache_bytes)
         self._templates = Shared(self._template, lambda made: _TEMPLATE_BYTES, _TEMPLATES_BYTES)
@@ -164,7 +163,7 @@ def _template_key(info: LlmInfo) -> _TemplateKey:
     return _TemplateKey(info.chat_template, info.bos_token, info.eos_token)
 
 
-def _read_tokenizer(data: bytes, key: _TokenizerKey, fast: bool, threads: Offload) -> Tokenizer:
+def _read_tokenizer(data: bytes, key: _TokenizerKey, fast: bool, threads: TextThreads) -> Tokenizer:
     from dynamo.frontend.preprocess.pipeline import Tokenizer  # with all that text models need, which is heavy to import
 
     return Tokenizer(data, bos_token=key.bos_token, add_bos=key.add_bos, fast=fast, threads=threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -13,7 +12,7 @@ import tokenizers
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.frontend.preprocess.fast_tokens import Encoding, fast_encode
-from dynamo.frontend.preprocess.offload import Offload
+from dynamo.frontend.preprocess.offload import TextThreads
 
 Piece: TypeAlias = str | bytes
 """The text of a token: a `str` of whole characters, or `bytes` that hold part of a character."""
@@ -42,14 +41,14 @@ class Tokenizer:
     """Immutable; may be shared between threads."""
 
     def __init__(
-        self, data: bytes, *, bos_token: str = "", add_bos: bool = False, fast: bool = True, threads: Offload | None = None
+        self, data: bytes, *, bos_token: str = "", add_bos: bool = False, fast: bool = True, threads: TextThreads | None = None
     ) -> None:
         """`data` is the contents of a `tokenizer.json`. With `add_bos`, every text starts with `bos_token`. Raises EngineError.
 
         With `fast`, texts are encoded by fastokens if it is installed and gives the same ids. Long texts are encoded and decoded
         in `threads`, which several tokenizers may share.
         """
-        self._threads = threads or Offload(threads=os.cpu_count() or 1)
+        self._threads = threads or TextThreads()
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(data)
             self._decoders = _decoders(data)
@@ -89,7 +88,7 @@ class Tokenizer:
         """Return `encode_now(text)`, computed in a thread if the text is long; the tokenizer releases the GIL."""
         if len(text) < self._long_text_chars:
             return self.encode_now(text, special_tokens=special_tokens, max_tokens=max_tokens)
-        return await self._threads.run(self.encode_now, text, special_tokens=special_tokens, max_tokens=max_tokens)
+        return await self._threads.run(len(text), self.encode_now, text, special_tokens=special_tokens, max_tokens=max_tokens)
 
     def encode_now(self, text: str, *, special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of `text`. Takes about 0.3 µs per character, or 0.02 µs with fastokens.
@@ -127,7 +126,7 @@ class Tokenizer:
         """Return `decode(tokens)`, computed in a thread if there are many; the tokenizer releases the GIL."""
         if len(tokens) < _MANY_TOKENS:
             return self.decode(list(tokens), skip_special_tokens=skip_special_tokens)
-        return await self._threads.run(self._decode_many, tokens, skip_special_tokens)
+        return await self._threads.run(len(tokens), self._decode_many, tokens, skip_special_tokens)
 
     def _decode_many(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         # The batch call releases the GIL; `decode` does not.

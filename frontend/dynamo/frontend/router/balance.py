@@ -14,7 +14,7 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.hashing import PromptHashes
-from dynamo.frontend.router.load import InstanceLoad, Load, LoadTable, all_busy, busy, is_busy
+from dynamo.frontend.router.load import InstanceLoad, Load, LoadTable, all_busy, busy, is_busy, pinned_busy
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.simple import pinned, position_of, position_of_least
 from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
@@ -119,6 +119,8 @@ class LoadRouter:
         reason = "pinned"
         if position is None:
             position, reason = self._choose(request, candidates, loads)
+        elif request.needs_room and loads.is_busy(position):
+            raise pinned_busy(candidates[position].id, request.model)
         explanation: Sequence[Mapping[str, float | int | str]] = ()
         if explain:
             explanation = _explain(candidates, loads.all, position, busy(loads.all, thresholds))

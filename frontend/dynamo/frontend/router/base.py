@@ -31,7 +31,9 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     """Higher is more important."""
     pinned: InstanceId | None = None
-    """The instance that the client demands."""
+    """The only instance that the request may go to: a client, a session or a sequence demands it."""
+    needs_room: bool = False
+    """The pinned instance is refused while it is busy, as all are to other requests: what clients name takes no other turn."""
     preferred: InstanceId | None = None
     """Chosen if it is a candidate and not busy."""
     session: str = ""

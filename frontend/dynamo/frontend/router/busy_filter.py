@@ -10,7 +10,7 @@ from dynamo.common.errors import DynamoError
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
-from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy, is_busy
+from dynamo.frontend.router.load import Load, LoadTable, all_busy, busy, is_busy, pinned_busy
 from dynamo.frontend.router.rows import RowCache
 from dynamo.frontend.router.thresholds import NEVER_BUSY, Thresholds, ThresholdTable
 
@@ -19,7 +19,8 @@ _MAX_DRAWS = 8
 
 
 class BusyFilterRouter(RouterWrapper):
-    """Wraps a router and shows it only the candidates that are not busy. Pinned requests are not filtered."""
+    """Wraps a router and shows it only the candidates that are not busy. A pinned request that
+    needs no room is not filtered."""
 
     def __init__(
         self, router: Router, thresholds: ThresholdTable, loads: LoadTable, *, clock: Callable[[], float] = time.monotonic
@@ -33,7 +34,11 @@ class BusyFilterRouter(RouterWrapper):
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         now = self._clock()
         thresholds = self.thresholds.of(request.model)
-        if request.pinned is not None or thresholds == NEVER_BUSY:
+        if thresholds == NEVER_BUSY or (request.pinned is not None and not request.needs_room):
+            decision = self.inner.pick(request, candidates, explain=explain)
+        elif request.pinned is not None:
+            if is_busy(self.loads.load_of(request.pinned, now), thresholds):
+                raise pinned_busy(request.pinned, request.model)
             decision = self.inner.pick(request, candidates, explain=explain)
         else:
             decision = self._pick_free(request, candidates, thresholds, now, explain=explain)

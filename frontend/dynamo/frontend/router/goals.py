@@ -109,11 +109,12 @@ def check_goals(
     - it has such a goal and is a long one, which at the head of a line would keep short ones from the room there is, or
     - not even an idle instance reaches its goal between tokens, or it brought that along: others would wait behind it.
     """
-    if request.pinned is not None or request.is_prefilled or request.was_admitted:
+    if (request.pinned is not None and not request.needs_room) or request.is_prefilled or request.was_admitted:
         return
     competition = demand.competition(request.priority, now)
     above, refused_above, below = (
-        latency.share_of_time(rate, len(loads)) for rate in (competition.above, competition.refused_above, competition.below)
+        latency.share_of_time(rate, len(loads)) if request.pinned is None else 0.0  # of the fleet, not of the one in `loads`
+        for rate in (competition.above, competition.refused_above, competition.below)
     )
     goal_s = math.inf if config.ttft_goal_s is None else config.ttft_goal_s - request.waited_s
     longest_s = goal_s * max(0.0, 1.0 - above - refused_above) if above or refused_above else goal_s

@@ -30,7 +30,7 @@ from dynamo.frontend.router.goals import Demand, check_goals
 from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
 from dynamo.frontend.router.index import PrefixIndex
 from dynamo.frontend.router.latency import LatencyModel, Predictions
-from dynamo.frontend.router.load import InstanceLoad, Load, LoadTable, all_busy, busy
+from dynamo.frontend.router.load import InstanceLoad, Load, LoadTable, all_busy, busy, pinned_busy
 from dynamo.frontend.router.predicted import PredictedIndex
 from dynamo.frontend.router.prompts import Prompt
 from dynamo.frontend.router.rows import RowCache
@@ -229,6 +229,8 @@ class KvRouter:
         busy_ones = busy(loads, self.thresholds.of(request.model))
         position = None if request.pinned is None else pinned(request, candidates)
         if position is not None:
+            if request.needs_room and busy_ones is not None and busy_ones[position]:
+                raise pinned_busy(candidates[position].id, request.model)
             reason = "pinned"
         else:
             position, reason = self._choose(request, candidates, rows, config, costs, busy_ones)

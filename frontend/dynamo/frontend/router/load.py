@@ -33,7 +33,7 @@ OnSiblingPrompt = Callable[[InstanceId, Sequence[int], float], object]
 OnReport = Callable[["InstanceLoad", str, LoadReport, float], None]
 
 _MAX_SIBLINGS = 256
-"""A further one takes the place of the least active: anyone could invent frontends."""
+"""A further one takes the place of the least active: any client of NATS could invent frontends."""
 _ACTIVITY_S = 5.0
 """A message counts half for the activity of a sibling after this time."""
 _RECENT_S = 60.0
@@ -222,6 +222,10 @@ def busy(loads: Sequence[Load], thresholds: Thresholds) -> list[bool] | None:
         return None
     most_usage, most_tokens = math.inf if usage is None else usage, math.inf if tokens is None else tokens
     return [load.usage > most_usage or load.prefill_tokens > most_tokens for load in loads]
+
+
+def pinned_busy(instance: InstanceId, model: str) -> Overloaded:
+    return Overloaded(f"instance {instance:x} of model '{model}' is busy", retry_after_s=1.0)
 
 
 def all_busy(model: str, retry_after_s: float = 1.0) -> Overloaded:
@@ -425,7 +429,7 @@ class LoadTable:
     def apply(self, message: SharedBookings, now: float, is_registered: Callable[[InstanceId], bool]) -> None:
         """Apply a message of a sibling. The frontend's own, which the bus sends back, are ignored.
 
-        So are bookings on instances that are not registered: anyone could invent them.
+        So are bookings on instances that are not registered: any client of NATS could invent them.
         """
         if message.origin == self.origin:
             return

@@ -64,7 +64,7 @@ class FleetTraffic(Traffic):
         return decay
 
     def report(self, instance: InstanceId, computed: int, queued: int, now: float) -> None:
-        """Count what an instance has accepted since its last report. Of its first one, nobody knows how long that took.
+        """Count what an instance has accepted since its last report. Of its first one, it is not known how long that took.
 
         `computed`: prompt tokens since it started; `queued`: those that it has still to compute.
         """

@@ -18,6 +18,7 @@ from dynamo.common.admin_api import AdminApi, add_options
 from dynamo.common.config import ConfigError, exit_with, parse_bytes
 from dynamo.frontend.security.keys import (
     MAX_LIMIT,
+    MAX_PRIORITY,
     MAX_WEIGHT,
     MIN_WEIGHT,
     KeyRing,
@@ -83,6 +84,19 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="In proportion to other keys, where requests wait in line; default: 1.",
     )
+    add.add_argument(
+        "--max-priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="The highest priority that its requests may have; default: 0, so that it may lower the priority of some only.",
+    )
+    add.add_argument(
+        "--cache-group",
+        default="",
+        metavar="NAME",
+        help="Share cached prompts with other keys of this group; default: with none.",
+    )
     add.add_argument("--expires", metavar="DATE", help="2027-01-31, or with a time.")
     add.add_argument("--stdin", action="store_true", help="Take a key made elsewhere from the standard input.")
     listed = commands.add_parser("list", help="Check a key file and print what its keys may use.")
@@ -104,6 +118,8 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} must be above 0 and at most {MAX_LIMIT}, got {value:g}")
     if not MIN_WEIGHT <= arguments.weight <= MAX_WEIGHT:
         raise ConfigError(f"--weight must be at least {MIN_WEIGHT} and at most {MAX_WEIGHT}, got {arguments.weight:g}")
+    if abs(arguments.max_priority) > MAX_PRIORITY:
+        raise ConfigError(f"--max-priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {arguments.max_priority}")
     if arguments.expires is None:
         return
     try:
@@ -142,6 +158,8 @@ def _add(arguments: argparse.Namespace) -> None:
             stored_bytes=_size(arguments.stored_bytes),
         ),
         weight=arguments.weight,
+        max_priority=arguments.max_priority,
+        cache_group=arguments.cache_group,
         expires=arguments.expires,
     )
     before = file.read_text(encoding="utf-8") if file.exists() else ""
@@ -184,6 +202,10 @@ def _list(file: Path) -> None:
             notes.append(f"{limits.stored_bytes} bytes stored")
         if key.weight != 1:
             notes.append(f"weight {key.weight:g}")
+        if key.max_priority:
+            notes.append(f"priority up to {key.max_priority}")
+        if key.cache_group:
+            notes.append(f"cached prompts of group {key.cache_group}")
         if key.expires_at is not None:
             notes.append(("expired " if time.time() >= key.expires_at else "until ") + _day(key.expires_at))
         print(f"{key.name}: {'; '.join(notes)}")

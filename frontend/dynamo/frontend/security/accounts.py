@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
-from dynamo.frontend.security.keys import ApiKey
+from dynamo.frontend.security.keys import MAX_PRIORITY, ApiKey
 from dynamo.frontend.security.ledger import Ledger, Usage
 from dynamo.frontend.security.sharing import Fleet, KeyUse, RateMeter, Shares, SlotMeter
 
@@ -50,6 +51,15 @@ class Account(Protocol):
         """How much this caller gets, in proportion to others, where requests wait in line."""
         ...
 
+    @property
+    def max_priority(self) -> int:
+        """The highest priority that requests of this caller have."""
+        ...
+
+    def isolate(self, cache_salt: str) -> str:
+        """Return the salt for cached prompts of this caller that sends `cache_salt`: no other one can have requests with it."""
+        ...
+
     def permits(self, model: str) -> bool:
         """Return whether this caller may use a model."""
         ...
@@ -72,8 +82,8 @@ class Account(Protocol):
         """Count work that is no request to a model, such as tokenizing, as one of the requests at once. Raises RateLimited."""
         ...
 
-    def charge(self, model: str, tokens: int) -> None:
-        """Count prompt tokens of a request whose ticket is closed."""
+    def take_tokens(self, tokens: int) -> None:
+        """Take tokens out of the budget, however many are left; a negative number is given back."""
         ...
 
     def record(self, model: str, usage: Usage) -> None:
@@ -95,8 +105,12 @@ class KeyAccount:
         follow: Callable[[], None] = lambda: None,
         fleet: Fleet | None = None,
         ledger: Ledger | None = None,
+        salts: bool = True,
     ) -> None:
-        """`follow` checks whether the key file has changed and updates the accounts. `fleet`: who shares the limits."""
+        """`follow` checks whether the key file has changed and updates the accounts. `fleet`: who shares the limits.
+
+        `salts`: whether cached prompts are kept apart from those of other keys.
+        """
         self.key = key
         self.withdrawn = False
         """The key is no longer in the file; streams that it opened may still be open."""
@@ -104,6 +118,9 @@ class KeyAccount:
         self._follow = follow
         self._fleet = fleet or Fleet()
         self._ledger = ledger or Ledger()
+        self._salts = salts
+        self._salt = ""
+        """Of requests that bring none along."""
         self._inference = Shares(self._fleet)
         self._metadata = Shares(self._fleet)
         self._requests: RateMeter | None = None
@@ -125,8 +142,18 @@ class KeyAccount:
     def weight(self) -> float:
         return self.key.weight
 
+    @property
+    def max_priority(self) -> int:
+        return self.key.max_priority
+
+    def isolate(self, cache_salt: str) -> str:
+        if not self._salts:
+            return ANONYMOUS.isolate(cache_salt)
+        return salt_of(self.key, cache_salt) if cache_salt else self._salt
+
     def renew(self, key: ApiKey) -> None:
         self.key = key
+        self._salt = salt_of(key, "") if self._salts else ""
         self._permitted.clear()
         rate, tokens, slots = key.limits.requests_per_s, key.limits.tokens_per_minute, key.limits.concurrent_requests
         # A second's worth at once, so that clients need not space their requests out.
@@ -292,12 +319,7 @@ class KeyAccount:
         meter.take(tokens, now)
         return tokens
 
-    def charge(self, model: str, tokens: int) -> None:
-        self.take_tokens(tokens)
-        self.record(model, Usage(prompt_tokens=tokens))
-
     def take_tokens(self, tokens: int) -> None:
-        """Take tokens out of the budget, however many are left; a negative number is given back."""
         if self._tokens is not None:
             self._tokens.take(tokens, self._clock())
             self._fleet.used(self.name)
@@ -373,13 +395,18 @@ class Ticket:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether it counts against an account at all."""
+        return self._account is not None
+
     def reserve(self, prompt_tokens: int, output_tokens: int | None) -> None:
         """Reserve the tokens that the request may use, see `KeyAccount.reserve`; `close` gives back what it did not use."""
         if self._account is not None:
             self._reserved += self._account.reserve(prompt_tokens, output_tokens)
 
     def charge(self, tokens: int) -> None:
-        """Count tokens read or generated, as soon as their number is known."""
+        """Count tokens read or generated, as soon as their number is known; a negative number corrects an earlier one."""
         if self._account is None:
             return
         self._reserved -= tokens
@@ -399,6 +426,21 @@ class Ticket:
 _UNCOUNTED = Ticket(None, None, 0)
 
 
+_OWN = "key:"
+_SALT_CHARS = 32
+"""Of a hexadecimal digest: 128 bits, for which no other text can be found."""
+
+
+def salt_of(key: ApiKey, cache_salt: str) -> str:
+    """Return the salt for cached prompts of a key, or of its group, with the salt that the client sent."""
+    return _salt("group", key.cache_group, cache_salt) if key.cache_group else _salt("key", key.name, cache_salt)
+
+
+def _salt(kind: str, owner: str, cache_salt: str) -> str:
+    # Names have no line breaks, so different owners and salts are different texts.
+    return _OWN + sha256(f"{kind}\n{owner}\n{cache_salt}".encode()).hexdigest()[:_SALT_CHARS]
+
+
 class AnonymousAccount:
     """The account of callers that need no key: it permits every model and has no limits."""
 
@@ -406,6 +448,11 @@ class AnonymousAccount:
 
     name = ""
     weight = 1.0
+    max_priority = MAX_PRIORITY
+
+    def isolate(self, cache_salt: str) -> str:
+        # Salts of keys begin like this.
+        return _salt("", "", cache_salt) if cache_salt.startswith(_OWN) else cache_salt
 
     def permits(self, model: str) -> bool:
         return True
@@ -419,7 +466,7 @@ class AnonymousAccount:
     def occupy(self) -> Ticket:
         return _UNCOUNTED
 
-    def charge(self, model: str, tokens: int) -> None:
+    def take_tokens(self, tokens: int) -> None:
         pass
 
     def record(self, model: str, usage: Usage) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -40,6 +40,8 @@ MIN_FOREIGN_CHARS = 32
 MAX_LIMIT = 1_000_000_000
 """The largest number of requests per second. `dynamo-keys` accepts no larger value for the other limits either."""
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000
+MAX_PRIORITY = 2**31 - 1
+"""The largest priority, and with a minus the smallest, that any request may have."""
 _MAX_CHARS = 512
 _PREFIX = "dyn"
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
@@ -47,6 +49,7 @@ _HEX = re.compile(r"(?:[0-9a-f]{2})+")
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=MAX_LIMIT)]
 Weight = Annotated[float, msgspec.Meta(ge=MIN_WEIGHT, le=MAX_WEIGHT)]
+Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._@-]+$")]
 
 
@@ -74,6 +77,10 @@ class ApiKey:
     limits: Limits = Limits()
     weight: float = 1.0
     """How much the key gets, in proportion to others, where requests wait in line."""
+    max_priority: int = 0
+    """Requests that have a higher one get this."""
+    cache_group: str = ""
+    """Keys of one group share cached prompts; empty: with no other key."""
     expires_at: float | None = None
     """Unix time, seconds."""
 
@@ -116,6 +123,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     tokens_per_minute: PositiveInt | None = None
     stored_bytes: PositiveInt | None = None
     weight: Weight = 1.0
+    max_priority: Priority = 0
+    cache_group: Name | Literal[""] = ""
     expires: str | None = None
 
     def key(self) -> ApiKey:
@@ -139,6 +148,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
             models=self.models,
             limits=limits,
             weight=self.weight,
+            max_priority=self.max_priority,
+            cache_group=self.cache_group,
             expires_at=None if self.expires is None else parse_expiry(self.expires),
         )
 
@@ -208,6 +219,8 @@ def entry_for(
     models: Sequence[str] = ("*",),
     limits: Limits | None = None,
     weight: float = 1.0,
+    max_priority: int = 0,
+    cache_group: str = "",
     expires: str | None = None,
 ) -> str:
     """Return the entry of the key file for `key`. Raises ValueError for a name, key or date that cannot be used."""
@@ -226,6 +239,8 @@ def entry_for(
         tokens_per_minute=limits.tokens_per_minute,
         stored_bytes=limits.stored_bytes,
         weight=weight,
+        max_priority=max_priority,
+        cache_group=cache_group,
         expires=expires,
     )
     text = yaml.safe_dump([msgspec.to_builtins(entry)], sort_keys=False, default_flow_style=None, width=200)

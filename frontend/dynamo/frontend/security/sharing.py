@@ -64,7 +64,7 @@ class Fleet:
         self.others = 0
         """Processes apart from this one that were heard lately."""
         self.connected_at = math.inf
-        """When this process last received a message, if only its own; inf: it shares its limits with nobody."""
+        """When this process last received a message, if only its own; inf: it shares its limits with no other process."""
         self._on_used: Callable[[str], None] = _ignore
 
     def on_used(self, callback: Callable[[str], None]) -> None:
@@ -80,7 +80,7 @@ class Fleet:
 
 
 def _ignore(name: str) -> None:
-    """Nobody else uses the limits."""
+    """No other process uses the limits."""
 
 
 class _Demand:

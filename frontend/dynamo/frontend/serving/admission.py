@@ -18,6 +18,9 @@ A request is refused at once if, by the recent pace, its turn would come after i
 another one may be refused instead: of those with the lowest priority the longest, if the new one is more important (but not with
 `wspt`); or the last one of the key that has the most in it, if another key sends the new one. Where prompts are computed apart,
 requests wait for prefill instances in one line and for decode instances in another.
+
+A request that names its instance waits in line as others do. When it has its turn and its instance is busy, those behind it
+that may go elsewhere have theirs.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from typing import Self
 
 from dynamo.common.errors import DeadlineExceeded, Overloaded
 from dynamo.common.model_card import Role
+from dynamo.common.names import InstanceId
 from dynamo.frontend.config import QueuePolicy
 from dynamo.frontend.router.base import TooLate
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
@@ -39,6 +43,8 @@ from dynamo.frontend.serving.turns import Line, Turns
 
 _RETRY_S = 0.02
 """Loads also change by reports, of which the queue is not notified."""
+_BUSY_AT_ONCE = 8
+"""So many busy instances that requests name are tried again after `_RETRY_S`; more of them later, in proportion."""
 _PACE_WEIGHT = 0.2
 
 
@@ -52,6 +58,7 @@ class Place:
         "_order",
         "_turn",
         "displaced",
+        "instance",
         "key",
         "missing_tokens",
         "number",
@@ -69,11 +76,14 @@ class Place:
         tokens: int,
         deadline: float | None,
         missing_tokens: Callable[[], int | None],
+        instance: InstanceId | None,
     ) -> None:
         """`rank` is compared with those of other keys, `order` with those of the same key."""
         self.displaced: tuple[Place, Overloaded] | None = None
         """The one that has to leave a full line for this one, and why."""
         self.missing_tokens = missing_tokens
+        self.instance = instance
+        """The only one that may serve the request; None: any."""
         self.number = order[1]
         self.key = account.name
         self.weight = account.weight
@@ -139,6 +149,13 @@ class _Line:
         self._waiting: FairQueue[Place] = FairQueue()
         self._trying: Place | None = None
         self._timer: asyncio.TimerHandle | None = None
+        """Until then no request tries."""
+        self._busy: set[InstanceId] = set()
+        """Instances that had no room for a request that names them: others that do so do not try."""
+        self._busy_timer: asyncio.TimerHandle | None = None
+        """When that is forgotten: loads also change by reports."""
+        self._busy_before = 0
+        """How many there were the last time."""
         self._paced_from = 0.0
         """When the last turn led to an instance, or a request entered an empty line: pauses do not count for the pace."""
         self._changed = changed
@@ -183,7 +200,13 @@ class _Line:
         self._waiting.push(place)
         self._changed()
         self._turns.waits()
-        if not failed:
+        if failed and place.instance is not None:
+            self._busy.add(place.instance)
+            if self._busy_timer is None:
+                self._busy_timer = self._loop.call_later(
+                    _RETRY_S * max(1.0, self._busy_before / _BUSY_AT_ONCE), self._forget_busy
+                )
+        if not failed or place.instance is not None:
             self.advance()
         elif self._timer is None:
             self._timer = self._loop.call_later(_RETRY_S, self._again)
@@ -203,27 +226,39 @@ class _Line:
     def advance(self) -> None:
         """Let the first in line try, unless another request is trying, or one at another frontend is before it."""
         if self._trying is None and self._waiting and self._timer is None:
-            served = self._turns.served_in_all()
-            first = self._waiting.next(served)
+            may = self._may_try if self._busy else None
+            first = self._waiting.next(self._turns.served_in_all(), may)
+            if first is None:
+                return
             if self._turns.holds_back(first.key, first.rank):
                 self._timer = self._loop.call_later(_RETRY_S, self._again)
                 return
-            self._trying = self._waiting.pop(self._choose, served)
+            self._trying = self._waiting.pop(first, self._choose, may)
             self._trying.call()
 
-    def poke(self) -> None:
-        """A request has ended, so an instance may take another one."""
+    def _may_try(self, place: Place) -> bool:
+        return place.instance is None or place.instance not in self._busy
+
+    def poke(self, instance: InstanceId) -> None:
+        """A request has ended, so `instance` may take another one."""
+        self._busy.discard(instance)
         if self._timer is not None:
             self._timer.cancel()
-            self._again()
+        self._again()
 
     def _again(self) -> None:
         self._timer = None
         self.advance()
 
+    def _forget_busy(self) -> None:
+        self._busy_timer = None
+        self._busy_before = len(self._busy)
+        self._busy.clear()
+        self.advance()
+
     def _heads(self) -> Iterator[tuple[str, float]]:
         """Yield each key that waits, with the rank of its first request."""
-        for place in self._waiting.heads():
+        for place in self._waiting.heads(self._may_try if self._busy else None):
             yield place.key, place.rank
         if self._trying is not None:
             yield self._trying.key, self._trying.rank
@@ -284,15 +319,17 @@ class AdmissionQueue:
         tokens: int,
         deadline: float | None,
         missing_tokens: Callable[[], int | None] = lambda: None,
+        instance: InstanceId | None = None,
     ) -> Place:
         """Return a place in line, for which another request has to leave a full one when it is entered. Raises Overloaded.
 
-        `tokens` are those of the prompt and of the expected response; `missing_tokens`: see `line_order`.
+        `tokens` are those of the prompt and of the expected response; `missing_tokens`: see `line_order`; `instance` is the
+        only one that may serve the request.
         """
         line = self._line(model, role)
         tokens = max(tokens, 1)
         rank, order = rank_and_order(self._policy, priority, tokens, line.number())
-        place = Place(line, account, rank, order, tokens, deadline, missing_tokens)
+        place = Place(line, account, rank, order, tokens, deadline, missing_tokens, instance)
         if deadline is not None:
             wait_s = line.before(place) * line.interval_s
             left_s = deadline - self._loop.time()
@@ -311,10 +348,10 @@ class AdmissionQueue:
             place.displaced = displaced, full
         return place
 
-    def poke(self) -> None:
-        """A request has ended."""
+    def poke(self, instance: InstanceId) -> None:
+        """A request has ended at an instance."""
         for line in self._lines.values():
-            line.poke()
+            line.poke(instance)
 
     def _line(self, model: str, role: Role | None) -> _Line:
         line = self._lines.get((model, role))

@@ -14,6 +14,9 @@ import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Cancelled, DynamoError
+from dynamo.common.messaging.frames import READS_MANY
+from dynamo.common.names import InstanceId
+from dynamo.common.tensor_request import SEQUENCE_OWNER
 from dynamo.common.tracing import Span
 from dynamo.frontend.router.base import Router, RouteRequest, RoutingDecision
 from dynamo.frontend.serving.call import Call, Client, Stream, Work
@@ -63,14 +66,14 @@ class Booking:
         """The request is over, with success (None) or `error`. Calls after the first have no effect."""
         if not self._is_released:
             self._is_released = True
-            self._booker.release(self.id, error)
+            self._booker.release(self.id, self.decision.instance.id, error)
 
 
 class Booker:
     """Picks instances and books requests on them. One per process."""
 
-    def __init__(self, router: Router, client: Client, on_released: Callable[[], None]) -> None:
-        """`on_released` is called after each release."""
+    def __init__(self, router: Router, client: Client, on_released: Callable[[InstanceId], None]) -> None:
+        """`on_released` is called after each release, with the instance."""
         self.router = router
         self._client = client
         self._on_released = on_released
@@ -104,6 +107,7 @@ class Booker:
                 priority=call.priority,
                 waited_s=waited_s,
                 pinned=call.instance,
+                needs_room=call.instance is not None,
                 session=call.session,
                 sequence=work.sequence,
                 overrides=call.overrides,
@@ -120,6 +124,9 @@ class Booker:
         headers = {**call.headers, REQUEST_ID_HEADER: call.request_id}
         if work.prompt:  # what has none is in no load report
             headers[BOOKING_HEADER] = booking_id
+            headers[READS_MANY] = ""  # a token is a response
+        if work.sequence_owner:
+            headers[SEQUENCE_OWNER] = work.sequence_owner
         try:
             stream = self._client.open(
                 *(instance.id, instance.subject, work.verb, work.body),
@@ -128,14 +135,15 @@ class Booker:
                 arena=instance.arena,
             )
         except BaseException as error:
-            self.release(booking_id, error if isinstance(error, DynamoError) else DynamoError("the request could not be sent"))
+            failure = error if isinstance(error, DynamoError) else DynamoError("the request could not be sent")
+            self.release(booking_id, instance.id, failure)
             raise
         return Booking(self, booking_id, decision, stream)
 
-    def release(self, booking_id: str, error: DynamoError | None) -> None:
+    def release(self, booking_id: str, instance: InstanceId, error: DynamoError | None) -> None:
         """Tell the router that a booked request is over. Bookings call this."""
         self.router.finished(booking_id, error)
-        self._on_released()
+        self._on_released(instance)
 
     async def hash_prompt(self, work: Work, candidates: Sequence[Instance]) -> bool:
         """Hash a prompt in steps, if the router will look at its hashes. Return whether other tasks may have run meanwhile."""

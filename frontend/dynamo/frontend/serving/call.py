@@ -14,11 +14,15 @@ from dynamo.common.discovery import Instance
 from dynamo.common.messaging.frames import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
+from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tracing import Span
+from dynamo.common.work import hold_nothing
 from dynamo.frontend.metrics import ModelMetrics, RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.security.accounts import Account
+
+_TRITON_LEVELS = 1 << 20
 
 
 class Progress:
@@ -35,8 +39,9 @@ class Progress:
         """The first part of the response has arrived."""
 
 
-def hold_nothing(size_bytes: int) -> None:
-    """What the request keeps is not counted."""
+def priority_of_level(level: int) -> int:
+    """Convert a priority of Triton, where 1 is the most urgent. Here larger is more urgent; 0 is the default of both."""
+    return max(1, _TRITON_LEVELS - level) if level > 0 else 0
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +67,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Collects why instances were chosen; None: the caller did not request that."""
     shadows: tuple[str, ...] = ()
     """Models that get a copy of the request, and whose responses are dropped."""
+    is_copy: bool = False
+    """For a shadow: no other instance gets it after a failure, and the retries of other requests are not concerned."""
     expected_tokens: int = 0
     """An estimate, reserved in the account until the request ends, for models that alone can count tokens."""
     endpoint: str = "tensor"
@@ -89,19 +96,36 @@ class Work(msgspec.Struct, kw_only=True):
     tokenizer: str = ""
     """Only instances whose model has this tokenizer, for work that is token ids; empty: any."""
     sequence: str = ""
-    """The sequence that the request is part of; empty: none."""
+    """The sequence that the request is part of, unlike those of other keys; empty: none."""
+    sequence_owner: str = ""
+    """The API key whose sequences it may be part of; empty: it names no sequence, or has no key."""
     prompt: bytes = b""
     hashes: PromptHashes | None = None
     """Of `prompt`, where it is so long that they were computed before an instance is picked."""
     adapter: str = ""
     cache_salt: str = ""
     expected_output_tokens: int = 0
+    fingerprint: bytes = b""
+    """Equal for requests with the same schema or grammar, which instances may die of; empty: it has none."""
     role: Role | None = None
     """Only instances of this role; None: any role but `prefill`, which does not respond to callers."""
     is_prefilled: bool = False
     """Another instance has computed the prompt: neither what is cached nor the length of the prompt matters."""
     otherwise: Work | None = None
     """What is done instead once an instance has failed, or if there is none."""
+
+
+class TensorSource(Protocol):
+    """Where the tensors of a request are that is read once it has been admitted."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that `read` takes."""
+        ...
+
+    def read(self) -> TensorRequest:
+        """Return the request with its tensors. Raises DynamoError."""
+        ...
 
 
 class Instances(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -31,12 +31,13 @@ from dynamo.common.errors import (
 )
 from dynamo.common.messaging.frames import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.repository import IndexEntry, LoadRequest, UnloadRequest, merge_indexes
+from dynamo.common.repository import NO_FILES, Files, IndexEntry, LoadRequest, UnloadRequest, merge_indexes
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tracing import Tracing
 from dynamo.frontend.config import ServingOptions
 from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
+from dynamo.frontend.fleet.presence import Presence
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.fleet.statistics import add_up
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
@@ -44,8 +45,9 @@ from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.keys import MAX_PRIORITY
 from dynamo.frontend.serving.admission import AdmissionQueue
-from dynamo.frontend.serving.call import Call, Client, Link, Work
+from dynamo.frontend.serving.call import Call, Client, Link, TensorSource, Work, priority_of_level
 from dynamo.frontend.serving.disaggregation import Disaggregation
 from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.generation import Generation
@@ -65,6 +67,8 @@ _UNREADY_AFTER_S = 5.0
 """Without NATS: requests wait for it, but others should go to a frontend that has it."""
 
 _STATISTICS_AT_ONCE = 32
+_QUICK_READ_BYTES = 4 << 20
+"""Copying more in memory takes a thread."""
 
 
 class DataPlane:
@@ -166,60 +170,80 @@ class DataPlane:
 
     # Requests
 
-    async def infer(self, request: TensorRequest, call: Call) -> Buffer:
-        """Return the serialized ModelInferResponse. Raises DynamoError."""
+    async def infer(self, request: TensorRequest, call: Call, source: TensorSource | None = None) -> Buffer:
+        """Return the serialized ModelInferResponse. `source`: where the tensors of the request are read. Raises DynamoError."""
         name, version = request.head.model_name, request.head.model_version
         model = self._catalog.find(name, version)
         card = model.card
-        copy = partial(self._copy_tensors, request, call) if call.shadows else None
-        with RequestScope(model.metrics, card.name, name, call, self._tracing, on_admitted=copy) as scope:
+        with RequestScope(model.metrics, card.name, name, call, self._tracing) as scope:
             if card.decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
+            if source is not None:
+                request = await self.read(source, call)
+            if call.shadows:
+                self._copy_tensors(request, call)
             checker = model.checker
             if checker.is_slow(request):
                 await self._checks.run(checker.check, request)
             else:
                 checker.check(request)
-            response = await self._dispatcher.call(_infer(request, model, name, version), scope.call)
+            response = await self._dispatcher.call(_infer(request, model, name, version, call.account), scope.call)
             scope.succeed()
             return response
 
-    def infer_stream(self, request: TensorRequest, call: Call) -> TensorResponses:
-        """The responses of any tensor model, decoupled or not. Raises ModelNotFound; entering and reading raise the rest."""
+    def infer_stream(self, request: TensorRequest, call: Call, source: TensorSource | None = None) -> TensorResponses:
+        """The responses of any tensor model, decoupled or not. `source`: see `infer`.
+
+        Raises ModelNotFound; entering and reading raise the rest.
+        """
         name = request.head.model_name
         model = self._catalog.find(name, request.head.model_version)
-        copy = partial(self._copy_tensors, request, call) if call.shadows else None
-        scope = RequestScope(model.metrics, model.card.name, name, call, self._tracing, on_admitted=copy)
-        return TensorResponses(self._dispatcher, self._checks, model, request, scope)
+        scope = RequestScope(model.metrics, model.card.name, name, call, self._tracing)
+        read = None if source is None else partial(self.read, source, call)
+        copy = partial(self._copy_tensors, call=call) if call.shadows else None
+        return TensorResponses(self._dispatcher, self._checks, model, request, scope, read, copy)
+
+    async def read(self, source: TensorSource, call: Call) -> TensorRequest:
+        """Return a request that has been admitted with its tensors, which are counted before. Raises DynamoError."""
+        call.hold(source.size_bytes)
+        return await self._checks.run_if(source.size_bytes > _QUICK_READ_BYTES, source.read)
 
     def generate(self, request: TextRequest, call: Call) -> Generation:
         """Text of a language model. Raises ModelNotFound, InvalidRequest; entering and reading raise the rest."""
+        return self._generate(request, call, call.account)
+
+    def _generate(self, request: TextRequest, call: Call, owner: Account) -> Generation:
+        """`owner` shares cached prompts with no other account, where the engine can tell them apart."""
         model = self._catalog.find(request.model, "")
         if model.card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
         copy = partial(self._copy_text, request, call) if call.shadows else None
+        if model.card.llm is not None and model.card.llm.takes_cache_salt:
+            salt = owner.isolate(request.cache_salt)
+            if salt != request.cache_salt:
+                request = msgspec.structs.replace(request, cache_salt=salt)
         scope = RequestScope(model.metrics, model.card.name, request.model, call, self._tracing, request.n, copy)
         limit = self._settings.retry.migration_limit
         return Generation(self._dispatcher, self._disaggregation, self._texts, model.metrics, limit, model.card, request, scope)
 
     def _copy_tensors(self, request: TensorRequest, call: Call) -> None:
-        async def send(copy: TensorRequest, call: Call) -> None:
-            async with self.infer_stream(copy, call) as responses:
+        async def send(model: str, call: Call) -> None:
+            async with self.infer_stream(request.renamed(model), call) as responses:
                 while await responses.read():
                     pass
 
         for model in call.shadows:
-            self.shadows.copy(model, len(request.raw), call, partial(send, request.renamed(model)))
+            self.shadows.copy(model, len(request.raw), call, send)
 
     def _copy_text(self, request: TextRequest, call: Call) -> None:
-        async def send(copy: TextRequest, call: Call) -> None:
-            async with self.generate(copy, call) as generation:
+        async def send(model: str, copy: Call) -> None:
+            async with self._generate(msgspec.structs.replace(request, model=model), copy, call.account) as generation:
                 while await generation.read():
                     pass
 
         size_bytes = len(request.prompt or ()) + sum(_length(message.get("content")) for message in request.messages or ())
         for model in call.shadows:
-            self.shadows.copy(model, size_bytes, call, partial(send, msgspec.structs.replace(request, model=model)))
+            self.shadows.copy(model, size_bytes, call, send)
 
     def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
         """Count a request that fails at its protocol's edge, and that was not begun here."""
@@ -239,7 +263,7 @@ class DataPlane:
         model has none, and Unavailable if none responded.
         """
         if model:
-            card = self.card(account, model, version)
+            card = self.described(account, model, version)
             queried = [i for i in self.models.instances(card.name) if not version or version in i.card.versions]
             if not queried:
                 raise NoInstances(card.name)
@@ -283,12 +307,12 @@ class DataPlane:
         adapters = () if self._adapters is None else merge_indexes(self._adapters.index())
         return [*models, *(entry for entry in adapters if account.permits(entry.name))]
 
-    async def load_model(self, account: Account, request: LoadRequest | LoadAdapter) -> None:
-        """Have the workers that can load a model, or a LoRA adapter, do so. Raises DynamoError."""
+    async def load_model(self, account: Account, request: LoadRequest | LoadAdapter, files: Files = NO_FILES) -> None:
+        """Have the workers that can load a model, with its files, or a LoRA adapter, do so. Raises DynamoError."""
         if isinstance(request, LoadAdapter):
             await self._loaded_adapters().load(account, request)
         else:
-            await self._repositories().load(account, request)
+            await self._repositories().load(account, request, files)
 
     async def unload_model(self, account: Account, request: UnloadRequest) -> None:
         """Have every worker unload a model or a LoRA adapter; return when its accepted requests are over. Raises DynamoError."""
@@ -333,22 +357,37 @@ class TensorResponses:
     """The responses to one tensor request. Leaving it early cancels the request at the instance."""
 
     def __init__(
-        self, dispatcher: Dispatcher, checks: Offload, model: NamedModel, request: TensorRequest, scope: RequestScope
+        self,
+        dispatcher: Dispatcher,
+        checks: Offload,
+        model: NamedModel,
+        request: TensorRequest,
+        scope: RequestScope,
+        read: Callable[[], Awaitable[TensorRequest]] | None,
+        copy: Callable[[TensorRequest], None] | None,
     ) -> None:
+        """`read` returns the request with its tensors, if these are elsewhere; `copy` is called with it when it is admitted."""
         self._dispatcher = dispatcher
         self._checks = checks
         self._model = model
         self._request = request
         self._scope = scope
+        self._read = read
+        self._copy = copy
         self._stream: DispatchedStream | None = None
 
     async def __aenter__(self) -> Self:
-        head, scope = self._request.head, self._scope
+        request, scope = self._request, self._scope
         scope.__enter__()
         try:
+            if self._read is not None:
+                request = await self._read()
+            if self._copy is not None:
+                self._copy(request)
             checker = self._model.checker
-            await self._checks.run_if(checker.is_slow(self._request), checker.check, self._request)
-            work = _infer(self._request, self._model, head.model_name, head.model_version)
+            await self._checks.run_if(checker.is_slow(request), checker.check, request)
+            head = request.head
+            work = _infer(request, self._model, head.model_name, head.model_version, scope.call.account)
             self._stream = self._dispatcher.stream(work, scope.call)
         except BaseException as error:
             scope.fail(error)
@@ -419,6 +458,7 @@ async def open_data_plane(
         queue = AdmissionQueue(settings.queue.size, settings.queue.policy, changed, refused)
     client.on_sign_of_life(directory.mark_up)
     dispatcher = Dispatcher(directory, client, link, router, settings, queue)
+    directory.confirm_by(Presence(dispatcher, link).served_by)
     async with TextModels(text_loader) as texts:
         repository = None
         if repositories is not None:
@@ -438,15 +478,22 @@ async def open_data_plane(
             await plane.shadows.close()
 
 
-def _infer(request: TensorRequest, model: NamedModel, name: str, version: str) -> Work:
-    """`name` and `version` are as in the request."""
+def _infer(request: TensorRequest, model: NamedModel, name: str, version: str, account: Account) -> Work:
+    """`name` and `version` are as in the request, on behalf of `account`."""
+    # Workers order requests by the level in the message.
+    is_too_urgent = account.max_priority < MAX_PRIORITY and priority_of_level(request.priority) > account.max_priority
     sequence = request.sequence if model.card.has_sequences else ""
+    parameters = request.head.parameters
+    owner = account.name if parameters and "sequence_id" in parameters else ""  # of a step of an ensemble, too
+    if sequence and owner:
+        sequence = f"{owner}\0{sequence}"
     return Work(
         model=model.card.name,
         verb="infer",
-        body=request.raw,
+        body=request.without_priority() if is_too_urgent else request.raw,
         metrics=model.metrics,
         name=name,
         version=version,
         sequence=sequence,
+        sequence_owner=owner,
     )

@@ -30,7 +30,7 @@ from dynamo.frontend.router.base import Router, RoutingDecision, TooLate
 from dynamo.frontend.router.hashing import LONG_PROMPT_BYTES
 from dynamo.frontend.serving.admission import AdmissionQueue, Place
 from dynamo.frontend.serving.booking import Booker, Booking
-from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
+from dynamo.frontend.serving.call import Call, Client, Instances, Link, Stream, Work
 from dynamo.frontend.serving.candidates import Candidates
 from dynamo.frontend.serving.prefix_reuse import PrefixReuse
 from dynamo.frontend.serving.retry import (
@@ -39,6 +39,7 @@ from dynamo.frontend.serving.retry import (
     Attempts,
     RetryBudget,
     RetryPolicy,
+    Suspects,
     Verdict,
     died_holding,
     reason_of,
@@ -58,6 +59,7 @@ class _Shared:
     reconnect_grace_s: float
     policy: RetryPolicy
     budget: RetryBudget
+    suspects: Suspects
     clock: Callable[[], float]
 
     def is_disturbed(self, now: float) -> bool:
@@ -99,6 +101,7 @@ class Dispatcher:
             reconnect_grace_s=retry.reconnect_grace_s,
             policy=RetryPolicy(retry),
             budget=RetryBudget(retry, clock()),
+            suspects=Suspects(),
             clock=clock,
         )
         self.reuse = PrefixReuse(clock)
@@ -130,7 +133,11 @@ class Dispatcher:
         return self.stream(work, call).result()
 
     def stream(self, work: Work, call: Call) -> DispatchedStream:
-        """A request with any number of responses. An instance is picked at the first `read`."""
+        """A request with any number of responses. An instance is picked at the first `read`.
+
+        Raises EngineError for a schema or grammar that instances died of.
+        """
+        self._shared.suspects.check(work.fingerprint, self._clock())
         return DispatchedStream(self._shared, work, call, self.deadline(call), Attempts())
 
     async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
@@ -194,7 +201,8 @@ class DispatchedStream:
         """Whether the instance in `decision` has responded with anything yet."""
         self.trailer: Buffer = b""
         """The last frame of the instance, after `read` returned []."""
-        shared.budget.request()
+        if not call.is_copy:
+            shared.budget.request()
 
     def __repr__(self) -> str:
         state = "ended" if self._ended else repr(self._failure) if self._failure is not None else repr(self._booking)
@@ -218,6 +226,11 @@ class DispatchedStream:
         if booking is not None:
             booking.cancel(self._failure)
 
+    @property
+    def current(self) -> Stream | None:
+        """The stream at the instance, of which the same can be read as here until it ends or fails; None: there is none now."""
+        return None if self._booking is None else self._booking.stream
+
     async def read(self) -> list[Buffer]:
         """Return all frames that have arrived, at least one; [] at the end. Raises DynamoError; see `move` for what then."""
         if self._ended:
@@ -233,6 +246,7 @@ class DispatchedStream:
         if not bodies:
             self.trailer = booking.stream.trailer
             self._ended = True
+            self._shared.suspects.responded(self._work.fingerprint)
             booking.release(None)
         elif not self.started:
             self.started = True
@@ -245,7 +259,7 @@ class DispatchedStream:
         A line may be full a moment later nevertheless.
         """
         queue, work, call = self._shared.queue, self._work, self._call
-        if queue is not None and call.instance is None and queue.must_wait(work.model, work.role, call.account, call.priority):
+        if queue is not None and queue.must_wait(work.model, work.role, call.account, call.priority):
             self._place(queue)
 
     async def result(self) -> Buffer:
@@ -259,6 +273,7 @@ class DispatchedStream:
             except DynamoError as error:
                 await self._after_failure(booking, error)
         self._ended = True
+        self._shared.suspects.responded(self._work.fingerprint)
         return body
 
     async def move(self, error: DynamoError, work: Work) -> None:
@@ -279,7 +294,7 @@ class DispatchedStream:
         """
         shared, attempts = self._shared, self._attempts
         # Nothing has failed if it was our own connection that was away.
-        if attempts.failed and not shared.budget.take(shared.clock()):
+        if attempts.failed and not self._take_retry(shared.clock()):
             raise error
         return DispatchedStream(shared, work, self._call, self._deadline, attempts.copy())
 
@@ -293,9 +308,13 @@ class DispatchedStream:
         """After `error` at an instance: return when another one may be sent the request, or raise the error for the caller."""
         shared = self._shared
         self._booking = None
-        self._attempts.deaths += died_holding(error) and not shared.link.is_silent
-        if not shared.may_come_back(error, shared.clock()):
-            shared.candidates.failed(booking.decision.instance.id, error)
+        now, instance = shared.clock(), booking.decision.instance.id
+        has_died = died_holding(error) and not shared.link.is_silent
+        self._attempts.deaths += has_died
+        if not shared.may_come_back(error, now):
+            shared.candidates.failed(instance, error)
+            if has_died:
+                shared.suspects.died(self._work.fingerprint, instance, now)
         try:
             await self._recover(error, is_delivered=self.started or booking.stream.started)
         except DynamoError as last:
@@ -326,12 +345,16 @@ class DispatchedStream:
             attempts.failed = failed if attempt.has_alternative else []
             work.metrics.recovered(LINK_REASON)
             return
-        if not shared.budget.take(now):
+        if not self._take_retry(now):
             raise error
         work.metrics.recovered(reason_of(error))
         attempts.number += 1
         attempts.failed = failed
         self._work = work
+
+    def _take_retry(self, now: float) -> bool:
+        """Return whether another instance may be sent the request now, and count that."""
+        return not self._call.is_copy and self._shared.budget.take(now)
 
     def _failed_by(self, error: DynamoError, instance: InstanceId, work: Work) -> list[InstanceId]:
         """Return the instances that are not to be sent the request, now that `instance` has failed it."""
@@ -418,7 +441,7 @@ class DispatchedStream:
                 work, queue = self._work, shared.queue
                 if len(work.prompt) >= LONG_PROMPT_BYTES and await shared.booker.hash_prompt(work, candidates):
                     continue  # meanwhile, others had their turns
-                if queue is None or call.instance is not None:
+                if queue is None:
                     return self._book_one_of(candidates)
                 must_wait = queue.must_wait(work.model, work.role, call.account, call.priority)
                 if not must_wait and (booking := self._book_unless_busy(candidates)) is not None:
@@ -470,6 +493,7 @@ class DispatchedStream:
             tokens=_cost(work),
             deadline=self._deadline,
             missing_tokens=self._missing_tokens_with_room,
+            instance=call.instance,
         )
 
     def _missing_tokens_with_room(self) -> int | None:
@@ -512,4 +536,4 @@ def _cost(work: Work) -> int:
     return len(work.prompt) // TOKEN_BYTES + work.expected_output_tokens
 
 
-def _nothing() -> None: ...
+def _nothing(instance: InstanceId) -> None: ...

@@ -63,25 +63,30 @@ class FairQueue(Generic[T]):
         heapq.heappush(line, item)
         self._count += 1
 
-    def heads(self) -> Iterator[T]:
-        """Yield the first item of each key."""
-        return (line[0] for line in self._lines.values())
+    def heads(self, may: Callable[[T], bool] | None = None) -> Iterator[T]:
+        """Yield the first item of each key, of those for which `may` returns true."""
+        for line in self._lines.values():
+            if may is None or may(line[0]):
+                yield line[0]
+            elif (first := min(filter(may, line), default=None)) is not None:
+                yield first
 
-    def next(self, served: Mapping[str, float] = MappingProxyType({})) -> T:
-        """Return the next item: of the key that has the least in `served` and, of equal ones, was served least here.
+    def next(self, served: Mapping[str, float] = MappingProxyType({}), may: Callable[[T], bool] | None = None) -> T | None:
+        """Return the next item: of the key that has the least in `served` and, of equal ones, was served least here."""
 
-        Raises ValueError if there is none.
-        """
-        return min(self.heads(), key=lambda item: (item.rank, served.get(item.key, 0.0), self._served[item.key]))
+        def order(item: T) -> tuple[float, float, float]:
+            return item.rank, served.get(item.key, 0.0), self._served[item.key]
 
-    def pop(self, choose: Callable[[Sequence[T]], T] | None = None, served: Mapping[str, float] = MappingProxyType({})) -> T:
-        """Remove and return the item that `next` has, or the one of its key that `choose` returns."""
-        key = self.next(served).key
+        return min(self.heads(may), key=order, default=None)
+
+    def pop(self, first: T, choose: Callable[[Sequence[T]], T] | None = None, may: Callable[[T], bool] | None = None) -> T:
+        """Remove and return `first`, which `next` has returned, or the one of its key that `choose` returns."""
+        key = first.key
         line = self._lines[key]
-        if choose is None:
-            item = heapq.heappop(line)
+        item = first if choose is None else choose(line if may is None else [each for each in line if may(each)])
+        if item is line[0]:
+            heapq.heappop(line)
         else:
-            item = choose(line)
             line.remove(item)
             heapq.heapify(line)
         self._now = max(self._now, self._served[key])

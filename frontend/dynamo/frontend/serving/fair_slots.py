@@ -1,4 +1,4 @@
-"""Places for work of API keys: so much at once, and whoever waits has a turn in fairness between the keys."""
+"""Places for work of API keys: so much at once, and a request that waits has a turn in fairness between the keys."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class FairSlots:
                 self._advance()
 
     def _advance(self) -> None:
-        while self._free and len(self._waiting):
-            waiter = self._waiting.pop()
+        while self._free and (first := self._waiting.next()) is not None:
+            waiter = self._waiting.pop(first)
             self._waiting.charge(waiter.key, 1.0, waiter.weight)
             self._free -= 1
             if not waiter.turn.done():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
+from hashlib import sha256
 from types import TracebackType
 from typing import Self
 
@@ -48,7 +49,7 @@ from dynamo.frontend.preprocess.media import media_length
 from dynamo.frontend.preprocess.reasoning.budget import ReasoningBudget
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RoutingDecision
-from dynamo.frontend.serving.call import Work
+from dynamo.frontend.serving.call import Stream, Work
 from dynamo.frontend.serving.disaggregation import Disaggregation, Prefill
 from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.request_scope import RequestScope
@@ -63,7 +64,7 @@ _TURN_BYTES = 64 * 1024
 class _Part:
     """What one stream generates: all choices, or, after they were moved, one of them."""
 
-    __slots__ = ("_waiting", "is_moved", "is_placed", "migrations_left", "prompt", "reading", "stream", "work")
+    __slots__ = ("is_moved", "is_placed", "migrations_left", "prompt", "reading", "stream", "waiting", "work")
 
     def __init__(
         self, stream: DispatchedStream, work: Work, prompt: GenerateRequest, migrations_left: int, *, is_moved: bool = False
@@ -79,17 +80,19 @@ class _Part:
         """Whether it was decided which instances may work on the prompt."""
         self.reading: asyncio.Task[list[Delta]] | None = None
         """The read of the next deltas, where there are several parts."""
-        self._waiting: list[Buffer] = []
+        self.waiting: list[Buffer] = []
         """What was read from `stream` and not returned yet."""
 
-    async def read(self) -> list[Buffer]:
-        """Return the next responses, as many as the event loop has time for in one turn; [] at the end. Raises DynamoError."""
-        if self._waiting:
-            await asyncio.sleep(0)  # others have their turns
-        else:
-            self._waiting = await self.stream.read()
-        bodies, self._waiting = _first(self._waiting)
+    async def next_waiting(self) -> list[Buffer]:
+        """Return what is `waiting`, when others have had their turns."""
+        await asyncio.sleep(0)
+        bodies, self.waiting = self.waiting, []
         return bodies
+
+    def first(self, bodies: list[Buffer]) -> list[Buffer]:
+        """Return as many of these responses as the event loop has time for in one turn, and keep the others in `waiting`."""
+        first, self.waiting = _first(bodies)
+        return first
 
     def go_on(self, work: Work, rest: GenerateRequest) -> None:
         """Note that `stream` was moved and requests `rest` now, which is `work` for the dispatcher."""
@@ -135,6 +138,8 @@ class Generation:
         """The one that the request began with; later it carries the first of the choices that were moved."""
         self._parts: list[_Part] = []
         """The parts that have not ended."""
+        self._direct: Stream | None = None
+        """The stream at the instance, while all that is expected of it is further tokens: `read` then reads it itself."""
         self._is_split = False
         self._detokenizer: Detokenizer
         self._vocabulary: Vocabulary
@@ -229,14 +234,30 @@ class Generation:
         """Return all text that became certain since the last call, at least one delta; [] at the end. Raises DynamoError."""
         try:
             while not self._scope.is_over:
-                if self._has_reasoned_enough:
+                if self._budget is not None and self._has_reasoned_enough:
                     texts = await self._end_reasoning()
-                elif deltas := await self._deltas():
+                elif self._direct is not None:
+                    try:
+                        bodies = await self._direct.read()
+                    except DynamoError:
+                        bodies = []
+                    if not bodies:  # how it has ended or failed shows the next reading of the part
+                        self._direct = None
+                        continue
+                    if len(bodies) > 1:
+                        bodies = self._parts[0].first(bodies)
+                        self._direct = self._direct_stream()
+                    texts = self._feed(_decoded(bodies))
+                elif deltas := await (self._read_any() if self._is_split else self._read(self._parts[0])):
                     texts = self._feed(deltas)
-                else:
+                    self._direct = self._direct_stream()
+                elif not self._is_split or not self._parts:  # else it was split just now
                     self._complete(self._trailer())
                     break
-                if self._detokenizer.done and self._unfinished:  # by stop strings, which the engine does not know
+                else:
+                    continue
+                # By stop strings, which the engine does not know. The last text of all is then the end of a choice.
+                if texts and texts[-1].finish_reason is not None and self._detokenizer.done and self._unfinished:
                     await self._close()
                     self._complete(None)
                 if texts:
@@ -299,8 +320,8 @@ class Generation:
 
     async def _close(self) -> None:
         """End the parts that have not ended, here and at the engines."""
-        parts, self._parts = self._parts, []
-        readings = [part.reading for part in parts if part.reading is not None]
+        parts, self._parts, self._direct = self._parts, [], None
+        readings = [part.reading for part in parts if part.reading is not None] if self._is_split else []
         try:
             for reading in readings:
                 reading.cancel()
@@ -323,15 +344,13 @@ class Generation:
             adapter=prompt.adapter,
             cache_salt=prompt.cache_salt,
             expected_output_tokens=prompt.stop.max_tokens or 0,
+            fingerprint=b"" if prompt.sampling.guided is None else _fingerprint(prompt),
         )
 
-    async def _deltas(self) -> list[Delta]:
-        """Return what the engines have generated since the last call; [] at the end."""
-        if not self._is_split:
-            deltas = await self._read(self._parts[0])
-            if deltas or not self._is_split:
-                return deltas
-        return await self._read_any()
+    def _direct_stream(self) -> Stream | None:
+        """Return the stream of a request that is read in no other way than from one stream; None if that is over, too."""
+        part = self._parts[0] if len(self._parts) == 1 and not self._is_split and self._unfinished else None
+        return None if part is None or part.waiting else part.stream.current
 
     async def _read_any(self) -> list[Delta]:
         """Return what the first streams to have any have generated; [] when all have ended."""
@@ -357,7 +376,10 @@ class Generation:
             try:
                 if not part.is_placed:
                     await self._place(part)
-                deltas = _decoded(await part.read())
+                bodies = await (part.next_waiting() if part.waiting else part.stream.read())
+                if not bodies:
+                    return []
+                deltas = _decoded(bodies if len(bodies) == 1 else part.first(bodies))
                 return _numbered(deltas, part.prompt.first_choice) if self._is_split else deltas
             except DynamoError as error:
                 if not isinstance(error, Unavailable) or not part.stream.started:
@@ -401,16 +423,21 @@ class Generation:
         limit = self._prompt.stop.max_tokens
         return None if limit is None else max(0, limit - len(self._received[choice]))
 
+    def _within_limit(self, output_tokens: int) -> int:
+        """Return at most as many tokens as were requested, whatever an engine that takes text reports."""
+        limit = self._prompt.stop.max_tokens
+        return output_tokens if limit is None else min(output_tokens, limit * self._prompt.n)
+
     def _feed(self, deltas: list[Delta]) -> list[TextDelta]:
         texts = []
         count = 0
         unfinished, feed = self._unfinished, self._detokenizer.feed
-        received = self._received
+        received, budget = self._received, self._budget
         for delta in deltas:
             if delta.index not in unfinished:
                 raise EngineError("the engine went on with a choice that it had finished, or that was not requested")
-            if self._budget is not None:
-                delta = _cut(delta, self._budget.admit(received[delta.index], delta.tokens))
+            if budget is not None:
+                delta = _cut(delta, budget.admit(received[delta.index], delta.tokens))
             tokens = delta.tokens
             count += len(tokens) or bool(delta.text)
             received[delta.index].extend(tokens)
@@ -419,7 +446,7 @@ class Generation:
             text = feed(delta)
             if text is not None:
                 texts.append(text)
-            if self._has_reasoned_enough:
+            if budget is not None and self._has_reasoned_enough:
                 break  # what follows is not part of the response
         if count:
             self._scope.tokens(count)
@@ -442,8 +469,9 @@ class Generation:
             summary = msgspec.structs.replace(
                 summary,
                 prompt_tokens=summary.prompt_tokens or prompt_tokens,
-                output_tokens=summary.output_tokens or self._scope.output_tokens,
+                output_tokens=self._within_limit(summary.output_tokens) or self._scope.output_tokens,
             )
+            self._scope.settle(summary.prompt_tokens, summary.output_tokens)
         elif self._was_resumed:  # the last instance counts tokens of the response as prompt
             summary = msgspec.structs.replace(
                 summary,
@@ -461,7 +489,9 @@ class Generation:
                 prefill_ms=prefill.summary.prefill_ms,
             )
         self.summary = summary
-        if (computed_at := self.prefill_instance) is not None:
+        decision = self._stream.decision
+        computed_at = prefill.instance if prefill is not None else None if decision is None else decision.instance.id
+        if computed_at is not None:
             self._dispatcher.reuse.add(computed_at, summary.prompt_tokens, summary.cached_tokens)
         self._scope.succeed(cached_tokens=summary.cached_tokens)
 
@@ -471,6 +501,11 @@ def _encoded(prompt: GenerateRequest) -> bytes:
         return request_encoder.encode(prompt)
     except OverflowError:  # JSON, of which a schema for structured output is made, has no such bound
         raise InvalidRequest("a number in the request has more than 64 bits") from None
+
+
+def _fingerprint(prompt: GenerateRequest) -> bytes:
+    """Return what requests with the same schema or grammar share."""
+    return sha256(prompt.model.encode() + b"\0" + request_encoder.encode(prompt.sampling.guided)).digest()
 
 
 def _numbered(deltas: list[Delta], choice: int) -> list[Delta]:
@@ -501,6 +536,6 @@ def _cut(delta: Delta, tokens: int) -> Delta:
 def _decoded(bodies: list[Buffer]) -> list[Delta]:
     decode = delta_decoder.decode
     try:
-        return [decode(body) for body in bodies]
+        return [decode(bodies[0])] if len(bodies) == 1 else [decode(body) for body in bodies]
     except msgspec.MsgspecError:
         raise EngineError("the engine's response cannot be read") from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,10 @@ class ModelDirectory(Instances, Protocol):
 
     def on_registrations(self, callback: Callable[[Sequence[Instance], Sequence[Instance]], None]) -> None:
         """Call `callback(added, removed)`, synchronously, with what `registered` gains and loses."""
+        ...
+
+    def confirm_by(self, served_by: Callable[[Instance], Awaitable[Collection[str] | None]]) -> None:
+        """Keep instances that are absent from etcd for as long as `served_by` names models: see `fleet.presence`."""
         ...
 
 

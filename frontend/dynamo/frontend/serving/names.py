@@ -78,7 +78,10 @@ class ModelNames:
         if name not in rules:
             return name
         account.permit(name)
-        return representative(rules, name, account.permits, lambda model: self._is_ready(model, version))
+        model = representative(rules, name, account.permits, lambda model: self._is_ready(model, version))
+        if model is None:
+            raise _all_forbidden(account, name)
+        return model
 
     async def serve(
         self,
@@ -100,7 +103,7 @@ class ModelNames:
         account.permit(name)
         plan = make_plan(rules, name, identity, account.permits, self._draw)
         if not plan.candidates:
-            raise Forbidden(f"'{name}' stands for models that the API key '{account.name}' may not use")
+            raise _all_forbidden(account, name)
         return await self._serve(name, plan, attempt, version, has_begun)
 
     async def _serve(self, name: str, plan: Plan, attempt: Attempt[T], version: str, has_begun: Callable[[], bool]) -> T:
@@ -124,6 +127,10 @@ class ModelNames:
                     raise
             position, reason = next_one, condition.value
             shadows = ()
+
+
+def _all_forbidden(account: Account, name: str) -> Forbidden:
+    return Forbidden(f"'{name}' stands for models that the API key '{account.name}' may not use")
 
 
 def _next(plan: Plan, position: int, condition: Condition) -> int | None:

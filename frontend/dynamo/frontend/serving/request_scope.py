@@ -9,7 +9,7 @@ from typing import Self
 
 import msgspec
 
-from dynamo.common.errors import Cancelled
+from dynamo.common.errors import Cancelled, RateLimited
 from dynamo.common.tracing import Tracing
 from dynamo.frontend.metrics import ModelMetrics, RequestTimer
 from dynamo.frontend.security.accounts import Ticket
@@ -61,8 +61,9 @@ class RequestScope:
 
         `sequences` is how many responses are generated side by side. `on_admitted` is called if the caller's account admits it.
         """
-        self.call = call
-        """The caller's, with a trace context of its own once the scope is entered."""
+        most = call.account.max_priority
+        self.call = call if call.priority <= most else msgspec.structs.replace(call, priority=most)
+        """The caller's, with a priority that its account may use, and a trace context of its own once the scope is entered."""
         self.is_over = False
         self.input_tokens = 0
         """Of the prompt; see `prompt`."""
@@ -75,6 +76,7 @@ class RequestScope:
         self._sequences = sequences
         self._on_admitted = on_admitted
         self._ticket: Ticket | None = None
+        """None also for a caller of whom nothing is counted."""
 
     def __repr__(self) -> str:
         state = "over" if self.is_over else "running"
@@ -84,7 +86,8 @@ class RequestScope:
         """Raises Unauthenticated, Forbidden, RateLimited, and InvalidRequest for more sequences than the caller may have."""
         call, span = self.call, None
         call.progress.started = True
-        log.debug("request begins: %s of model '%s'", call.endpoint, self._name)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("request begins: %s of model '%s'", call.endpoint, self._name)
         if self._tracing is not None:
             about = {
                 "dynamo.model": self._model,
@@ -96,9 +99,11 @@ class RequestScope:
                 self.call = msgspec.structs.replace(call, span=span, headers=span.headers(call.headers))
         self._timer = self._metrics.start(call.endpoint, call.request_type, span)
         try:
-            self._ticket = call.account.admit(self._name, call, self._sequences)
+            ticket = call.account.admit(self._name, call, self._sequences)
+            if ticket.is_counted:
+                self._ticket = ticket
             if call.expected_tokens:
-                self._ticket.reserve(call.expected_tokens, 0)
+                self._reserve(ticket, call.expected_tokens, 0)
             if self._on_admitted is not None:
                 self._on_admitted()
         except BaseException as error:
@@ -120,9 +125,17 @@ class RequestScope:
         Both are reserved in the account, and what is not used is given back at the end. Raises RateLimited.
         """
         if self._ticket is not None:
-            self._ticket.reserve(tokens, output_tokens)
+            self._reserve(self._ticket, tokens, output_tokens)
             self._ticket.charge(tokens)
         self.input_tokens = tokens
+
+    def _reserve(self, ticket: Ticket, tokens: int, output_tokens: int | None) -> None:
+        try:
+            ticket.reserve(tokens, output_tokens)
+        except RateLimited:  # not admitted after all: the ledger has no request that limits refused
+            self._ticket = None
+            ticket.close()
+            raise
 
     def responded(self) -> None:
         """The first part of the response has arrived; `tokens` implies it."""
@@ -136,6 +149,16 @@ class RequestScope:
         if self._ticket is not None:
             self._ticket.charge(count)
 
+    def settle(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Correct what was counted so far to what the engine reports: in the account, its ledger and the metrics.
+
+        An engine that takes text has its prompt estimated, and any number of tokens in each piece of its response.
+        """
+        if self._ticket is not None:
+            self._ticket.charge(prompt_tokens - self.input_tokens + output_tokens - self.output_tokens)
+        self.input_tokens = prompt_tokens
+        self._timer.output_tokens = output_tokens
+
     def succeed(self, *, cached_tokens: int = 0) -> None:
         """End the request with success, unless it has ended."""
         self._end(None, cached_tokens)
@@ -148,7 +171,8 @@ class RequestScope:
         if self.is_over:
             return
         self.is_over = True
-        log.debug("request ends: %s", "success" if error is None else repr(error))
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("request ends: %s", "success" if error is None else repr(error))
         self._timer.finish(error, input_tokens=self.input_tokens, cached_tokens=cached_tokens)
         if self._ticket is None:
             return

@@ -8,6 +8,11 @@ A failed attempt is repeated
 3. only inside the deadline, `max_attempts` and the retry budget;
 4. only once after an instance died while it held the request, which may be what killed it, also if a response had begun.
 
+A client that repeats such a request would end two instances each time, so what two instances died of in a row is refused for
+`QUARANTINE_S`. Only requests with the same schema or grammar count as the same, whatever their prompts (`Work.fingerprint`):
+ordinary ones are in flight whenever an instance dies. A response clears them, so a schema that a fleet serves all the time is not
+suspected for deaths that have other causes: requests that were in flight at those are repeated, and one response is enough.
+
 While our own NATS connection is silent, and for `reconnect_grace_s` after it was away, this is different: what seems to be an
 instance's failure is probably ours, or the instances have lost their connections too and come back. Then requests wait a moment,
 and are sent to the same instance again when all others have failed them, too. The same holds for as long after our connection was
@@ -20,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Self
 
-from dynamo.common.errors import DynamoError, InstanceGone
+from dynamo.common.errors import DynamoError, EngineError, InstanceGone
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import RetryOptions
 
@@ -28,7 +33,9 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
 _MAX_DEATHS = 1
 """Instances that may die while they hold one request before the request is blamed."""
-
+QUARANTINE_S = 600.0
+"""How long a schema or grammar is refused after the last instance died that held it."""
+_MAX_SUSPICIONS = 1024
 
 LINK_REASON = "link"
 """Label of a retry after our own connection to NATS was away or silent."""
@@ -130,6 +137,48 @@ class Attempts:
 
     def copy(self) -> Self:
         return replace(self, failed=list(self.failed), lost=list(self.lost))
+
+
+class Suspects:
+    """What instances died of, perhaps, by fingerprint: see this module's text."""
+
+    def __init__(self) -> None:
+        self._suspicions: dict[bytes, _Suspicion] = {}
+        """The latest last; what has expired is dropped when there are too many."""
+
+    def died(self, fingerprint: bytes, instance: InstanceId, now: float) -> None:
+        """An instance died while it held a request with this fingerprint."""
+        if not fingerprint:
+            return
+        suspicion = self._suspicions.pop(fingerprint, None)
+        if suspicion is None or now >= suspicion.until:
+            suspicion = _Suspicion()
+        suspicion.instances.add(instance)
+        suspicion.until = now + QUARANTINE_S
+        self._suspicions[fingerprint] = suspicion
+        if len(self._suspicions) > _MAX_SUSPICIONS:
+            del self._suspicions[next(iter(self._suspicions))]
+
+    def responded(self, fingerprint: bytes) -> None:
+        """A request with this fingerprint got its response."""
+        if self._suspicions:
+            self._suspicions.pop(fingerprint, None)
+
+    def check(self, fingerprint: bytes, now: float) -> None:
+        """Raise EngineError for what instances died of."""
+        suspicion = self._suspicions.get(fingerprint) if self._suspicions else None
+        if suspicion is not None and len(suspicion.instances) > _MAX_DEATHS and now < suspicion.until:
+            raise EngineError(
+                f"{len(suspicion.instances)} instances died while they held requests with this schema or grammar, so it is "
+                f"refused for {QUARANTINE_S / 60:.0f} minutes"
+            )
+
+
+@dataclass(slots=True)
+class _Suspicion:
+    instances: set[InstanceId] = field(default_factory=set)
+    """Those that died."""
+    until: float = 0.0
 
 
 class RetryBudget:

@@ -1,7 +1,8 @@
 """Copies of requests to shadow models, made beside the requests themselves; their responses are dropped.
 
 Copies belong to the operator: they count against no key and need no permission of it. Past a number of copies, or of bytes in
-them, further copies are dropped, so that a slow shadow costs the requests nothing.
+them, further copies are dropped, so that a slow shadow costs the requests nothing. One that fails is not sent to another
+instance, since the retries of requests have a budget in common.
 """
 
 from __future__ import annotations
@@ -34,18 +35,21 @@ class Shadows:
         self._tasks = Tasks()
         self._held_bytes = 0
 
-    def copy(self, model: str, size_bytes: int, call: Call, send: Callable[[Call], Awaitable[object]]) -> None:
-        """Let `send` carry out a copy, under the conditions that it is called with. Does not wait."""
+    def copy(self, model: str, size_bytes: int, call: Call, send: Callable[[str, Call], Awaitable[object]]) -> None:
+        """Let `send` copy the request and send it to `model`, under the conditions that it is called with. Does not wait.
+
+        A copy that is dropped is not made: `send` is not called.
+        """
         if len(self._tasks) >= MAX_COPIES or self._held_bytes + size_bytes > MAX_BYTES:
             self._metrics.shadowed(model, "dropped")
             return
         self._held_bytes += size_bytes
         self._tasks.start(self._send(model, size_bytes, _of_operator(call), send), f"copy to {model}")
 
-    async def _send(self, model: str, size_bytes: int, call: Call, send: Callable[[Call], Awaitable[object]]) -> None:
+    async def _send(self, model: str, size_bytes: int, call: Call, send: Callable[[str, Call], Awaitable[object]]) -> None:
         outcome = "error"
         try:
-            await send(call)
+            await send(model, call)
             outcome = "success"
         except DynamoError as error:
             log.debug("the copy of request %s to the shadow '%s' failed: %s", call.request_id, model, error)
@@ -63,10 +67,13 @@ def _of_operator(call: Call) -> Call:
         call,
         account=ANONYMOUS,
         instance=None,
+        prefill_instance=None,
+        overrides={},
         headers={},
         priority=min(call.priority, _PRIORITY),
         explanation=None,
         shadows=(),
+        is_copy=True,
         endpoint=ENDPOINT,
         request_type=RequestType.UNARY,
         progress=Progress(),

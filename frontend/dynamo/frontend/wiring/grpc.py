@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
+from dynamo.common.accepting import Descriptors
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.guard import Guard
@@ -15,9 +16,9 @@ from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.service import SERVICE, KserveService
 from dynamo.frontend.api.rpc.bounded import bounded
 from dynamo.frontend.api.rpc.guard import account_source, guarded
-from dynamo.frontend.api.rpc.handlers import Handlers
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.rpc.metered import metered
+from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import FrontendConfig
@@ -37,6 +38,7 @@ async def open_grpc(
     capacity: Capacity,
     kserve: KserveServer,
     memory: SharedMemory | None,
+    descriptors: Descriptors,
     *,
     share_port: bool,
 ) -> AsyncIterator[GrpcServer | None]:
@@ -45,23 +47,24 @@ async def open_grpc(
         yield None
         return
     refused = partial(metrics.frontend.refused, TENSOR_ENDPOINT)
-    services = grpc_services(config, plane, readiness, drain, account_source(guard), capacity, kserve)
-    services = bounded(services, capacity, config.overload_status, refused)
-    services = metered(guarded(services, guard, refused), metrics.grpc)
+    operations = grpc_operations(config, plane, readiness, drain, account_source(guard), capacity, kserve)
+    operations = bounded(operations, capacity, config.overload_status, refused)
+    operations = metered(guarded(operations, guard, refused), metrics.grpc)
     async with serve_grpc(
         config.grpc,
-        services,
+        operations,
         share_port=share_port,
         guarded=guard.is_on,
         capacity=capacity,
         memory=memory,
         overload=config.overload_status,
         observer=metrics.grpc_connections,
+        descriptors=descriptors,
     ) as server:
         yield server
 
 
-def grpc_services(
+def grpc_operations(
     config: FrontendConfig,
     plane: DataPlane,
     readiness: Readiness,
@@ -69,12 +72,10 @@ def grpc_services(
     account: Callable[[], Account],
     capacity: Capacity,
     kserve: KserveServer,
-) -> dict[str, Handlers]:
-    """Return the handlers of everything on the gRPC port, by full service name."""
-    service = KserveService(plane, readiness, drain, config.grpc, account, config.overload_status, capacity, kserve)
-    reflection = ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).handlers()
-    return {
-        SERVICE: service.handlers(),
-        HEALTH_SERVICE: HealthService(plane, readiness).handlers(),
-        **dict.fromkeys(REFLECTION_SERVICES, reflection),
-    }
+) -> list[GrpcOperation]:
+    """Return everything on the gRPC port."""
+    return [
+        *KserveService(plane, readiness, drain, config.grpc, account, config.overload_status, capacity, kserve).operations(),
+        *HealthService(plane, readiness).operations(),
+        *ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).operations(),
+    ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from dynamo.common.accepting import Descriptors
 from dynamo.common.http_server import HttpServer
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.console.fleet import LoadWatch
@@ -62,6 +63,7 @@ async def open_http(
     kserve: KserveServer,
     background: BackgroundResponses,
     quota: StoredBytes,
+    descriptors: Descriptors,
     *,
     share_port: bool,
 ) -> AsyncIterator[HttpSide]:
@@ -75,33 +77,54 @@ async def open_http(
     batches = Batches(links.stored_batches, config.namespace, quota=quota)
     by_path = {operation.path: operation for operation in protocols if operation.method == "POST"}
     runner = BatchRunner(files, batches, links.leases_of_batches, by_path, settings, guard.account_named, metrics.frontend)
-    monitoring = [
-        *health_operations(readiness, links),
-        *(metrics_operations(metrics.scrape) if config.prometheus.enabled else ()),
-    ]
+    monitoring = _monitoring_operations(config, readiness, links, metrics)
+    operations = http_operations(
+        config, readiness, links, loads, control, metrics, protocols, BatchOperations(files, batches, runner.poke)
+    )
+    app = HttpApp(operations, settings, HttpGuard(guard, config.http), metrics.frontend.refused)
+    async with AsyncExitStack() as stack:
+        metrics_port = None
+        if config.prometheus.port is not None:
+            options = replace(config.http, host=config.prometheus.host, port=config.prometheus.port)
+            monitored = HttpApp(monitoring, settings, HttpGuard(guard, options), metrics.frontend.refused)
+            port = serve_http(options, monitored, flag="--prometheus-port", share_port=share_port, descriptors=descriptors)
+            metrics_port = (await stack.enter_async_context(port)).port
+        port = serve_http(config.http, app, share_port=share_port, observer=metrics.http_connections, descriptors=descriptors)
+        yield HttpSide(await stack.enter_async_context(port), runner, metrics_port)
+
+
+def http_operations(
+    config: FrontendConfig,
+    readiness: Readiness,
+    links: Links,
+    loads: LoadWatch,
+    control: RoutingControl,
+    metrics: Metrics,
+    protocols: Sequence[Operation],
+    batches: BatchOperations,
+) -> list[Operation]:
+    """Return all operations of the HTTP port."""
     operations = [
-        *monitoring,
+        *_monitoring_operations(config, readiness, links, metrics),
         *process_operations(),
         *model_operations(readiness, time.time()),
         *adapter_operations(readiness),
         *protocols,
-        *BatchOperations(files, batches, runner.poke).operations(),
+        *batches.operations(),
         *_console_operations(config, readiness, loads),
         *(routing_operations(readiness, control) if config.http.admin_api else ()),
         *(name_operations(readiness, links.change_names) if config.http.admin_api else ()),
         *(usage_operations(links.read_usage) if config.http.admin_api else ()),
     ]
-    operations += openapi_operations(operations)
-    app = HttpApp(operations, settings, HttpGuard(guard), metrics.frontend.refused)
-    async with AsyncExitStack() as stack:
-        metrics_port = None
-        if config.prometheus.port is not None:
-            monitored = HttpApp(monitoring, settings, HttpGuard(guard), metrics.frontend.refused)
-            options = replace(config.http, host=config.prometheus.host, port=config.prometheus.port)
-            port = serve_http(options, monitored, flag="--prometheus-port", share_port=share_port)
-            metrics_port = (await stack.enter_async_context(port)).port
-        port = serve_http(config.http, app, share_port=share_port, observer=metrics.http_connections)
-        yield HttpSide(await stack.enter_async_context(port), runner, metrics_port)
+    return [*operations, *openapi_operations(operations)]
+
+
+def _monitoring_operations(config: FrontendConfig, readiness: Readiness, links: Links, metrics: Metrics) -> list[Operation]:
+    """Return those that `--prometheus-port` has, too."""
+    return [
+        *health_operations(readiness, links),
+        *(metrics_operations(metrics.scrape) if config.prometheus.enabled else ()),
+    ]
 
 
 def _console_operations(config: FrontendConfig, readiness: Readiness, loads: LoadWatch) -> list[Operation]:

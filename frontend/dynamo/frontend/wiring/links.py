@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,6 +62,11 @@ class Links:
     def follows_events(self) -> bool:
         """Whether events of the fleet are followed; False while this process is too far behind."""
         return self.events is None or not self.events.is_dropped
+
+    @property
+    def other_protocols(self) -> Sequence[int]:
+        """Versions of the protocol of the registrations that are left out for it."""
+        return () if self.directory is None else self.directory.other_protocols()
 
     @property
     def etcd(self) -> LinkState:

@@ -11,6 +11,7 @@ from dynamo.common.etcd import connect_etcd
 from dynamo.common.log_settings import apply_log_settings
 from dynamo.common.messaging.client import open_client
 from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.messaging.kv_stream import KvStream
 from dynamo.common.messaging.records import open_records
 from dynamo.common.messaging.store import FileStore
 from dynamo.common.names import leases_prefix
@@ -31,6 +32,7 @@ from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.fleet.response_changes import ResponseChanges
 from dynamo.frontend.fleet.turns import open_turn_exchange
 from dynamo.frontend.fleet.usage import open_usage
+from dynamo.frontend.fleet.worker_streams import open_worker_streams
 from dynamo.frontend.names.table import open_names
 from dynamo.frontend.preprocess.text_files import open_text_files
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
@@ -62,9 +64,12 @@ async def open_plane(
         tracing = await stack.enter_async_context(open_tracing(config.trace, "dynamo-frontend"))
         etcd = await stack.enter_async_context(connect_etcd(config.etcd))
         directory = links.directory = await stack.enter_async_context(open_directory(etcd, config.namespace))
-        nats = await stack.enter_async_context(connect_nats(config.nats, f"dynamo-frontend {os.getpid()}"))
+        nats = await stack.enter_async_context(connect_nats(config.nats, f"dynamo-frontend {os.getpid()}", role="frontend"))
         links.connection = nats
         metrics.link.follow("requests", nats)
+        store = FileStore(nats, config.cache_dir.expanduser())
+        written = (store, KvStream(nats)) if config.router.durable_kv_events else (store,)
+        await stack.enter_async_context(open_worker_streams(nats, written))
         if accounts is not None:
             await stack.enter_async_context(open_limit_exchange(nats, config.namespace, accounts.fleet, accounts))
             links.limits = accounts.fleet
@@ -98,7 +103,6 @@ async def open_plane(
         )
         repositories = await stack.enter_async_context(open_repositories(etcd, config.namespace))
         adapters = Adapters(etcd, config.namespace, directory, config.serving.repository_timeout_s)
-        store = FileStore(nats, config.cache_dir.expanduser())
         texts = await stack.enter_async_context(open_text_files(store, config.text))
         plane = await stack.enter_async_context(
             open_data_plane(
@@ -118,7 +122,10 @@ async def open_plane(
 async def _open_events(options: NatsOptions, metrics: Metrics) -> AsyncIterator[EventBus]:
     """Connect to NATS once more, for events: see `fleet.event_bus`."""
     name = f"dynamo-frontend {os.getpid()} events"
-    async with connect_nats(options, name, messages_per_turn=MESSAGES_PER_TURN) as nats, open_event_bus(nats) as events:
+    async with (
+        connect_nats(options, name, role="frontend", messages_per_turn=MESSAGES_PER_TURN) as nats,
+        open_event_bus(nats) as events,
+    ):
         metrics.link.follow("events", nats)
         events.on_dropped(metrics.events.dropped)
         yield events

@@ -193,8 +193,8 @@ class Replay:
 
     def _serve(self, queue: FairQueue[_Arrival]) -> None:
         """Place requests in line until one finds no room."""
-        while queue:
-            arrival = queue.pop(self._choose)
+        while (first := queue.next()) is not None:
+            arrival = queue.pop(first, self._choose)
             if not self._place(arrival):
                 queue.push(arrival)
                 return

@@ -60,6 +60,15 @@ def count_execution(batch: Sequence[tuple[RequestTimings, bool]], rows: int) -> 
         timings.batched = True
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A model that calls another model of the same worker."""
+
+    model: str
+    process: object = None
+    """The process of it that does nothing else until the call has ended; None: there is none."""
+
+
 @dataclass(slots=True)
 class Context:
     """One request as an engine sees it."""
@@ -76,6 +85,8 @@ class Context:
     timings: RequestTimings = field(default_factory=RequestTimings)
     trace: Trace | None = None
     """Of this request; of the request that it is a part of, until it begins."""
+    callers: tuple[Caller, ...] = ()
+    """The models that wait for it, the outermost first; none of a request that came from a frontend."""
 
     @property
     def is_cancelled(self) -> bool:
@@ -91,7 +102,7 @@ class TensorResponse:
     raw_outputs: Sequence[Buffer] = ()
     """One buffer per output, in the order of `head.outputs`: little-endian, row-major, BYTES with length prefixes."""
     encoded: bytes = b""
-    """`head`, serialized, of an engine that knows that `raw_outputs` agree with it. Nobody changes such a head."""
+    """`head`, serialized, of an engine that knows that `raw_outputs` agree with it. Such a head is not changed."""
 
 
 @dataclass(frozen=True, slots=True)

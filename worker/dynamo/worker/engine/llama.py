@@ -36,6 +36,7 @@ from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summa
 from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.grammars.compiler import GrammarCompiler
 from dynamo.worker.engine.llama_cache import PrefixCacheMirror
 from dynamo.worker.engine.llama_request import Options, check_request, pass_options, sampling_options
 from dynamo.worker.engine.llama_stream import CompletionChunk, Step, TokenReader, TokenVocabulary, decode_chunk
@@ -245,6 +246,7 @@ class LlamaEngine:
         self._vocabulary = TokenVocabulary((), frozenset())
         self._server: Any = None  # xllamacpp has no types
         self._pool: ThreadPoolExecutor | None = None
+        self._grammars = GrammarCompiler()
         self._waiting: dict[_ChoiceRun, None] = {}
         """In order of arrival."""
         self._running: set[_ChoiceRun] = set()
@@ -360,11 +362,10 @@ class LlamaEngine:
 
     async def _begin(self, request: GenerateRequest, mailbox: _Mailbox) -> list[_ChoiceRun]:
         """Queue the choices of `request`."""
-        to_options = partial(sampling_options, request, context_length=self._context_length)
-        if request.sampling.guided:  # a grammar is compiled
-            options = [await asyncio.to_thread(to_options, request.first_choice + index) for index in range(request.n)]
-        else:
-            options = [to_options(request.first_choice + index) for index in range(request.n)]
+        guided = request.sampling.guided
+        grammar = None if guided is None else await self._grammars.compile(guided)
+        to_options = partial(sampling_options, request, context_length=self._context_length, grammar=grammar)
+        options = [to_options(request.first_choice + index) for index in range(request.n)]
         if self._pool is None:
             raise Unavailable("the engine is closed")
         if len(self._waiting) + request.n > MAX_WAITING:
@@ -452,6 +453,7 @@ class LlamaEngine:
             choice.is_cancelled = True
         while self._waiting:
             self._waiting.popitem()[0].post(Cancelled())
+        await self._grammars.close()
         if pool is not None:
             await asyncio.to_thread(pool.shutdown)
         await asyncio.to_thread(self._free)

@@ -88,10 +88,12 @@ def _between(name: str, value: float | None, least: float, most: float | None) -
     raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
 
 
-def sampling_options(request: GenerateRequest, index: int, *, context_length: int) -> dict[str, object]:
+def sampling_options(
+    request: GenerateRequest, index: int, *, context_length: int, grammar: str | None = None
+) -> dict[str, object]:
     """Return the sampling options of choice `index`. Unset ones are the model's, or llama.cpp's own.
 
-    May take a while: a grammar is compiled to check it. Raises InvalidRequest.
+    `grammar` is what `to_grammar` made of the request's structured output.
     """
     sampling = request.sampling
     named = {
@@ -104,7 +106,7 @@ def sampling_options(request: GenerateRequest, index: int, *, context_length: in
         "repeat_penalty": sampling.repetition_penalty,
         # 2**32 - 1 would mean a random one
         "seed": None if sampling.seed is None else (sampling.seed + index) % (2**32 - 1),
-        "grammar": None if sampling.guided is None else to_grammar(sampling.guided),
+        "grammar": grammar,
     }
     options: dict[str, object] = {key: value for key, value in named.items() if value is not None}
     if sampling.temperature == 0:
@@ -136,7 +138,9 @@ def pass_options(request: GenerateRequest, prompt: Sequence[int], *, limit: int,
 
 
 def to_grammar(guided: Mapping[str, Any]) -> str:
-    """Return the llguidance grammar of `Sampling.guided`. Raises InvalidRequest.
+    """Return the llguidance grammar of `Sampling.guided`, which compiles. Raises InvalidRequest.
+
+    What compiling takes is not bounded here: the worker calls it in a process of its own (`grammars`).
 
     GBNF is translated. llama.cpp's own parser recurses without a bound, so that a request could crash the process, and its
     matcher takes exponential time for ambiguous grammars (`"a"? "a"? "a"? …`), during which no slot gets a token.
@@ -207,13 +211,34 @@ def _compiled(grammar: str, kind: str) -> str:
     if max(grammar.count("\n"), grammar.count("\r"), grammar.count('"$ref"')) > MAX_GRAMMAR_RULES:
         raise InvalidRequest(f"{kind} has more than {MAX_GRAMMAR_RULES} rules or references", param=kind)
     try:
-        from llguidance import LLMatcher
+        matcher = byte_matcher(grammar)
     except ModuleNotFoundError as error:
         raise InvalidRequest(f"{kind} needs the package llguidance: install dynamo-serving[llama]", param=kind) from error
-    if problem := LLMatcher.validate_grammar(grammar):
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # much is computed only now
+    if problem := matcher.get_error():
         [first, *_] = problem.splitlines()
         raise InvalidRequest(f"{kind} cannot be used: {first[:500]}", param=kind)
     return grammar
+
+
+def byte_matcher(grammar: str) -> Any:
+    """Return an `llguidance.LLMatcher` of the grammar over the vocabulary of single bytes. Raises ModuleNotFoundError."""
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+    return LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes())), grammar, log_level=0)
+
+
+class _Bytes:
+    """The vocabulary of single bytes, in the form that llguidance takes."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<eos>")
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
 
 
 def _in_slashes(regex: str) -> str:

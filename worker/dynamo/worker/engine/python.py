@@ -40,6 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,9 +48,21 @@ import numpy as np
 from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.common.model_card import ModelCard, TensorSpec
+from dynamo.common.steps import Steps
 from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import DATATYPES, Array, bf16_to_float32, element_count, from_numpy, to_numpy, typed_to_raw
-from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
+from dynamo.common.tensors import (
+    DATATYPES,
+    LONG_BYTES,
+    Array,
+    bf16_to_float32,
+    bytes_array,
+    element_count,
+    from_numpy,
+    to_numpy,
+    typed_to_raw,
+)
+from dynamo.common.work import Work
+from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from dynamo.worker.engine.base import Buffer, Context, TensorResponse
 from dynamo.worker.engine.batching import Batch, Batcher, Tensors
 from dynamo.worker.engine.declaration import Batching, Declaration, Tensor
@@ -61,6 +74,7 @@ __all__ = ["Batching", "Declaration", "InferContext", "InvalidRequest", "PythonE
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+InputTensor = ModelInferRequest.InferInputTensor
 Parameter = bool | int | str | float
 
 _END = object()
@@ -97,6 +111,7 @@ class PythonEngine:
         self._model: Any = None
         self._caller: _Caller | None = None
         self._batcher: Batcher | None = None
+        self._steps = Steps()
 
     def __repr__(self) -> str:
         return f"<PythonEngine of {'nothing yet' if self._caller is None else self._caller.card.name}>"
@@ -112,7 +127,7 @@ class PythonEngine:
         await call_hook(self._model, "load")
         declaration = declaration_of(self._model, self._file)
         card = declaration.to_card(self._name or declaration.name or snake_case(type(self._model).__name__))
-        self._caller = _Caller(self._model, card, declaration)
+        self._caller = _Caller(self._model, card, declaration, self._steps)
         if declaration.batching is not None:
             try:
                 policy = declaration.batching.to_policy(card.max_batch_size, declaration.concurrency or 1)
@@ -137,7 +152,7 @@ class PythonEngine:
             raise RuntimeError("the engine was not started")
         timings = context.timings
         start = time.perf_counter_ns()
-        inputs = read_inputs(request)
+        inputs = await read_in_steps(request, self._steps) if has_long_bytes(request) else read_inputs(request)
         timings.input_ns = time.perf_counter_ns() - start
         if self._batcher is not None:
             rows = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
@@ -173,8 +188,9 @@ async def _execute_batch(caller: _Caller, batch: Batch) -> Tensors:
 class _Caller:
     """Calls a user's `infer`, plain or async, in a thread or on the event loop, and checks what it returns."""
 
-    def __init__(self, model: Any, card: ModelCard, declaration: Declaration) -> None:
+    def __init__(self, model: Any, card: ModelCard, declaration: Declaration, steps: Steps) -> None:
         self.card = card
+        self._steps = steps
         self._outputs = {spec.name: spec for spec in card.outputs}
         function = getattr(model, "infer", None)
         if not callable(function):
@@ -252,7 +268,7 @@ class _Caller:
 
     async def stream(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         """Yield the responses of a decoupled model."""
-        inputs = read_inputs(request)
+        inputs = await read_in_steps(request, self._steps) if has_long_bytes(request) else read_inputs(request)
         extra = self._extra(request, context)
         if not self._is_generator:
             yield self.to_response(await self._timed(lambda: inputs, extra, context))
@@ -399,16 +415,22 @@ class _Steps:
                 close()
 
 
-def read_inputs(request: TensorRequest, *, aligned: bool = True) -> dict[str, Array]:
+def read_inputs(
+    request: TensorRequest, *, aligned: bool = True, decoded: Mapping[str, Array] = MappingProxyType({})
+) -> dict[str, Array]:
     """Return a request's tensors as arrays by name, read-only and without a copy where possible. Raises InvalidRequest.
 
-    `aligned`: whether unaligned arrays are copied, since many libraries take aligned memory only.
+    `aligned`: whether unaligned arrays are copied, since many libraries take aligned memory only. `decoded`: those that
+    were decoded before.
     """
     arrays = {}
     raws = request.raw_inputs
     if raws and len(raws) != len(request.head.inputs):
         raise InvalidRequest(f"raw_input_contents has {len(raws)} entries for {len(request.head.inputs)} inputs")
     for index, tensor in enumerate(request.head.inputs):
+        if tensor.name in decoded:
+            arrays[tensor.name] = decoded[tensor.name]
+            continue
         what = f"input '{tensor.name}'"
         typed = b"" if raws else typed_to_raw(tensor.contents, tensor.datatype, element_count(tensor.shape, what), what)
         array = to_numpy(raws[index] if raws else typed, tensor.datatype, tuple(tensor.shape), what)
@@ -418,6 +440,32 @@ def read_inputs(request: TensorRequest, *, aligned: bool = True) -> dict[str, Ar
             array = array.copy()
         arrays[tensor.name] = array
     return arrays
+
+
+def has_long_bytes(request: TensorRequest) -> bool:
+    """Return whether the tensors of a request should be read by `read_in_steps`."""
+    return len(request.raw) > LONG_BYTES and any(
+        _is_long(*pair) for pair in zip(request.head.inputs, request.raw_inputs, strict=False)
+    )
+
+
+async def read_in_steps(request: TensorRequest, steps: Steps, *, aligned: bool = True) -> dict[str, Array]:
+    """Do the same as `read_inputs`; other requests go on beside it."""
+    return await steps.run(_read(request, aligned=aligned))
+
+
+def _read(request: TensorRequest, *, aligned: bool) -> Work[dict[str, Array]]:
+    decoded = {}
+    for tensor, raw in zip(request.head.inputs, request.raw_inputs, strict=False):  # `read_inputs` counts them
+        if _is_long(tensor, raw):
+            what = f"input '{tensor.name}'"
+            array = yield from bytes_array(raw, element_count(tensor.shape, what), what)
+            decoded[tensor.name] = array.reshape(tuple(tensor.shape))
+    return read_inputs(request, aligned=aligned, decoded=decoded)
+
+
+def _is_long(tensor: InputTensor, raw: Buffer) -> bool:
+    return tensor.datatype == "BYTES" and len(raw) > LONG_BYTES
 
 
 def _value(parameter: InferParameter) -> Parameter:

@@ -156,6 +156,7 @@ class SglangEngine:
                 total_blocks=self._total_blocks,
                 max_num_seqs=self._max_running,
                 adapters=tuple(adapter.lora_name for adapter in arguments.lora_paths or ()),
+                takes_cache_salt=True,
             ),
         ).check()
 

@@ -295,6 +295,7 @@ class VllmEngine:
                 max_batched_tokens=scheduler.max_num_batched_tokens,
                 adapters=tuple(adapters),
                 adapter_reports=tuple(AdapterReport(name=name, path=path) for name, path in adapters.items()),
+                takes_cache_salt=True,
                 modalities=("image",) if self._takes_images else (),
                 image_token=_image_token(model, tokenizer) if self._takes_images else None,
             ),

@@ -38,7 +38,7 @@ class Shared(Generic[T]):
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[T]:
-        """Use the resource while the body runs. A failure to open it is that of all users: nobody tries again."""
+        """Use the resource while the body runs. A failure to open it is that of all users: it is not tried again."""
         async with self._turn:
             if self._failure is not None:
                 raise self._failure
@@ -179,13 +179,13 @@ class SharedAdapters:
         self._load = load
         self._unload = unload
         self._turn = asyncio.Lock()
-        everybody = range(ranks)
+        all_ranks = range(ranks)
         self._latest = {
-            name: LoadedAdapter(name, next(self._numbers), path, set(everybody), set(everybody)) for name, path in paths.items()
+            name: LoadedAdapter(name, next(self._numbers), path, set(all_ranks), set(all_ranks)) for name, path in paths.items()
         }
         self._names = set(paths)
         """Every name that an adapter has had."""
-        self._used = [dict(self._latest) for _ in everybody]
+        self._used = [dict(self._latest) for _ in all_ranks]
         """By rank and name."""
 
     def __repr__(self) -> str:

@@ -11,12 +11,13 @@ from dynamo.common.known_heads import PerHead
 from dynamo.common.model_card import ModelCard
 from dynamo.common.repository import ControlMode
 from dynamo.common.shared_memory.sharing import SharedMemory
+from dynamo.common.steps import Steps
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import FINAL_RESPONSE
 from dynamo.common.tensors import DATATYPES, Buffer, element_count, from_numpy
 from dynamo.protos.inference_pb2 import ModelInferResponse
 from dynamo.worker.engine.base import Context, TensorResponse
-from dynamo.worker.engine.python import read_inputs
+from dynamo.worker.engine.python import has_long_bytes, read_in_steps, read_inputs
 from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, closing, from_parameter, to_parameter
 from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.repository.loaded import LoadedModel, output_datatype
@@ -51,6 +52,7 @@ class RepositoryEngine:
         self._load = tuple(load)
         self._inputs = PerHead(_heads_of)
         self._responses = _Responses()
+        self._steps = Steps()
         self._exit_on_error = exit_on_error
 
     def __repr__(self) -> str:
@@ -88,20 +90,28 @@ class RepositoryEngine:
 
     async def respond(self, request: TensorRequest, context: Context) -> TensorResponse:
         model = self.models.find(request.head.model_name)
-        return self._responses.encode(await model.respond(self._to_model_request(request, context)), model.datatypes)
+        inputs = await self._decoded(request) if model.reads_strings else None
+        return self._responses.encode(await model.respond(self._to_model_request(request, context, inputs)), model.datatypes)
 
     async def close(self) -> None:
         await self.models.close()
 
     async def _stream(self, model: LoadedModel, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
-        async with closing(model.run(self._to_model_request(request, context))) as responses:
+        inputs = await self._decoded(request) if model.reads_strings else None
+        async with closing(model.run(self._to_model_request(request, context, inputs))) as responses:
             async for response in responses:
                 yield self._responses.encode(response, model.datatypes, is_final=response.is_final)
 
-    def _to_model_request(self, request: TensorRequest, context: Context) -> ModelRequest:
+    async def _decoded(self, request: TensorRequest) -> Arrays | None:
+        """Return the inputs, read in steps, if some are long BYTES; None for others."""
+        return await read_in_steps(request, self._steps, aligned=False) if has_long_bytes(request) else None
+
+    def _to_model_request(self, request: TensorRequest, context: Context, inputs: Arrays | None) -> ModelRequest:
         head, heads = request.head, self._inputs.of(request)
+        if inputs is None:
+            inputs = read_inputs(request, aligned=False) if heads is None else RawTensors(heads, request.raw_inputs)
         return ModelRequest(
-            read_inputs(request, aligned=False) if heads is None else RawTensors(heads, request.raw_inputs),
+            inputs,
             context,
             tuple([output.name for output in head.outputs]) if head.outputs else (),
             {name: to_parameter(value) for name, value in head.parameters.items()} if head.parameters else {},

@@ -21,7 +21,7 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Model
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelEnsembling
-from dynamo.worker.engine.base import RequestTimings
+from dynamo.worker.engine.base import Caller, RequestTimings
 from dynamo.worker.repository.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.model_config import datatype_name
 
@@ -217,7 +217,8 @@ class Ensemble:
                 inputs[name] = array
             elif name not in optional:
                 raise EngineError(f"ensemble '{self._name}' has no tensor '{source}', which model '{model}' needs")
-        context = replace(request.context, version="", timings=RequestTimings())
+        callers = (*request.context.callers, Caller(self._name))
+        context = replace(request.context, version="", timings=RequestTimings(), callers=callers)
         outputs = tuple(step.config.output_map)
         return self._models.run(model, version, ModelRequest(inputs, context, outputs, request.parameters, request.id))
 
@@ -250,7 +251,11 @@ class _FlowStep:
 
 
 class _Flow:
-    """The tensors of one request. Who writes one waits while a reader of it is far behind."""
+    """The tensors of one request. Who writes one waits while a reader of it is far behind.
+
+    All are read-only: a backend may write to an array that it is given otherwise, and another step, the caller or another tensor,
+    which lies in the same memory, would have what it wrote.
+    """
 
     def __init__(self, inputs: Mapping[str, Array], steps: Sequence[Step]) -> None:
         self._inputs = inputs
@@ -268,19 +273,28 @@ class _Flow:
             if source in self._queues:
                 self._queues[source].append(queue)
             else:
-                queue.put_nowait(self._inputs.get(source))
+                queue.put_nowait(_read_only(self._inputs.get(source)))
                 queue.put_nowait(_END)
         return _Reader(queues)
 
     async def put(self, step: _FlowStep, outputs: Tensors) -> None:
         for name, target in step.config.output_map.items():
+            value = _read_only(outputs.get(name))
             for queue in self._queues[target]:
-                await queue.put(outputs.get(name))
+                await queue.put(value)
 
     async def end(self, step: _FlowStep) -> None:
         for target in step.config.output_map.values():
             for queue in self._queues[target]:
                 await queue.put(_END)
+
+
+def _read_only(array: Array | None) -> Array | None:
+    if array is None or not array.flags.writeable:
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _version(step: Step) -> str:

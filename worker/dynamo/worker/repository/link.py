@@ -25,13 +25,15 @@ MAX_UNSENT_BYTES = 4 * 2**20
 class Link:
     """Sends and receives on the event loop that it is created on. `close` it."""
 
-    def __init__(self, connection: socket.socket, on_message: OnMessage, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self, connection: socket.socket, on_message: OnMessage, on_end: Callable[[str], None], admit: wire.Admit = wire.admit_all
+    ) -> None:
         """`on_end` is called once: with "" when the process has closed its end, with a reason if it sent an invalid message."""
         self._connection = connection
         self._on_message = on_message
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self._messages = wire.MessageReader()
+        self._messages = wire.MessageReader(admit)
         self._unsent: deque[wire.Buffer] = deque()
         self._unsent_bytes = 0
         self._is_scheduled = False

@@ -20,7 +20,7 @@ from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.declaration import from_model_config
 from dynamo.worker.repository.execution import Arrays, Executable, ModelRequest, ModelResult, Queues, Streams, closing
 from dynamo.worker.repository.model_config import Reshape
-from dynamo.worker.repository.raw_tensors import Kind, RawTensors
+from dynamo.worker.repository.raw_tensors import Kind, RawTensors, forms_of
 from dynamo.worker.repository.response_cache import ModelCache
 
 OnMismatch: TypeAlias = Callable[[str, str], None]
@@ -55,6 +55,10 @@ class LoadedModel:
         self._outputs = {spec.name: spec for spec in self.card.outputs}
         self.datatypes = {spec.name: spec.datatype for spec in self.card.outputs}
         """Of the outputs, by name."""
+        self.reads_strings = (config.backend != "python" or self.card.has_sequences) and any(
+            spec.datatype == "BYTES" for spec in self.card.inputs
+        )
+        """Whether BYTES of requests become arrays in this process."""
         self._as_declared: set[Kind] = set()
         """Kinds of outputs that need neither a conversion nor a warning."""
         self.load_s = 0.0
@@ -94,26 +98,26 @@ class LoadedModel:
         missing = [name for name in required if name not in request.inputs]
         if not len(required) <= len(request.inputs) <= len(self._inputs):
             raise self._wrong_number(request, len(required), missing)
-        for name, array in request.inputs.items():
+        for name, datatype, shape in forms_of(request.inputs):
             spec = self._inputs.get(name)
             if spec is None:
                 raise InvalidRequest(f"unexpected inference input '{name}' for model '{self.name}'")
-            self._check_input(request, spec, array)
+            self._check_input(request, spec, datatype, shape)
         if missing:
             raise self._wrong_number(request, len(required), missing)
 
-    def _check_input(self, request: ModelRequest, spec: TensorSpec, array: Array) -> None:
-        given = "BF16" if spec.datatype == "BF16" else datatype_of_array(array).name
+    def _check_input(self, request: ModelRequest, spec: TensorSpec, datatype: str, shape: tuple[int, ...]) -> None:
+        given = "BF16" if spec.datatype == "BF16" else datatype
         limit = self.card.max_batch_size
         if given != spec.datatype:
             raise _refusal(
                 request,
                 f"inference input '{spec.name}' data-type is '{given}', but model '{self.name}' expects '{spec.datatype}'",
             )
-        if limit and array.ndim and array.shape[0] > limit:
+        if limit and shape and shape[0] > limit:
             raise _refusal(request, f"inference request batch-size must be <= {limit} for '{self.name}'")
-        if not _fits(array.shape, spec.shape):
-            shapes = f"Expected {_listed(spec.shape)}, got {_listed(array.shape)}. {BATCH_NOTE if limit else ''}"
+        if not _fits(shape, spec.shape):
+            shapes = f"Expected {_listed(spec.shape)}, got {_listed(shape)}. {BATCH_NOTE if limit else ''}"
             raise _refusal(request, f"unexpected shape for input '{spec.name}' for model '{self.name}'. {shapes}")
 
     def _wrong_number(self, request: ModelRequest, required: int, missing: Sequence[str]) -> InvalidRequest:

@@ -24,6 +24,7 @@ from dynamo.common.repository import MAX_REASON_CHARS, NOT_LOADED, UNLOADED, Ind
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.agents import run_agents
+from dynamo.worker.repository.calls import MAX_BYTES, CallMemory, check_depth
 from dynamo.worker.repository.config_checks import check_settings
 from dynamo.worker.repository.content_cache import ContentCache
 from dynamo.worker.repository.custom_metrics import CustomMetrics
@@ -55,6 +56,7 @@ from dynamo.worker.repository.onnx_backend import open_onnx
 from dynamo.worker.repository.openvino_backend import open_openvino
 from dynamo.worker.repository.python_backend import PythonBackend
 from dynamo.worker.repository.rate_limiter import RateLimiter
+from dynamo.worker.repository.raw_tensors import RawTensors, forms_of
 from dynamo.worker.repository.remote_repository import RemoteRepository
 from dynamo.worker.repository.response_cache import ResponseCache
 from dynamo.worker.repository.sequences import SequenceModel
@@ -122,6 +124,8 @@ class RepositorySettings:
     """Whether a request fails whose model gives outputs that are not as declared."""
     cache_bytes: int = 0
     """Of the response cache; 0: there is none."""
+    calls_bytes: int = MAX_BYTES
+    """What calls of models by models may hold."""
     rate_limiter: RateLimiter | None = None
     """Of the resources of all models; None: they are not limited."""
 
@@ -170,7 +174,9 @@ class RepositoryModels:
         self._lock = asyncio.Lock()
         self._host: Host | None = None
         self.cache = ResponseCache(settings.cache_bytes) if settings.cache_bytes else None
-        self._python = PythonBackend(self, Environments(copies, settings.path_max_bytes), settings.rate_limiter)
+        self._call_memory = CallMemory(settings.calls_bytes)
+        environments = Environments(copies, settings.path_max_bytes)
+        self._python = PythonBackend(self, environments, settings.rate_limiter, self._call_memory)
         batch_size = settings.default_max_batch_size if settings.auto_complete else 0
         self._backends: dict[str, ModelBackend] = {
             **{name: SessionBackend(open_session, batch_size, settings.rate_limiter) for name, open_session in _SESSIONS.items()},
@@ -275,6 +281,7 @@ class RepositoryModels:
     # Requests of other models
 
     def run(self, model: str, version: str, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        check_depth(request.context)
         loaded = self.find(model)
         loaded.check(request, version)
         request.context.version = version or loaded.card.versions[-1]
@@ -286,14 +293,16 @@ class RepositoryModels:
         start = time.perf_counter_ns()
         trace = _begin_trace(model, request, start)
         has_failed = True
-        array = next(iter(request.inputs.values()), None)
-        if model.card.max_batch_size and array is not None and array.ndim:
-            context.timings.rows = array.shape[0]
+        if model.card.max_batch_size:
+            context.timings.rows = next((shape[0] for _, _, shape in forms_of(request.inputs) if shape), 1)
         try:
             async with closing(model.run(request)) as responses:
                 async for response in responses:
                     if trace is not None:
                         trace.outputs(response.outputs, model.datatypes)
+                    if context.callers and not isinstance(response.outputs, RawTensors):  # which were counted before
+                        for output in response.outputs.values():
+                            self._call_memory.hold(output)
                     yield response
             has_failed = False
         except DynamoError as error:

@@ -504,7 +504,8 @@ class InferenceResponseSender:
         self.taken = False
         """Whether the model responds through the sender, rather than by the return value of `execute`."""
         self.outputs = outputs
-        self._number = number
+        self.number = number
+        """The number of the request."""
         self._channel = channel
         self._decoupled = decoupled
         self._has_responded = False
@@ -524,7 +525,7 @@ class InferenceResponseSender:
         if response is None and not final:
             raise TritonModelException("Inference Response object must be provided when the response flags is set to zero.")
         if not final:
-            self._channel.wait_for_credit(self._number)  # before the lock, which `fail` must get
+            self._channel.wait_for_credit(self.number)  # before the lock, which `fail` must get
         with self._lock:
             self._channel.send(*self._prepare(response, final=final))
 
@@ -538,9 +539,9 @@ class InferenceResponseSender:
             raise TritonModelException("Unable to send response. Response sender has been closed.")
         message: tuple[wire.Response, list[wire.Buffer]]
         if response is not None:
-            message = response.to_wire(self._number, final=final, lend=self._channel.lend)
+            message = response.to_wire(self.number, final=final, lend=self._channel.lend)
         elif self._decoupled or self._has_responded:
-            message = wire.Response(number=self._number, only_ends=True), []
+            message = wire.Response(number=self.number, only_ends=True), []
         else:
             raise TritonModelException(
                 "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
@@ -548,7 +549,7 @@ class InferenceResponseSender:
         self._has_responded = True
         self._closed = final
         if final:
-            self._channel.over(self._number)
+            self._channel.over(self.number)
         return message
 
     def fail(self, message: str, code: int = TritonError.INTERNAL) -> None:
@@ -556,11 +557,11 @@ class InferenceResponseSender:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._channel.over(self._number)
-                self._channel.send(wire.Response(number=self._number, error=message, code=code))
+                self._channel.over(self.number)
+                self._channel.send(wire.Response(number=self.number, error=message, code=code))
 
     def is_cancelled(self) -> bool:
-        return self._channel.is_cancelled(self._number)
+        return self._channel.is_cancelled(self.number)
 
     def released(self) -> int:
         """Close without a last response; return the number of the request, 0 if it has ended."""
@@ -568,8 +569,8 @@ class InferenceResponseSender:
             if self._closed:
                 return 0
             self._closed = True
-            self._channel.over(self._number)
-        return self._number
+            self._channel.over(self.number)
+        return self.number
 
     def dropped_if_cancelled(self) -> bool:
         """Return whether the caller has left. Then nothing more can be sent."""
@@ -577,7 +578,7 @@ class InferenceResponseSender:
             return False
         with self._lock:
             self._closed = True
-            self._channel.over(self._number)
+            self._channel.over(self.number)
         return True
 
 

@@ -15,12 +15,12 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from dynamo.common.errors import Unavailable
+from dynamo.worker.engine.base import Context
 from dynamo.worker.repository.execution import ModelRequest
 from dynamo.worker.repository.responses import Responses, ResponseStream, SingleResponse
 
 if TYPE_CHECKING:
     from dynamo.worker.repository.stub_process import StubProcess
-    from dynamo.worker.traces.trace import Trace
 
 
 class NoProcess(Unavailable):
@@ -63,14 +63,14 @@ class Execution:
         """Call back once, when no process runs it or will run it; that may be long after its callers have left."""
         self._at_end += (callback,)
 
-    def add_stream(self, trace: Trace | None) -> ResponseStream:
+    def add_stream(self, context: Context) -> ResponseStream:
         """Return where the responses to the next request go."""
 
         def grant(total: int) -> None:
             if self.process is not None:
                 self.process.grant(self.numbers[self.responses.index(stream)], total)
 
-        stream = ResponseStream(grant, trace)
+        stream = ResponseStream(grant, context)
         self.responses.append(stream)
         return stream
 
@@ -131,7 +131,7 @@ class Pipeline:
     ) -> tuple[Execution, list[SingleResponse]]:
         """Return an execution, to be submitted, of requests with one response each."""
         execution = Execution(requests, is_retry=is_retry)
-        responses = [SingleResponse(self._model, self._loop, request.context.trace) for request in requests]
+        responses = [SingleResponse(self._model, self._loop, request.context) for request in requests]
         execution.responses += responses
         return execution, responses
 
@@ -141,7 +141,7 @@ class Pipeline:
         """Return an execution, to be submitted, of requests with any number of responses each."""
         execution = Execution(requests, is_retry=is_retry)
         execution.is_streamed = True
-        return execution, [execution.add_stream(request.context.trace) for request in requests]
+        return execution, [execution.add_stream(request.context) for request in requests]
 
     def submit(self, execution: Execution) -> None:
         """Run an execution as soon as a process has room. Raises NoProcess."""

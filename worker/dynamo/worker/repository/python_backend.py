@@ -25,6 +25,7 @@ from dynamo.worker.engine.batching import Batch, Batcher
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.batches import batch_policy, submit
+from dynamo.worker.repository.calls import CallMemory, check_waiting
 from dynamo.worker.repository.custom_metrics import CustomMetrics, MetricOwner
 from dynamo.worker.repository.decoupled import DecoupledRequest, count_time
 from dynamo.worker.repository.environments import Environments, Interpreter
@@ -54,7 +55,13 @@ _RESTART_WAIT_S = 10.0
 class PythonBackend:
     """Loads models for one worker. They call its other models by `models`."""
 
-    def __init__(self, models: ModelRegistry, environments: Environments, limiter: RateLimiter | None = None) -> None:
+    def __init__(
+        self,
+        models: ModelRegistry,
+        environments: Environments,
+        limiter: RateLimiter | None = None,
+        call_memory: CallMemory | None = None,
+    ) -> None:
         self.memory: SharedMemory | None = None
         """Of this worker, for the tensors of models that are opened from now on."""
         self.metrics = CustomMetrics()
@@ -62,9 +69,11 @@ class PythonBackend:
         self._models = models
         self._environments = environments
         self._limiter = limiter
+        self._call_memory = call_memory or CallMemory()
 
     def _handlers(self, metrics: MetricOwner) -> CallHandlers:
-        return CallHandlers(partial(_serve_call, self._models), partial(_serve_control, self._models), metrics.carry_out)
+        call, control = partial(_serve_call, self._models), partial(_serve_control, self._models)
+        return CallHandlers(call, control, metrics.carry_out, self._call_memory)
 
     async def complete(self, version: Version) -> ModelConfig:
         file = _file_of(version)
@@ -235,6 +244,8 @@ class PythonModel:
         return response if self._order is None else self._order.in_turn(response)
 
     async def _respond(self, request: ModelRequest) -> ModelResult:
+        if request.context.callers:
+            check_waiting(request.context, self._version.name, self.processes)
         if self._batcher is not None:
             result: ModelResult = await submit(self._batcher, self._version.config, request)
             return result
@@ -319,6 +330,8 @@ class PythonModel:
 
         Once more, by itself and without queueing again, if its process dies before it has sent a response.
         """
+        if request.context.callers:
+            check_waiting(request.context, self._version.name, self.processes)
         own = DecoupledRequest(request)
         try:
             if self._batcher is None:
@@ -399,9 +412,10 @@ def _infer_ns(execution: Execution, now_ns: int) -> int:
 # Calls and queries of models
 
 
-async def _serve_call(models: ModelRegistry, stub: StubProcess, message: wire.CallModel, raws: Sequence[memoryview]) -> None:
+async def _serve_call(
+    models: ModelRegistry, stub: StubProcess, message: wire.CallModel, raws: Sequence[memoryview], context: Context
+) -> None:
     call = message.request
-    context = Context(call.request_id, version=call.version, trace=stub.trace_of(call.trace))
     has_ended = False
     try:
         with _errors_to(stub, call.number), stub.call_window(call.number) as window:
@@ -485,7 +499,7 @@ def _errors_to(stub: StubProcess, number: int) -> Iterator[None]:
         stub.send(wire.Response(number=number, error=str(error), code=to_code(error)))
     except asyncio.CancelledError:
         task = asyncio.current_task()
-        if task is not None and task.cancelling():  # the model cancelled its call, or its process has ended
+        if task is not None and task.cancelling():  # by the process of the model, which says so
             raise
         stub.send(wire.Response(number=number, error="the request was cancelled", code=TritonError.CANCELLED))
     except BaseException as error:

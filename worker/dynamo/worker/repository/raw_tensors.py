@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+from dynamo.common.tensors import datatype_of_array
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.wire import Array, Buffer, TensorHead
 
@@ -51,6 +52,16 @@ class RawTensors(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self.heads)
+
+
+def forms_of(tensors: Mapping[str, Array]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield name, datatype and shape of each tensor. None of those that can say so becomes an array."""
+    if isinstance(tensors, RawTensors):
+        for head in tensors.heads:
+            yield head.name, head.datatype, head.shape
+    else:
+        for name, array in tensors.items():
+            yield name, datatype_of_array(array).name, array.shape
 
 
 def pack(tensors: Mapping[str, Array]) -> tuple[Sequence[TensorHead], Sequence[Buffer]]:

@@ -74,7 +74,7 @@ class ResponseCache(Collector):
         return size <= self._max_bytes
 
     def insert(self, key: bytes, outputs: Arrays, size: int) -> None:
-        """Keep outputs, which nobody changes. Others make room for them."""
+        """Keep outputs, which are not changed. Others make room for them."""
         self.remove(key)
         while self._used_bytes + size > self._max_bytes:
             _, evicted = self._entries.popitem(last=False)

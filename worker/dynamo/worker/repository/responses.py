@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from dynamo.common.errors import DynamoError, EngineError
+from dynamo.worker.engine.base import Context
 from dynamo.worker.repository import wire
 from dynamo.worker.repository.execution import ModelResult
 from dynamo.worker.repository.raw_tensors import RawTensors
-from dynamo.worker.traces.trace import Trace
 
 MAX_UNREAD = 8192
 """Responses of one request that wait for a slow caller. A model that sends more, beyond its window, fails its request."""
@@ -29,7 +29,7 @@ class Rescheduled(EngineError):
 class Responses(Protocol):
     """Where the responses to one request go."""
 
-    trace: Trace | None
+    context: Context
     """Of the request."""
 
     @property
@@ -49,10 +49,10 @@ class Responses(Protocol):
 class SingleResponse:
     """The only response of a model that is not decoupled."""
 
-    __slots__ = ("_model", "_result", "done", "trace")
+    __slots__ = ("_model", "_result", "context", "done")
 
-    def __init__(self, model: str, loop: asyncio.AbstractEventLoop, trace: Trace | None) -> None:
-        self.trace = trace
+    def __init__(self, model: str, loop: asyncio.AbstractEventLoop, context: Context) -> None:
+        self.context = context
         self.done: asyncio.Future[ModelResult | DynamoError] = loop.create_future()
         self._model = model
         self._result: ModelResult | DynamoError | None = None
@@ -84,8 +84,8 @@ class ResponseStream:
     `grant` gives the model credit as the caller reads: it is called with the number of responses that may be sent in total.
     """
 
-    def __init__(self, grant: Callable[[int], None], trace: Trace | None) -> None:
-        self.trace = trace
+    def __init__(self, grant: Callable[[int], None], context: Context) -> None:
+        self.context = context
         self.on_reschedule: Callable[[], None] | None = None
         self._items: deque[ModelResult | DynamoError | None] = deque()
         """None marks the end."""

@@ -34,7 +34,8 @@ import msgspec
 import numpy as np
 
 from dynamo.common.background import Tasks
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded
+from dynamo.common.tensor_request import SEQUENCE_OWNER
 from dynamo.common.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import count_execution
@@ -48,7 +49,8 @@ from dynamo.worker.repository.sequence_tensors import ControlInputs, States
 log = logging.getLogger(__name__)
 
 SequenceId: TypeAlias = int | str
-_Key: TypeAlias = tuple[bool, SequenceId]
+_Key: TypeAlias = tuple[bool, str, SequenceId]
+"""Whether it is implicit, owner and id: equal ids of different owners are different sequences, never on one instance at once."""
 _MOST_UNREAD_TURNS = 64
 """A rescheduled request waits for its caller to read the responses of so many calls of the model."""
 
@@ -87,10 +89,12 @@ class _Job:
 
 
 class _Sequence:
-    __slots__ = ("expiry", "has_end", "id", "is_implicit", "is_running", "jobs", "lane", "state")
+    __slots__ = ("expiry", "has_end", "id", "is_implicit", "is_running", "jobs", "lane", "owner", "state")
 
-    def __init__(self, id: SequenceId, *, is_implicit: bool) -> None:
+    def __init__(self, id: SequenceId, owner: str, *, is_implicit: bool) -> None:
         self.id = id
+        self.owner = owner
+        """The API key that has begun it; empty: none."""
         self.is_implicit = is_implicit
         """Begun by a request without an id, whose sequence no other request joins, whatever id it has."""
         self.jobs: deque[_Job] = deque()
@@ -105,7 +109,7 @@ class _Sequence:
 
     @property
     def key(self) -> _Key:
-        return self.is_implicit, self.id
+        return self.is_implicit, self.owner, self.id
 
 
 _Row: TypeAlias = tuple[_Sequence, _Job] | None
@@ -129,6 +133,10 @@ class _Lane:
     @property
     def free(self) -> int:
         return self.slots.count(None)
+
+    def has_namesake(self, id: SequenceId, owner: str) -> bool:
+        """Return whether a sequence of another owner has this id here, where the model may keep a state by id."""
+        return any(other is not None and other.id == id and other.owner != owner for other in self.slots)
 
     def ready(self) -> list[tuple[int, _Sequence]]:
         """Return the slots whose sequences have a request to run."""
@@ -240,9 +248,10 @@ class SequenceModel:
 
     def _admit(self, request: ModelRequest) -> tuple[_Sequence, _Job]:
         id = request.parameters.get("sequence_id", 0)
+        owner = request.context.headers.get(SEQUENCE_OWNER, "")
         is_implicit = self._is_iterative and not id
         if is_implicit:
-            id = next(id for id in self._ids if (False, id) not in self._sequences)
+            id = next(id for id in self._ids if not self._is_taken(id, owner))
             request = msgspec.structs.replace(request, parameters={**request.parameters, "sequence_start": True})
         if not isinstance(id, int | str) or not id:
             raise InvalidRequest(f"inference request to model '{self._name}' must specify a non-zero or non-empty correlation ID")
@@ -251,7 +260,7 @@ class SequenceModel:
                 f"inference request to model '{self._name}' must specify batch-size 1 due to requirements of sequence batcher"
             )
         job = _Job(request)
-        sequence = self._sequences.get((is_implicit, id))
+        sequence = self._sequences.get((is_implicit, owner, id))
         if sequence is not None and sequence.has_end:
             sequence = None
         if sequence is None:
@@ -260,7 +269,9 @@ class SequenceModel:
                     f"inference request for sequence {id} to model '{self._name}' must specify the START flag on the first "
                     "request of the sequence"
                 )
-            sequence = _Sequence(id, is_implicit=is_implicit)
+            if all(lane.has_namesake(id, owner) for lane in self._lanes):
+                raise Overloaded(f"sequence id {id} of model '{self._name}' is in use on all instances; try again, or another id")
+            sequence = _Sequence(id, owner, is_implicit=is_implicit)
             self._sequences[sequence.key] = sequence
             self._backlog.append(sequence)
         if sequence.expiry is not None:
@@ -269,6 +280,9 @@ class SequenceModel:
         self._enqueue(sequence, job)
         self._advance()
         return sequence, job
+
+    def _is_taken(self, id: int, owner: str) -> bool:
+        return (False, owner, id) in self._sequences or any(lane.has_namesake(id, owner) for lane in self._lanes)
 
     def _enqueue(self, sequence: _Sequence, job: _Job) -> None:
         job.enqueued_ns = time.perf_counter_ns()
@@ -312,14 +326,29 @@ class SequenceModel:
 
     def _advance(self) -> None:
         """Give free slots to sequences that wait, and have idle instances run what is there."""
-        while self._backlog and (lane := max(self._lanes, key=_free)).free:
-            sequence = self._backlog.popleft()
-            sequence.lane = lane
-            lane.slots[lane.slots.index(None)] = sequence
+        if self._backlog:
+            self._place_backlog()
         for lane in self._lanes:
             if not lane.is_busy and (batch := self._choose(lane)):
                 lane.is_busy = True
                 self._running.start(self._run(lane, batch), f"a batch of sequences of {self._name}")
+
+    def _place_backlog(self) -> None:
+        passed_over: list[_Sequence] = []
+        while self._backlog and any(lane.free for lane in self._lanes):
+            sequence = self._backlog.popleft()
+            lane = self._lane_for(sequence)
+            if lane is None:
+                passed_over.append(sequence)
+                continue
+            sequence.lane = lane
+            lane.slots[lane.slots.index(None)] = sequence
+        self._backlog.extendleft(reversed(passed_over))
+
+    def _lane_for(self, sequence: _Sequence) -> _Lane | None:
+        """Return the instance with the most free slots that may have it."""
+        lanes = [lane for lane in self._lanes if lane.free and not lane.has_namesake(sequence.id, sequence.owner)]
+        return max(lanes, key=_free, default=None)
 
     def _choose(self, lane: _Lane) -> list[_Row]:
         """Return the rows of the next batch of an instance. Marks its sequences as running."""

@@ -26,6 +26,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -47,6 +48,20 @@ _MAX_HELD_BYTES = 16 * 1024
 _SWEEP_S = 1.0
 _IDLE_TICKS = 50
 """After so many ticks without an execution the reader thread sleeps until the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Executed:
+    """What code that an `execute` runs needs to know of it; no more, since tasks of the model keep it."""
+
+    senders: Sequence[InferenceResponseSender]
+    """The senders of its requests."""
+    occupies_process: bool = True
+    """No other one begins before it has returned."""
+
+
+_EXECUTED: ContextVar[_Executed | None] = ContextVar("executed", default=None)
+"""None in a thread that the model started. It cannot be passed: the code in between is the model's."""
 
 
 @dataclass(slots=True)
@@ -223,10 +238,14 @@ class Stub:
 
         packed = [wire.pack(tensor.name(), tensor.as_numpy()) for tensor in inputs]
         progress = CallInProgress(cancel, grant, decoupled=decoupled)
+        executed = _EXECUTED.get()
         with self._lock:
             self._calls[number] = progress
+            served = self._open if executed is None else self._open.intersection([sender.number for sender in executed.senders])
+            requests = tuple(served)
         head = msgspec.structs.replace(head, number=number, inputs=tuple(head for head, _ in packed))
-        self.send(wire.CallModel(head, decoupled), [raw for _, raw in packed])
+        is_awaited = executed is not None and executed.occupies_process
+        self.send(wire.CallModel(head, decoupled, requests, is_awaited), [raw for _, raw in packed])
         self.read_beside()
         return progress
 
@@ -531,6 +550,7 @@ class ModelProcess:
 
     def _call_model(self, call: _Call, requests: list[InferenceRequest]) -> None:
         call.requests = requests
+        _EXECUTED.set(_Executed(call.senders))
         try:
             returned = self._model.execute(requests)
         except BaseException as error:  # whatever it raises is the request's failure, not the end of the process
@@ -551,6 +571,8 @@ class ModelProcess:
             else:
                 self._returned(call, returned)
 
+        if self._decoupled:
+            _EXECUTED.set(_Executed(call.senders, occupies_process=False))
         future = asyncio.run_coroutine_threadsafe(run(), self._event_loop())
         if self._decoupled:
             self._send_done(call)
@@ -657,6 +679,8 @@ def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
 
 def _import(file: str, folder: str) -> ModuleType:
     """Import a model's file by its place in the model's folder, such as `1.model`, so that its relative imports work."""
+    # Python compares seconds and sizes: a file that is changed within a second would be what was compiled before.
+    sys.dont_write_bytecode = True
     name = os.path.splitext(os.path.relpath(file, folder))[0].replace(os.sep, ".")
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:

@@ -9,11 +9,13 @@ import mmap
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from dynamo.common.background import start
 from dynamo.common.errors import (
@@ -30,7 +32,9 @@ from dynamo.common.errors import (
     Unsupported,
 )
 from dynamo.common.shared_memory.sharing import SharedMemory
+from dynamo.worker.engine.base import Caller, Context
 from dynamo.worker.repository import wire
+from dynamo.worker.repository.calls import MAX_CALLS, CallMemory, context_of_call
 from dynamo.worker.repository.environments import OWN, Interpreter
 from dynamo.worker.repository.execution import ModelRequest, ModelResult
 from dynamo.worker.repository.link import Link
@@ -120,10 +124,21 @@ class CallWindow:
 class CallHandlers:
     """Serve the calls and queries of a model, as tasks, which are cancelled when the process ends, and its metrics."""
 
-    call: Callable[[StubProcess, wire.CallModel, Sequence[memoryview]], Coroutine[None, None, None]]
+    call: Callable[[StubProcess, wire.CallModel, Sequence[memoryview], Context], Coroutine[None, None, None]]
     control: Callable[[StubProcess, wire.Control], Coroutine[None, None, None]]
     measure: Callable[[wire.MetricOrder], float]
     """Carry out an order about a metric, and return its value. Raises InvalidRequest."""
+    memory: CallMemory
+    """What the calls of all models hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenCall:
+    """A call or query of the model."""
+
+    task: asyncio.Task[None]
+    requests: set[int]
+    """Those for which it is made, and whose callers have not left; of a call for none, empty from the beginning."""
 
 
 class StubProcess:
@@ -158,11 +173,11 @@ class StubProcess:
         self._on_room: Callable[[], None] = _nothing
         self._on_return: Callable[[Sequence[Execution]], None] = _drop
         self._on_death: Callable[[StubProcess], None] = _drop
-        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._calls: dict[int, _OpenCall] = {}
         self._windows: dict[int, CallWindow] = {}
         """Of the calls that run, by their numbers."""
         self._memory = None if memory is None else ProcessMemory(memory, self.send)
-        self._link = Link(connection, self._take, self._on_end)
+        self._link = Link(connection, self._take, self._on_end, self._admit)
         self._ending: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -311,10 +326,20 @@ class StubProcess:
     def forget(self, numbers: Sequence[int]) -> None:
         """Drop the responses to requests of an execution. The model is notified of those that have not ended."""
         for number in numbers:
-            responses = self._responses.pop(number, None)
+            responses = self._responses.get(number)
             if responses is not None:
                 responses.close()
-                self.send(wire.CancelRequest(number))
+                self._cancel(number)
+
+    def _cancel(self, number: int) -> None:
+        """Notify the model that responses to a request are not wanted, and cancel the calls that were made for it alone."""
+        del self._responses[number]
+        self.send(wire.CancelRequest(number))
+        for call in self._calls.values():
+            if number in call.requests:
+                call.requests.remove(number)
+                if not call.requests:
+                    call.task.cancel()
 
     def grant(self, number: int, total: int) -> None:
         """Let the model send `total` responses to a request, counted from the first."""
@@ -324,7 +349,7 @@ class StubProcess:
     def trace_of(self, number: int) -> Trace | None:
         """Return the trace of an open request; None if it has none."""
         responses = self._responses.get(number)
-        return None if responses is None else responses.trace
+        return None if responses is None else responses.context.trace
 
     def send(self, message: wire.Message, buffers: Sequence[wire.Buffer] = ()) -> None:
         self._link.send(wire.encode(message, buffers))
@@ -354,6 +379,31 @@ class StubProcess:
         status = await asyncio.to_thread(self._process.wait)
         self._fail_all(why or f"has ended with status {status}")
 
+    def _admit(self, message: wire.Message, size: int) -> tuple[wire.Message, memoryview | None]:
+        """Return memory for the body of a message; None, and what takes the place of the message, if calls hold too much."""
+        if not self._is_of_call(message):
+            return wire.admit_all(message, size)
+        try:
+            return message, self._handlers.memory.allocate(size, wire.tensors_of(message))
+        except Overloaded as error:
+            return _without_body(message, error), None
+
+    def _is_of_call(self, message: wire.Message) -> bool:
+        match message:
+            case wire.CallModel():
+                return True
+            case wire.Response():
+                return self._is_called(message)
+            case wire.Done():
+                return any(map(self._is_called, message.responses))
+            case _:
+                return False
+
+    def _is_called(self, response: wire.Response) -> bool:
+        """Return whether a response is one to another model."""
+        responses = self._responses.get(response.number)
+        return responses is not None and bool(responses.context.callers)
+
     def _take(self, message: wire.Message, raws: list[memoryview]) -> None:
         match message:
             case wire.Response():
@@ -364,15 +414,15 @@ class StubProcess:
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(message)
             case wire.CallModel():
-                self._begin(message.request.number, self._handlers.call(self, message, raws))
+                self._begin_call(message, raws)
             case wire.Control():
                 self._begin(message.number, self._handlers.control(self, message))
             case wire.MetricOrder():
                 self._measure(message)
             case wire.CancelRequest():
-                task = self._calls.get(message.number)
-                if task is not None:
-                    task.cancel()
+                call = self._calls.get(message.number)
+                if call is not None:
+                    call.task.cancel()
             case wire.ResponseCredit():
                 window = self._windows.get(message.number)
                 if window is not None:
@@ -411,6 +461,8 @@ class StubProcess:
                 self._memory.take_back(execution.numbers)
         if done.infer_ns:
             self._usual_ns += (done.infer_ns - self._usual_ns) // (8 if self._usual_ns else 1)
+        if self._memory is not None:
+            self._memory.take_back(done.rescheduled)  # each comes back under a new number, with room of its own
         for number in done.rescheduled:
             rescheduled = self._responses.pop(number, None)
             if rescheduled is not None:
@@ -429,9 +481,7 @@ class StubProcess:
             return
         if responses.is_full and not head.final:
             responses.add(Overloaded(f"the caller reads the responses of model '{self._name}' too slowly"))
-            del self._responses[head.number]
-            self.send(wire.CancelRequest(head.number))
-            return
+            return self._cancel(head.number)
         if head.error is not None:
             responses.add(to_error(head.error, head.code))
         elif not head.only_ends:
@@ -447,9 +497,33 @@ class StubProcess:
                 self._memory.responded(head.number, head.outputs)
         return RawTensors(head.outputs, raws)
 
-    def _begin(self, number: int, work: Coroutine[None, None, None]) -> None:
-        task = self._calls[number] = start(work, f"a call of model '{self._name}'")
-        task.add_done_callback(lambda _: self._calls.pop(number, None))
+    def _begin_call(self, message: wire.CallModel, raws: Sequence[memoryview]) -> None:
+        call, requests = message.request, set(message.requests)
+        if message.refusal:
+            return self._refuse(call.number, Overloaded(message.refusal))
+        outer = [self._responses[number].context for number in requests if number in self._responses]
+        if requests and not outer:
+            return self._refuse(call.number, Cancelled("the request was cancelled"))
+        if len(self._calls) >= MAX_CALLS:
+            most = f"model '{self._name}' has {MAX_CALLS} calls of other models in one process, which is the most at once"
+            return self._refuse(call.number, Overloaded(most))
+        caller = Caller(self._name, self if message.is_awaited else None)
+        context = context_of_call(call.request_id, call.version, outer, caller)
+        context.trace = self.trace_of(call.trace)
+        self._begin(call.number, self._handlers.call(self, message, raws, context), requests)
+
+    def _refuse(self, call: int, error: DynamoError) -> None:
+        self.send(wire.Response(number=call, error=str(error), code=to_code(error)))
+
+    def _begin(self, number: int, work: Coroutine[None, None, None], requests: Collection[int] = ()) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._calls[number]
+            if task.cancelled():  # perhaps before it had begun; the model waits for it unless it cancelled it
+                self._refuse(number, Cancelled("the request was cancelled"))
+
+        task = start(work, f"a call of model '{self._name}'")
+        self._calls[number] = _OpenCall(task, set(requests))
+        task.add_done_callback(ended)
 
     def _fail_all(self, why: str) -> None:
         """The process has ended: return executions that have not begun, and fail the other requests."""
@@ -469,8 +543,8 @@ class StubProcess:
             self._memory.close()
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(wire.Ready(error=text))
-        for task in self._calls.values():
-            task.cancel()
+        for call in self._calls.values():
+            call.task.cancel()
         if self._watch is not None:
             self._watch.cancel()
         self._on_death(self)
@@ -489,6 +563,20 @@ class StubProcess:
         for number in numbers:
             self._responses.pop(number, None)
         return unbegun
+
+
+def _without_body(message: wire.Message, error: DynamoError) -> wire.Message:
+    """Return what takes the place of a message whose tensors are not read."""
+    match message:
+        case wire.CallModel():
+            return wire.CallModel(msgspec.structs.replace(message.request, inputs=()), refusal=str(error))
+        case wire.Response():
+            return wire.Response(number=message.number, error=str(error), code=to_code(error), final=message.final)
+        case wire.Done():
+            responses = tuple(_without_body(response, error) if response.outputs else response for response in message.responses)
+            return msgspec.structs.replace(message, responses=responses)
+        case _:
+            return message
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,8 @@ from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.execution import Arrays, Version
 from dynamo.worker.repository.model_config import instances_of
 from dynamo.worker.repository.session import SessionTensor, Signature, first_line, model_file
+
+log = logging.getLogger(__name__)
 
 DEFAULT_FILE = "model.plan"
 _DATATYPES = {
@@ -144,6 +147,7 @@ def open_tensorrt(version: Version) -> TensorRtSession:
             f"TensorRT models need a GPU and the packages tensorrt and cuda-python: {needed} is missing"
         ) from None
     _check_formats(version.config)
+    log.warning("model %s: the tensorrt backend is experimental, never run on a GPU", version.name)
     cuda = _Cuda(runtime, _device(version.config))
     try:
         cuda.use()

@@ -114,7 +114,7 @@ class TorchSession:
     def _to_tensor(self, name: str, array: Array) -> Any:
         if array.dtype == object:
             return [element.decode() if isinstance(element, bytes) else element for element in array.reshape(-1).tolist()]
-        # What cannot be written to is copied, since PyTorch's tensors always can.
+        # What cannot be written to, since others read it, is copied: programs may work in place, on any of PyTorch's tensors.
         tensor = self._torch.from_numpy(np.require(array, requirements=("C", "W")))
         return tensor.to(self._device, self._torch.bfloat16 if name in self._halves else None)
 

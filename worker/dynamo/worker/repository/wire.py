@@ -8,7 +8,7 @@ libraries in any versions: numpy and msgspec are all it needs.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -29,6 +29,8 @@ the last that it must not begin any more. The process writes the first and then 
 RESPONSE_WINDOW = 256
 """Responses to one request, or to one call of a model, that may be sent before any has been read."""
 
+COUNTED_BYTES = 16 * 1024
+"""A body of so many bytes is read only if the receiver has memory for it."""
 HEAD_BYTES = 4096
 """Left free at the beginning of a Room, for the head of the message that the worker makes of the outputs."""
 
@@ -225,6 +227,12 @@ class CallModel(msgspec.Struct, frozen=True, tag=True):
     request: RequestHead
     decoupled: bool = False
     """The model takes any number of responses."""
+    requests: tuple[int, ...] = ()
+    """The open requests for which it is made, if any is: those of the `execute` that makes it; for a thread of the model, all."""
+    is_awaited: bool = False
+    """An `execute` has made it, so the process does nothing else until it has ended."""
+    refusal: str = ""
+    """Why the worker, which sets this, has not read its inputs."""
 
 
 class Control(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
@@ -330,21 +338,34 @@ def tensors_of(message: Message) -> Sequence[TensorHead]:
             return ()
 
 
+Admit: TypeAlias = Callable[["Message", int], tuple["Message", memoryview | None]]
+"""Returns the message and memory for its body of so many bytes, or None and the message that takes its place, without a body."""
+
+
+def admit_all(message: Message, size: int) -> tuple[Message, memoryview | None]:
+    return message, memoryview(bytearray(size))
+
+
 class MessageReader:
     """Cuts the bytes that a socket receives into messages.
 
-    Small messages are read many at once. One that is larger than the buffer gets memory of its own, where its tensors stay.
+    Small messages are read many at once. The body of one that is larger than the buffer gets memory of its own, where its tensors
+    stay. `admit` provides that of bodies from `COUNTED_BYTES` on; a body that gets none is read into nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, admit: Admit = admit_all) -> None:
+        self._admit = admit
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._buffer = self._scratch
-        """Where the bytes go: `_scratch`, or the memory of one large message."""
         self._filled = 0
+        """Bytes in `_scratch`, or in the body of `_large`."""
+        self._large: tuple[Message, memoryview] | None = None
+        """A message, and the memory of its body."""
+        self._unwanted = 0
+        """Bytes of a body that come next and are dropped."""
 
     def space(self) -> memoryview:
         """Return the buffer for the next bytes of the socket. It is never empty."""
-        return self._buffer[self._filled :]
+        return (self._scratch if self._large is None else self._large[1])[self._filled :]
 
     def advance(self, count: int) -> list[tuple[Message, list[memoryview]]]:
         """Return the messages that are whole after `count` more bytes, with their tensors, which are writable.
@@ -352,38 +373,61 @@ class MessageReader:
         Raises ValueError for bytes that are not a message.
         """
         self._filled += count
-        if self._buffer is not self._scratch:
-            return [self._take_large()] if self._filled == len(self._buffer) else []
+        if self._large is not None:
+            return self._take_large(self._large)
         messages: list[tuple[Message, list[memoryview]]] = []
-        position = 0
+        position = needed = 0
+        if self._unwanted:
+            position = min(self._unwanted, self._filled)
+            self._unwanted -= position
         while self._filled - position >= _PREFIX.size:
             head_bytes, body_bytes = _PREFIX.unpack_from(self._scratch, position)
             begin, end = _extent(head_bytes, body_bytes)
-            if position + end > self._filled:
-                self._move_to_front(position, max(end, len(self._scratch)))
-                return messages
+            is_whole = position + end <= self._filled
+            if not is_whole and (end <= _SCRATCH_BYTES or position + begin > self._filled):
+                needed = begin
+                break
             message = decode(self._scratch[position + _PREFIX.size : position + _PREFIX.size + head_bytes])
-            body = memoryview(bytearray(self._scratch[position + begin : position + end])) if body_bytes else _NOTHING
-            messages.append((message, _cut(message, body)))
-            position += end
-        self._move_to_front(position, len(self._scratch))
+            if is_whole and body_bytes < COUNTED_BYTES:
+                body = memoryview(bytearray(self._scratch[position + begin : position + end])) if body_bytes else _NOTHING
+                messages.append((message, _cut(message, body)))
+                position += end
+                continue
+            admit = self._admit if body_bytes >= COUNTED_BYTES else admit_all
+            message, memory = admit(message, body_bytes)
+            came = self._scratch[position + begin : min(position + end, self._filled)]
+            position += begin + len(came)
+            if memory is None:
+                self._unwanted = body_bytes - len(came)
+                messages.append((message, []))
+                continue
+            memory[: len(came)] = came
+            if not is_whole:
+                self._large, self._filled = (message, memory), len(came)
+                return messages
+            messages.append((message, _cut(message, memory)))
+        self._move_to_front(position, needed)
         return messages
 
-    def _take_large(self) -> tuple[Message, list[memoryview]]:
-        whole = self._buffer
-        self._buffer, self._filled = self._scratch, 0
-        head_bytes, body_bytes = _PREFIX.unpack_from(whole)
-        message = decode(whole[_PREFIX.size : _PREFIX.size + head_bytes])
-        return message, _cut(message, whole[len(whole) - body_bytes :])
+    def _take_large(self, large: tuple[Message, memoryview]) -> list[tuple[Message, list[memoryview]]]:
+        message, body = large
+        if self._filled < len(body):
+            return []
+        self._large, self._filled = None, 0
+        return [(message, _cut(message, body))]
 
-    def _move_to_front(self, position: int, size: int) -> None:
-        """Keep what follows `position` as the beginning of a message of `size` bytes."""
-        if not position and size == len(self._scratch):
+    def _move_to_front(self, position: int, needed: int) -> None:
+        """Keep what follows `position` where a head of `needed` bytes fits."""
+        if position == self._filled and len(self._scratch) == _SCRATCH_BYTES:  # nearly always
+            self._filled = 0
             return
         left = self._scratch[position : self._filled]
-        if size > len(self._scratch):
-            self._buffer = memoryview(bytearray(size))
-        self._buffer[: len(left)] = bytes(left)
+        size = max(_SCRATCH_BYTES, needed, len(left) + 1)
+        if not position and size <= len(self._scratch):
+            return
+        if size != len(self._scratch):
+            self._scratch = memoryview(bytearray(size))
+        self._scratch[: len(left)] = bytes(left)
         self._filled = len(left)
 
 

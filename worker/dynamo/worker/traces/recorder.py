@@ -10,7 +10,7 @@ from itertools import count
 from threading import Lock
 from typing import TypeAlias
 
-from dynamo.common.background import running
+from dynamo.common.background import awaited, running
 from dynamo.common.errors import DynamoError
 from dynamo.common.options import TraceMode, TraceOptions
 from dynamo.common.server_settings import SERVER, ServerSettings, TraceSettings, why_not_traced
@@ -167,7 +167,12 @@ class TritonTraces:
     async def write(self) -> None:
         """Write traces until cancelled."""
         while True:
-            await asyncio.to_thread(self._write, *await self._work.get())
+            writing = awaited(asyncio.to_thread(self._write, *await self._work.get()))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await writing  # a thread that has not begun would never begin, and the trace be lost
+                raise
 
     def finish(self) -> None:
         """Write all that has ended. Call it when `write` has ended."""

@@ -8,15 +8,18 @@ from typing import Any
 
 import msgspec
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason, Summary
 from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest, PreparedMessages, conversation, to_text
 from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.declaration import TEXT, TOKENS
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.statuses import public_message
+from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.api.text.model_names import described_model, name_or_only_model
 from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, parse_delta
@@ -25,7 +28,6 @@ from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, OutputParsers, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
-from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane, Generation
 
 encode = msgspec.json.Encoder().encode
@@ -76,7 +78,7 @@ def anthropic_operations(edge: MessagesEdge) -> list[Operation]:
     return [
         Operation(
             path="/v1/messages",
-            surface=Surface.INFERENCE,
+            declared=TEXT,
             errors=ANTHROPIC_ERRORS,
             handle=Messages(edge),
             endpoint="anthropic_messages",
@@ -87,7 +89,7 @@ def anthropic_operations(edge: MessagesEdge) -> list[Operation]:
         ),
         Operation(
             path="/v1/messages/count_tokens",
-            surface=Surface.METADATA,
+            declared=TOKENS,
             errors=ANTHROPIC_ERRORS,
             handle=CountTokens(edge),
             summary="Length of a conversation",
@@ -107,13 +109,12 @@ class CountTokens:
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
         request = await self._reader.read(exchange)
-        with exchange.account.occupy():
-            model = described_model(self._edge.plane, exchange.account, request.model)
-            llm = llm_of(self._edge.plane.card(exchange.account, model))
-            text = await self._edge.plane.text_model(exchange.account, model)
-            is_large = exchange.has_large_body
-            prompt = await text.render(await self._edge.offload.run_if(is_large, conversation, request, llm, self._edge.limits))
-            tokens = await text.tokenizer.encode(prompt, special_tokens=False)
+        model = described_model(self._edge.plane, exchange.account, request.model)
+        llm = llm_of(self._edge.plane.card(exchange.account, model))
+        text = await self._edge.plane.text_model(exchange.account, model)
+        is_large = exchange.has_large_body
+        prompt = await text.render(await self._edge.offload.run_if(is_large, conversation, request, llm, self._edge.limits))
+        tokens = await text.tokenizer.encode(prompt, special_tokens=False)
         await exchange.respond(encode({"input_tokens": len(tokens)}))
 
 
@@ -150,21 +151,25 @@ class Messages:
 
 async def _respond(exchange: Exchange, generation: Generation, prepared: PreparedMessages) -> None:
     writer = MessageWriter(prepared.text.model, generation.prompt_tokens, stream=False)
-    await _read_all(generation, prepared, writer, None)
+    await _read_all(generation, prepared, writer, Gathering(exchange.hold), None)
     await exchange.respond(encode(writer.message(generation.summary)))
 
 
 async def _stream(exchange: Exchange, generation: Generation, prepared: PreparedMessages) -> None:
     writer = MessageWriter(prepared.text.model, generation.prompt_tokens, stream=True)
     async with exchange.events() as stream:
-        await _read_all(generation, prepared, writer, stream.write)
+        # In a task of its own: a token wakes that one, and not each of the coroutines that wait for the end of the stream.
+        await awaited(_read_all(generation, prepared, writer, Gathering(exchange.hold), stream.write))
         writer.finish(generation.summary)
         await stream.end(writer.take())
 
 
-async def _read_all(generation: Generation, prepared: PreparedMessages, writer: MessageWriter, write: Any) -> None:
+async def _read_all(
+    generation: Generation, prepared: PreparedMessages, writer: MessageWriter, gathering: Gathering, write: Any
+) -> None:
     parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
     while deltas := await generation.read():
+        gathering.add(deltas)
         for delta in deltas:
             writer.add(delta, parser)
         if write is not None and (events := writer.take()):

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 WATCHED_S = 15.0
 """Load reports are received for so long after each read."""
 _MAX_REPORTS = 20_000
-"""Kept at once, by instance and model: anyone could invent them."""
+"""Kept at once, by instance and model: a client could invent any number."""
 
 
 class Bus(Protocol):

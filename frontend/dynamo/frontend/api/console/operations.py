@@ -9,12 +9,14 @@ The page also reads `/metrics` and `/v1/routing/decisions`, and sends requests t
 from __future__ import annotations
 
 import time
+from functools import partial
 from importlib.resources import files
 
 import msgspec
 
 from dynamo.common.config import project_version
 from dynamo.frontend.api.console.fleet import FleetState, LoadWatch, model_state, name_state
+from dynamo.frontend.api.declaration import OtherSites, shown
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import JSON, Exchange
@@ -84,10 +86,10 @@ def console_operations(console: Console) -> list[Operation]:
 
     handlers: dict[str, Handler] = {path: _file(*what) for path, what in _FILES.items()}
     handlers |= {"/console/": redirect, "/console/fleet": fleet}
-    return [
-        Operation(method="GET", path=path, surface=Surface.CONSOLE, errors=OPENAI_ERRORS, handle=handle)
-        for path, handle in handlers.items()
-    ]
+    served = partial(Operation, method="GET", errors=OPENAI_ERRORS)
+    linked = dict.fromkeys(("/console", "/console/"), shown(Surface.CONSOLE, other_sites=OtherSites.LINKED))
+    read = shown(Surface.CONSOLE)
+    return [served(path=path, handle=handle, declared=linked.get(path, read)) for path, handle in handlers.items()]
 
 
 def _file(name: str, media_type: bytes) -> Handler:

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from dynamo.common.adapters import LoadAdapter
 from dynamo.common.errors import AlreadyExists, InvalidRequest
+from dynamo.frontend.api.declaration import Reads, changed
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.errors import error_event, error_info
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
@@ -69,8 +70,7 @@ def adapter_operations(readiness: Readiness) -> list[Operation]:
         adapter = LoadAdapter(
             name=request.lora_name, path=request.lora_path, model=request.base_model_name, in_place=request.load_inplace
         )
-        async with exchange.attended():
-            await readiness.plane.load_model(exchange.account, adapter)
+        await readiness.plane.load_model(exchange.account, adapter)
         await exchange.respond(f"Success: LoRA adapter '{adapter.name}' added successfully.".encode(), 200, _TEXT)
 
     async def unload(exchange: Exchange) -> None:
@@ -78,17 +78,15 @@ def adapter_operations(readiness: Readiness) -> list[Operation]:
         request = await read_json(exchange, unload_decoder)
         if not request.lora_name:
             raise MissingField("'lora_name' needs to be provided to unload a LoRA adapter.")
-        async with exchange.attended():
-            await readiness.plane.unload_adapter(exchange.account, request.lora_name)
+        await readiness.plane.unload_adapter(exchange.account, request.lora_name)
         await exchange.respond(f"Success: LoRA adapter '{request.lora_name}' removed successfully.".encode(), 200, _TEXT)
 
     def operation(path: str, handle: Handler, summary: str, request: type) -> Operation:
         return Operation(
             path=path,
-            surface=Surface.MODEL_REPOSITORY,
+            declared=changed(Surface.MODEL_REPOSITORY, reads=Reads.LITTLE, copies=3, deadline_s=None),
             errors=ErrorForm(body=_error_body, event=error_event),
             handle=handle,
-            is_action=True,
             summary=summary,
             group="LoRA adapters",
             request=request,

@@ -1,7 +1,8 @@
 """The ASGI application of the HTTP port: finds a request's operation, lets the guard check the caller, runs its handler.
 
 1. A path that contains control characters is refused with 400, before anything else looks at it.
-2. The operation's surface, and nothing else about the path, says what the caller must be allowed to use.
+2. What the operation declares, and nothing else about the path, says what the caller must be allowed to use, whether a browser
+   may use it for a page of another site, and what one request may cost.
 3. A path without any operation needs what the list of models needs, so that only callers with a key learn what is not there; then
    it is 404. A path that lacks the method is 405, after the same check as its other methods.
 4. Past the capacity of the process, requests are refused with 503. Health is always served.
@@ -10,23 +11,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dynamo.common.asgi import Receive, Scope, Send
 from dynamo.common.errors import Forbidden, InvalidRequest, Overloaded
-from dynamo.frontend.api.http.cors import Cors
+from dynamo.frontend.api.declaration import Charge, Declaration, OtherSites, shown
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, PathNotFound
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange, HttpSettings
 from dynamo.frontend.api.http.guard import HttpGuard
-from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.http.operation import Operation, within_declared
 from dynamo.frontend.api.http.paths import PathTable, Template
 from dynamo.frontend.security.surfaces import Surface
 
 Refused = Callable[[str, BaseException], None]
 """Called with an operation's `endpoint` and the failure of a request that did not reach the data plane."""
 
-UNKNOWN_PATHS = Surface.METADATA
+_UNKNOWN_PATHS = shown(Surface.METADATA)
 
 
 class HttpApp:
@@ -39,12 +40,12 @@ class HttpApp:
         guard: HttpGuard | None = None,
         refused: Refused | None = None,
     ) -> None:
-        """Without a `guard` every caller may use everything. Raises ValueError for operations that contradict one another."""
+        """Without a `guard` no key is needed. Raises ValueError for operations that contradict one another."""
         self.operations = tuple(operations)
         self._settings = settings or HttpSettings()
-        self._guard = guard or HttpGuard()
+        self._guard = guard or HttpGuard(options=self._settings.options)
         self._refused = refused
-        self._cors = Cors(self._settings.options)
+        self._cors = self._guard.cors
         self._table: PathTable[_Resource] = PathTable()
         self._errors: dict[tuple[str, ...], ErrorForm] = {}
         for resource in _resources(operations):
@@ -77,20 +78,20 @@ class HttpApp:
             exchange.endpoint = operation.endpoint
             if self._refused is not None:
                 exchange.on_refused = partial(self._refused, operation.endpoint)
-        if not await self._guard.admits(exchange, resource.surface):
+        if not await self._guard.admits(exchange, resource.declared if operation is None else operation.declared):
             return
         if operation is None:
             not_allowed = InvalidRequest(f"method {exchange.method} is not allowed for '{exchange.path}'")
             return await exchange.refuse(not_allowed, 405, resource.errors, ((b"allow", resource.allow),))
-        if operation.surface is Surface.HEALTH:
+        exchange.declared = operation.declared
+        if operation.declared.surface is Surface.HEALTH:
             return await exchange.run(operation.handle)
-        capacity = self._settings.capacity
         try:
-            exchange.occupancy = occupied = capacity.enter()
+            exchange.occupancy = occupied = self._settings.capacity.enter()
         except Overloaded as error:
             return await exchange.fail(error)
         try:
-            if operation.is_action:
+            if operation.declared.is_action:
                 await self._guard.run_recorded(exchange, operation.handle)
             else:
                 await exchange.run(operation.handle)
@@ -99,7 +100,7 @@ class HttpApp:
 
     async def _not_found(self, exchange: Exchange) -> None:
         exchange.errors = self._errors_near(exchange.path)
-        if await self._guard.admits(exchange, UNKNOWN_PATHS):
+        if await self._guard.admits(exchange, _UNKNOWN_PATHS):
             await exchange.refuse(PathNotFound(exchange.path), 404, exchange.errors)
 
     def _errors_near(self, path: str) -> ErrorForm:
@@ -116,7 +117,8 @@ class _Resource:
     """A path and what can be done with it."""
 
     path: str
-    surface: Surface
+    declared: Declaration
+    """What requests with another method than those of the operations have to be allowed to."""
     errors: ErrorForm
     operations: dict[str, Operation] = field(default_factory=dict)
     allow: bytes = b""
@@ -127,12 +129,14 @@ def _resources(operations: Sequence[Operation]) -> list[_Resource]:
     resources: dict[str, _Resource] = {}
     for operation in operations:
         path = operation.path
-        resource = resources.setdefault(path, _Resource(path, operation.surface, operation.errors))
-        if (operation.surface, operation.errors) != (resource.surface, resource.errors):
+        declared = replace(operation.declared, other_sites=OtherSites.REFUSED, charge=Charge.CALL)
+        resource = resources.setdefault(path, _Resource(path, declared, operation.errors))
+        if (declared.surface, operation.errors) != (resource.declared.surface, resource.errors):
             raise ValueError(f"the operations of {path} have different surfaces or forms of errors")
+        served = replace(operation, handle=within_declared(operation))
         for method in ("GET", "HEAD") if operation.method == "GET" else (operation.method,):
             if method in resource.operations:
                 raise ValueError(f"{method} {path} is declared twice")
-            resource.operations[method] = operation
+            resource.operations[method] = served
         resource.allow = ", ".join(resource.operations).encode()
     return list(resources.values())

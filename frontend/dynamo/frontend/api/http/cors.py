@@ -1,7 +1,7 @@
 """Cross-origin requests: which pages of other sites may use this server from a browser.
 
-A browser asks first, by an OPTIONS request without credentials, so preflights are answered before any guard. The server itself
-serves requests of all origins: it is the browser that withholds the response from a page whose origin is not named in it.
+A browser asks first, by an OPTIONS request without credentials, so preflights are answered before any guard. But it does not ask
+before requests that a form could make, and these act as well; so the guard refuses what is not allowed here, too.
 """
 
 from __future__ import annotations
@@ -53,6 +53,15 @@ class Cors:
             (b"access-control-allow-headers", headers.encode("latin-1")),
             (b"access-control-max-age", b"%d" % _MAX_AGE_S),
         )
+
+    def permits(self, method: str, request: Mapping[str, str]) -> bool:
+        """Return whether the page of another origin that a browser makes the request for may do so."""
+        is_allowed = ANY in self._origins or self.names(request)
+        return is_allowed and (self._methods == ANY or method in self._methods.split(", "))
+
+    def names(self, request: Mapping[str, str]) -> bool:
+        """Return whether the page's origin is allowed by its name."""
+        return request.get("origin", "") in self._origins - {ANY}
 
     @staticmethod
     def is_preflight(method: str, request: Mapping[str, str]) -> bool:

@@ -12,26 +12,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from types import TracebackType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 
 from dynamo.common.asgi import Message, Receive, Scope, Send
 from dynamo.common.background import start
-from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge, release
+from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge, RateLimited, release
 from dynamo.common.http_connection import ON_HALF_CLOSE
 from dynamo.common.http_request import CLIENT_WATCH, ClientWatch
 from dynamo.common.logs import request_id as logged_id
+from dynamo.common.steps import Steps
 from dynamo.common.tensors import Buffer
+from dynamo.common.work import Work
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
-from dynamo.frontend.api.http.compression import BRIEF_BYTES, UnknownEncoding, decompress, encoding_of
+from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, MAX_FILE_BYTES, Declaration, Reads
+from dynamo.frontend.api.http.compression import BRIEF_BYTES, UnknownEncoding, decompress_steps, encoding_of
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
@@ -41,6 +44,8 @@ from dynamo.frontend.security.accounts import Account, RateLimit
 from dynamo.frontend.serving.call import Progress
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Header: TypeAlias = tuple[bytes, bytes]
 
@@ -53,8 +58,12 @@ _STREAM_HEADERS: tuple[Header, ...] = (
 )
 _KEEPALIVE = b": keepalive\n\n"
 _LARGE_BODY_BYTES = 64 * 1024
+_QUERY_FIELDS = 100
 _PIECE_BYTES = 256 * 1024
 """Bytes of a long response that go to the connection at once, when the client has read most of those before."""
+_JOINED_BYTES = 4 << 20
+"""The pieces of a longer body are joined in a thread, which leaves the interpreter to others meanwhile: 0.7 ms for each MiB."""
+_FREED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +96,35 @@ class HttpSettings:
     """Shared with all other requests of the process."""
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     offload: Offload = field(default_factory=lambda: Offload(threads=2))
-    """For large bodies with tensors, whose (de)compression leaves the interpreter to the other thread."""
+    """For large bodies, whose (de)compression leaves the interpreter to the other thread."""
+    steps: Steps = field(default_factory=Steps)
+    """For what is long and in Python."""
+
+    def body_limit(self, reads: Reads) -> int:
+        """Return the largest body of a request."""
+        options = self.options
+        match reads:
+            case Reads.JSON:
+                return min(options.max_json_bytes, options.max_body_bytes)
+            case Reads.TENSORS:
+                return options.max_body_bytes
+            case Reads.FILE:
+                return min(MAX_FILE_BYTES, options.max_body_bytes) + FORM_BYTES
+            case Reads.LITTLE:
+                return min(LITTLE_BYTES, options.max_body_bytes)
 
 
 class Exchange:
     """One request and its response, which is either one `respond` or a stream of `events`."""
 
+    declared: Declaration
+    """Of the operation that the request is for. The server sets it; reading it before is an error."""
+
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: HttpSettings) -> None:
         self.settings = settings
         self.method: str = scope["method"]
+        self.scheme: str = scope.get("scheme", "http")
+        """Of this server's port; that of the client is another one if a proxy ends TLS."""
         self.path: str = scope["path"]
         """Decoded; for messages. What the request is for stands in `parameters`."""
         self.raw_path: bytes = scope["raw_path"]
@@ -122,6 +151,8 @@ class Exchange:
         self.explanation: Explanation | None = None
         """The caller's, if it wants one; goes into the same headers."""
         self.client_left = False
+        self.limited_s: float | None = None
+        """After how many seconds the limits of the caller's key have room for the request, which they refused."""
         self.stream: EventStream | None = None
         self.progress = Progress()
         """Of the request, for calls made from it."""
@@ -158,9 +189,13 @@ class Exchange:
 
     @property
     def query(self) -> dict[str, str]:
-        """The parameters after the path's `?`, the last of each name."""
+        """The parameters after the path's `?`, the last of each name. Raises InvalidRequest if there are more than 100."""
         text: str = self._scope.get("query_string", b"").decode("latin-1")
-        return {name: values[-1] for name, values in parse_qs(text, keep_blank_values=True, max_num_fields=100).items()}
+        try:
+            parameters = parse_qs(text, keep_blank_values=True, max_num_fields=_QUERY_FIELDS)
+        except ValueError:
+            raise InvalidRequest(f"a query may have at most {_QUERY_FIELDS} parameters") from None
+        return {name: values[-1] for name, values in parameters.items()}
 
     async def run(self, handle: Callable[[Exchange], Awaitable[None]]) -> None:
         """Let `handle` respond; respond with its failure if it fails."""
@@ -202,41 +237,89 @@ class Exchange:
 
     @property
     def has_large_body(self) -> bool:
-        """Whether the body is so long that code which walks through its contents should leave the event loop."""
+        """Whether the body, with what was stored, is so long that code which walks through it should leave the event loop."""
         return self.body_bytes > _LARGE_BODY_BYTES
 
     async def body(self) -> bytes:
         """Return the request's JSON body, which has no tensors in it. Raises as `decompressed_body` does."""
         kind = self.headers.get("content-type")
-        if kind is not None and not _is_json(kind):
+        if kind is not None and kind != "application/json" and not _is_json(kind):
             raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
-        options = self.settings.options
-        return await self.decompressed_body(min(options.max_json_bytes, options.max_body_bytes))
+        return await self.decompressed_body()
 
     async def decompressed_body(self, max_bytes: int | None = None) -> bytes:
-        """Return the request's body. `max_bytes`, by default `max_body_bytes`, is its limit both compressed and decompressed.
+        """Return the request's body, whose declared bound, or `max_bytes` if that is less, holds compressed and decompressed.
 
         Raises PayloadTooLarge, Overloaded, InvalidRequest for invalid compressed data, UnknownEncoding, and Cancelled if the
         client left.
         """
         encoding = encoding_of(self.headers.get("content-encoding", ""))
-        limit = self.settings.options.max_body_bytes if max_bytes is None else max_bytes
-        body = await self.any_body(limit)
+        limit = self._limit(max_bytes)
+        body = await self._body_within(limit)
         if not encoding:
             return body
-        decompressed = await self.settings.offload.run_if(len(body) > BRIEF_BYTES, decompress, body, encoding, limit)
-        self.hold(len(decompressed))
+        steps = decompress_steps(body, encoding, limit)
+        if len(body) <= BRIEF_BYTES:
+            decompressed = b"".join(steps)
+            self.hold(self.declared.copies * len(decompressed))
+        else:
+            decompressed = await self._decompressed(steps)
         self.body_bytes = len(decompressed)
         return decompressed
+
+    async def _decompressed(self, steps: Iterator[bytes]) -> bytes:
+        pieces: list[bytes] = []
+        while (piece := await self.settings.offload.run(next, steps, None)) is not None:
+            self.hold(self.declared.copies * len(piece))
+            pieces.append(piece)
+        return await self._joined(pieces)
+
+    async def _joined(self, pieces: list[bytes]) -> bytes:
+        """Return the pieces of a body, which take twice their size meanwhile. Raises Overloaded."""
+        size = sum(map(len, pieces))
+        with self.holding() as hold:
+            hold(size if self.declared.copies == 1 else 0)
+            return await self.settings.offload.run_if(size > _JOINED_BYTES, _join, pieces)
 
     def hold(self, size_bytes: int) -> None:
         """Count bytes that are kept for this request until its end. Raises Overloaded."""
         if self.occupancy is not None:
             self.occupancy.hold(size_bytes)
 
+    def hold_stored(self, size_bytes: int) -> None:
+        """Count what is read from a store and put together with the body, as often as the body. Raises Overloaded."""
+        self.hold(self.declared.copies * size_bytes)
+        self.body_bytes += size_bytes
+
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """Give a function that counts bytes until the context is left, which may raise Overloaded."""
+        held = 0
+
+        def hold(size_bytes: int) -> None:
+            nonlocal held
+            self.hold(size_bytes)
+            held += size_bytes
+
+        try:
+            yield hold
+        finally:
+            if self.occupancy is not None:
+                self.occupancy.release(held)
+
+    async def in_steps(self, work: Work[T]) -> T:
+        """Return the result of long work, whose memory counts until the end of this request. Raises Overloaded."""
+        return await self.settings.steps.run(work, self.hold)
+
+    def _limit(self, max_bytes: int | None) -> int:
+        limit = self.settings.body_limit(self.declared.reads)
+        return limit if max_bytes is None else min(limit, max_bytes)
+
     async def any_body(self, max_bytes: int | None = None) -> bytes:
         """Return the request's body as it was sent. Raises PayloadTooLarge, Overloaded, and Cancelled if the client left."""
-        limit = self.settings.options.max_body_bytes if max_bytes is None else max_bytes
+        return await self._body_within(self._limit(max_bytes))
+
+    async def _body_within(self, limit: int) -> bytes:
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
             raise _too_large(limit)
@@ -245,7 +328,7 @@ class Exchange:
             body: bytes = message["body"]
             if len(body) > limit:
                 raise _too_large(limit)
-            self.hold(len(body))
+            self.hold(self.declared.copies * len(body))
             self.body_bytes = len(body)
             self.body_read_ns = perf_counter_ns()
             return body
@@ -259,18 +342,18 @@ class Exchange:
                 self.client_left = True
                 raise Cancelled()
             part = message.get("body", b"")
-            self.hold(len(part))
+            self.hold(self.declared.copies * len(part))
             parts.append(part)
             self.body_bytes = size = size + len(part)
             if size > limit:
                 raise _too_large(limit)
             if not message.get("more_body"):
                 self.body_read_ns = perf_counter_ns()
-                return b"".join(parts)
+                return b"".join(parts) if size <= _PIECE_BYTES else await self._joined(parts)
             message = await self._receive()
 
     def attended(self) -> Attended:
-        """Cancel the body of the context when the client leaves, and raise Cancelled. Enter it once the request has been read."""
+        """Cancel the body of the context when the client leaves, and raise Cancelled."""
         return Attended(self, self._scope.get(CLIENT_WATCH) or ClientWatch())
 
     async def respond(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = (JSON,)) -> None:
@@ -282,13 +365,17 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._common()]})
         await self._send({"type": "http.response.body", "body": body})
 
-    async def respond_in_pieces(self, pieces: Sequence[Buffer], headers: tuple[Header, ...], status: int = 200) -> None:
-        """Send the whole response, piece by piece so that large ones need not be joined.
+    async def respond_in_pieces(
+        self, pieces: Sequence[Buffer], headers: tuple[Header, ...], status: int = 200, *, held_bytes: int = 0
+    ) -> None:
+        """Send the whole response, piece by piece so that large ones need not be joined. `held_bytes` of them count already.
 
         Waits while the client does not read, so that what is not sent counts against the capacity. Raises Overloaded.
         """
         size = sum(map(len, pieces))
-        self.hold(size)
+        if size <= _LARGE_BODY_BYTES:
+            return await self.respond(b"".join(pieces), status, headers)
+        self.hold(size - held_bytes)
         self.status = status
         length = (b"content-length", b"%d" % size)
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._common()]})
@@ -298,6 +385,23 @@ class Exchange:
                 part = view[offset : offset + _PIECE_BYTES]
                 await self._send({"type": "http.response.body", "body": part, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
+
+    async def respond_while_read(self, size_bytes: int, pieces: AsyncGenerator[bytes, None], headers: tuple[Header, ...]) -> None:
+        """Send a response of `size_bytes` while it is read, the next piece when the client has taken most of those before.
+
+        So it takes the memory of two pieces, which count against the capacity. Closes `pieces`. Raises Overloaded, and what
+        reading the first piece raises.
+        """
+        async with aclosing(pieces):
+            self.hold(min(size_bytes, 2 * _PIECE_BYTES))
+            piece = await anext(pieces, b"")
+            self.status = 200
+            length = (b"content-length", b"%d" % size_bytes)
+            await self._send({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._common()]})
+            while piece and self.method != "HEAD":
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                piece = await anext(pieces, b"")
+            await self._send({"type": "http.response.body", "body": b""})
 
     @asynccontextmanager
     async def events(self) -> AsyncIterator[EventStream]:
@@ -326,6 +430,8 @@ class Exchange:
             return
         if self.on_refused is not None and not self.progress.started:
             self.on_refused(error)
+        if isinstance(error, RateLimited):
+            self.limited_s = error.retry_after_s
         log_failure(error, self.ensure_id(), f"{self.method} {self.path}")
         status = http_status(error, self.settings.overload)
         if self.stream is not None and self.stream.begun:
@@ -348,12 +454,13 @@ class Exchange:
 
     def _common(self) -> tuple[Header, ...]:
         """Return the headers that every response has."""
-        request_id = self.ensure_id().encode()
+        request_id = (self.request_id or self.ensure_id()).encode()
         headers: tuple[Header, ...] = ((b"x-request-id", request_id), *self.cors)
         if self.errors.request_id:
             headers += ((self.errors.request_id, request_id),)
         if self._account is not None:
-            headers += tuple(header for limit in self._account.rate_limits() for header in _rate_limit(limit))
+            for limit in self._account.rate_limits():
+                headers += _rate_limit(limit)
         if self.explanation is not None and (explained := self.explanation.to_json()):
             headers += ((EXPLAIN.encode(), explained),)
         return headers
@@ -394,7 +501,7 @@ class Attended:
 class EventStream:
     """Server-sent events, written by one handler; comments are sent when it writes nothing for a while."""
 
-    __slots__ = ("_headers", "_idle", "_interval_s", "_loop", "_send", "_timer", "_writing", "begun")
+    __slots__ = ("_headers", "_idle", "_interval_s", "_is_within", "_loop", "_send", "_timer", "_writing", "begun")
 
     def __init__(self, send: Send, headers: Callable[[], tuple[Header, ...]], keepalive_s: float) -> None:
         self.begun = False
@@ -405,6 +512,8 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._idle = True
         """Nothing was written since the last look."""
+        self._is_within = False
+        """The pieces written so far end within an event."""
         self._writing: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(keepalive_s, self._tick)
 
@@ -414,6 +523,17 @@ class EventStream:
         if not self.begun:
             await self._begin()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def write_pieces(self, pieces: Sequence[bytes]) -> None:
+        """Do what `write` does with events that are too large to be joined."""
+        if self._writing is not None:
+            await asyncio.wait((self._writing,))  # no comment may come between the pieces
+        self._is_within = True
+        try:
+            for piece in pieces:
+                await self.write(piece)
+        finally:
+            self._is_within = False
 
     async def end(self, events: bytes) -> None:
         """Send the last events."""
@@ -440,7 +560,7 @@ class EventStream:
     def comment(self) -> None:
         """Send a comment, which clients ignore."""
         # It may wait for a slow client, as any write may; while it does, no other is needed.
-        if self._writing is None or self._writing.done():
+        if not self._is_within and (self._writing is None or self._writing.done()):
             self._writing = start(self.write(_KEEPALIVE), "keep-alive comment")
 
     def _tick(self) -> None:
@@ -448,6 +568,14 @@ class EventStream:
             self.comment()
         self._idle = True
         self._timer = self._loop.call_later(self._interval_s, self._tick)
+
+
+def _join(pieces: list[bytes]) -> bytes:
+    """Return the pieces as one, and free them, between which other threads run."""
+    body = b"".join(pieces)
+    while pieces:
+        del pieces[-_FREED_AT_ONCE:]
+    return body
 
 
 def _rate_limit(limit: RateLimit) -> tuple[Header, ...]:

@@ -1,38 +1,82 @@
-"""The guard in front of all HTTP operations: who may use them, and the record of what administrators do."""
+"""The guard in front of all HTTP operations: who may use them, and the record of what administrators do.
+
+Nothing of a body is read before a request has passed it.
+
+1. A request that a browser makes for a page of another site is refused, unless the operation or `--allowed-origins` permits it.
+2. The key must permit the operation, where there are keys.
+3. What callers without a key are served, they are served only under names of this server (`--allowed-host`); and what
+   administrators do, not to pages of any site (`--allowed-origins '*'`).
+"""
 
 from __future__ import annotations
 
-from dynamo.common.errors import DynamoError, Unauthenticated
+from dynamo.common.errors import DynamoError, Forbidden, Unauthenticated
+from dynamo.common.web_pages import OwnHosts, is_link, is_of_other_origin
+from dynamo.frontend.api.declaration import Declaration, OtherSites
 from dynamo.frontend.api.guard import ADMIN, BROWSED, Guard, record, record_refusal
+from dynamo.frontend.api.http.cors import Cors
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Handler
 from dynamo.frontend.api.statuses import http_status
-from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.config import HttpOptions
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.security.surfaces import Surface
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class HttpGuard:
-    """Applies a `Guard` to HTTP requests. Without one, or if it is off, everybody may do everything, and actions are recorded."""
+    """Applies a `Guard` to HTTP requests. Without one, or if it is off, no key is needed, and actions are recorded."""
 
-    def __init__(self, guard: Guard | None = None) -> None:
+    def __init__(self, guard: Guard | None = None, options: HttpOptions | None = None) -> None:
+        options = options or HttpOptions()
         self._guard = guard if guard is not None and guard.is_on else None
+        self._hosts = OwnHosts(options.allowed_hosts, options.host)
+        self.cors = Cors(options)
 
-    async def admits(self, exchange: Exchange, surface: Surface) -> bool:
-        """Say whether the caller may use a surface. If not, the refusal has been sent."""
-        if self._guard is None or not self._guard.guards(surface):
-            exchange.account = ANONYMOUS
-            return True
+    async def admits(self, exchange: Exchange, declared: Declaration) -> bool:
+        """Say whether the caller may use an operation that declares this. If not, the refusal has been sent."""
+        surface = declared.surface
         try:
-            self._guard.check_unique(exchange.header_names)
-            is_page = surface in BROWSED and exchange.method in _READING
-            takes_login = is_page or not _is_of_web_page(exchange)
-            exchange.account = self._guard.enter(surface, exchange.headers, takes_login=takes_login)
+            is_foreign = is_of_other_origin(exchange.headers, exchange.scheme)
+            if is_foreign:
+                self._check_page(exchange, declared.other_sites)
+            account = self._enter(exchange, declared)
+            if account is ANONYMOUS and surface is not Surface.HEALTH:
+                self._check_host(exchange)
+                if is_foreign and surface in ADMIN and not self.cors.names(exchange.headers):
+                    raise Forbidden("without a key this takes an origin that --allowed-origins names; '*' is not enough")
         except DynamoError as error:
             await self._refuse(error, surface, exchange)
             return False
+        exchange.account = account
         return True
+
+    def _check_page(self, exchange: Exchange, other_sites: OtherSites) -> None:
+        """Raises Forbidden for a page that must not make this request."""
+        headers, method = exchange.headers, exchange.method
+        if other_sites is OtherSites.SERVED or self.cors.permits(method, headers):
+            return
+        if other_sites is not OtherSites.LINKED or not is_link(method, headers):
+            page = f"'{headers['origin'][:200]}'" if "origin" in headers else "another site"
+            raise Forbidden(f"pages of {page} may not use this server: see --allowed-origins")
+
+    def _check_host(self, exchange: Exchange) -> None:
+        """Raises Forbidden for a request by a name that is not this server's."""
+        host = exchange.headers.get("host", "")
+        if not self._hosts.include(host):
+            raise Forbidden(
+                f"without API keys this server is used by its own names, and {host[:200]!r} is not among --allowed-host"
+            )
+
+    def _enter(self, exchange: Exchange, declared: Declaration) -> Account:
+        """Return the account of the caller. Raises DynamoError for one that may not use the operation."""
+        surface = declared.surface
+        if self._guard is None or not self._guard.guards(surface):
+            return ANONYMOUS
+        self._guard.check_unique(exchange.header_names)
+        is_page = surface in BROWSED and exchange.method in _READING
+        return self._guard.enter(declared, exchange.headers, takes_login=is_page or not _is_of_web_page(exchange))
 
     async def _refuse(self, error: DynamoError, surface: Surface, exchange: Exchange) -> None:
         if surface in ADMIN:

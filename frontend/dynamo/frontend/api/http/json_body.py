@@ -11,7 +11,7 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.allowed_values import allowed_values
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_scan import scan_json, too_deep
+from dynamo.frontend.api.http.json_scan import VALUE_BYTES, scan_json, too_deep
 
 T = TypeVar("T")
 
@@ -25,6 +25,8 @@ _BYTE = re.compile(r"\(byte (\d+)\)$")
 _WORD = re.compile(rb"NaN|Infinity")
 _KEY = re.compile(rb'"([^"\\]*)"\s*:\s*-?$')
 _LONGEST_KEY = 200
+_FEW_VALUES = 1024
+"""So many are not worth counting."""
 _WORDS = {
     "str": "a string",
     "int": "an integer",
@@ -46,14 +48,24 @@ async def read_json(exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
 
 
 async def scanned_body(exchange: Exchange) -> bytes:
-    """Return the JSON body of `exchange`, within the bounds on depth and values. Raises as `Exchange.body` does."""
+    """Return the JSON body of `exchange`, within the bounds on depth and values; what is built of them counts as held.
+
+    Raises as `Exchange.body` does.
+    """
     if exchange.scanned is not None:
         body, exchange.scanned = exchange.scanned, None
         return body
     body = await exchange.body()
-    options = exchange.settings.options
-    await scan_json(body, max_depth=options.max_json_depth, max_values=options.max_json_values)
+    await scan_body(exchange, body)
     return body
+
+
+async def scan_body(exchange: Exchange, body: bytes) -> None:
+    """Hold what will be built of the values in a JSON body. Raises InvalidRequest for one beyond the bounds, and Overloaded."""
+    options = exchange.settings.options
+    values = await scan_json(body, max_depth=options.max_json_depth, max_values=options.max_json_values)
+    if values > _FEW_VALUES:
+        exchange.hold(VALUE_BYTES * values)
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes, max_depth: int) -> T:

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.errors import NotFound
+from dynamo.frontend.api.declaration import Reads, changed, shown
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
 from dynamo.frontend.api.http.json_body import read_json
@@ -22,6 +23,12 @@ from dynamo.frontend.api.http.routing_operations import ErrorResponse
 from dynamo.frontend.names.rules import Fallback, Rule, Shadow, Sticky, Target, models_of
 from dynamo.frontend.names.table import Change
 from dynamo.frontend.security.surfaces import Surface
+
+_DECLARED = {
+    "GET": shown(Surface.NAMES),
+    "PUT": changed(Surface.NAMES, reads=Reads.JSON, copies=3, deadline_s=60.0),
+    "DELETE": changed(Surface.NAMES, reads=Reads.LITTLE, copies=1, deadline_s=60.0),
+}
 
 
 class NamedRule(Struct, frozen=True, kw_only=True):
@@ -87,10 +94,9 @@ def name_operations(readiness: Readiness, change: Callable[[Change], Awaitable[N
         return Operation(
             path=path,
             method=method,
-            surface=Surface.NAMES,
+            declared=_DECLARED[method],
             errors=PLAIN_ERRORS,
             handle=handle,
-            is_action=method != "GET",
             summary=summary,
             group="Names",
             request=Rule if method == "PUT" else None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import msgspec
 
 from dynamo.common.config import project_version
+from dynamo.frontend.api.declaration import OtherSites, shown
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import HTML, JSON, Exchange
 from dynamo.frontend.api.http.operation import Operation
@@ -29,8 +31,8 @@ _FAILURES = {
 def describe(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the operations that have a summary."""
     operations = [operation for operation in operations if operation.summary]
-    types = list({id(t): t for o in operations for t in (o.request, o.response, o.error) if t is not None}.values())
-    schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCES)
+    types = tuple({id(t): t for o in operations for t in (o.request, o.response, o.error) if t is not None}.values())
+    schemas, components = _schemas(types)
     schema_of = {id(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
@@ -41,6 +43,11 @@ def describe(operations: Sequence[Operation]) -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": components},
     }
+
+
+@cache
+def _schemas(types: tuple[Any, ...]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    return msgspec.json.schema_components(types, ref_template=_REFERENCES)
 
 
 def _operation(operation: Operation, schema_of: dict[int, Any]) -> dict[str, Any]:
@@ -82,6 +89,12 @@ def openapi_operations(operations: Sequence[Operation]) -> list[Operation]:
         await exchange.respond(page, 200, (HTML, (b"content-security-policy", policy)))
 
     return [
-        Operation(method="GET", path=path, surface=Surface.DOCS, errors=OPENAI_ERRORS, handle=handle)
+        Operation(
+            method="GET",
+            path=path,
+            declared=shown(Surface.DOCS, other_sites=OtherSites.LINKED),
+            errors=OPENAI_ERRORS,
+            handle=handle,
+        )
         for path, handle in (("/openapi.json", openapi), ("/docs", docs))
     ]

@@ -7,7 +7,9 @@ objects in arrays, such as messages and tools, are always ignored: clients send 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import islice
 from typing import Generic, TypeAlias, TypeVar
 
@@ -19,6 +21,7 @@ from dynamo.frontend.api.http.json_body import decode, scanned_body
 
 T = TypeVar("T")
 
+_LONG_BYTES = 512 * 1024
 _MOST_FIELDS = 32
 """Of one request, that are looked at."""
 
@@ -31,18 +34,26 @@ class RequestReader(Generic[T]):
 
     def __init__(self, kind: type[T]) -> None:
         self._decoder = msgspec.json.Decoder(kind)
-        self._known = _known(inspect.type_info(kind)) or {}
+        plain: type = kind  # mypy does not take type[T] for hashable
+        self._known = _known_fields(plain)
 
     async def read(self, exchange: Exchange) -> T:
         """Return the request. Raises InvalidRequest, with the field as `param`, and what `Exchange.body` raises."""
         body = await scanned_body(exchange)
         request = decode(self._decoder, body, exchange.settings.options.max_json_depth)
+        if exchange.body_bytes > _LONG_BYTES:
+            await asyncio.sleep(0)  # the body is read once more, in another turn
         for field in islice(_unknown(body, self._known, ""), _MOST_FIELDS):
             exchange.settings.unknown_fields.ignore(exchange.endpoint or exchange.path, field)
         return request
 
 
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+@cache
+def _known_fields(kind: type) -> KnownFields:
+    return _known(inspect.type_info(kind)) or {}
 
 
 def _known(info: inspect.Type) -> KnownFields | None:

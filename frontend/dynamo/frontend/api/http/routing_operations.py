@@ -18,6 +18,8 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.calls import read_limit
+from dynamo.frontend.api.declaration import Reads, changed, shown
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
@@ -94,7 +96,7 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
 
     async def list_decisions(exchange: Exchange) -> None:
         query = exchange.query
-        limit, model = _limit(query.get("limit", "100")), query.get("model")
+        limit, model = read_limit(query.get("limit", "100"), _MAX_DECISIONS), query.get("model")
         decisions = [
             decision
             for decision in control.decisions.read(_MAX_DECISIONS)
@@ -106,7 +108,7 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
         Operation(
             method="GET",
             path="/busy_threshold",
-            surface=Surface.THRESHOLDS,
+            declared=shown(Surface.THRESHOLDS),
             errors=PLAIN_ERRORS,
             handle=list_thresholds,
             summary="When instances count as busy",
@@ -116,10 +118,9 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
         ),
         Operation(
             path="/busy_threshold",
-            surface=Surface.THRESHOLDS,
+            declared=changed(Surface.THRESHOLDS, reads=Reads.LITTLE, copies=3, deadline_s=60.0),
             errors=PLAIN_ERRORS,
             handle=change_thresholds,
-            is_action=True,
             summary="Read or change when instances of a model count as busy",
             group="Routing",
             request=ThresholdsRequest,
@@ -129,7 +130,7 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
         Operation(
             method="GET",
             path="/v1/routing/decisions",
-            surface=Surface.CONSOLE,
+            declared=shown(Surface.CONSOLE),
             errors=OPENAI_ERRORS,
             handle=list_decisions,
             summary="Why requests went where they went",
@@ -166,9 +167,3 @@ def _shown(model: str, thresholds: Thresholds) -> ModelThresholds:
         active_decode_blocks_threshold=thresholds.active_decode_blocks,
         active_prefill_tokens_threshold=thresholds.active_prefill_tokens,
     )
-
-
-def _limit(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= _MAX_DECISIONS:
-        raise InvalidRequest(f"'limit' must be an integer from 1 to {_MAX_DECISIONS}", param="limit")
-    return int(text)

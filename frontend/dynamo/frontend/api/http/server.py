@@ -10,6 +10,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from dynamo.common.accepting import Descriptors
 from dynamo.common.asgi import ASGIApp
 from dynamo.common.http_connection import HttpLimits
 from dynamo.common.http_server import ConnectionObserver, HttpServer, serve_asgi
@@ -39,10 +40,11 @@ async def serve_http(
     flag: str = "--http-port",
     share_port: bool = False,
     observer: ConnectionObserver | None = None,
+    descriptors: Descriptors | None = None,
 ) -> AsyncIterator[HttpServer]:
     """Serve `app` until the context is left. Raises ConfigError if the port, set by `flag`, or the certificate cannot be used."""
     context = None if options.tls is None else server_context(options.tls)
     listener = open_listener(options.host, options.port, flag=flag, reuse_port=share_port)
-    async with serve_asgi(listener, app, context, limits_of(options), observer) as server:
+    async with serve_asgi(listener, app, context, limits_of(options), observer, descriptors) as server:
         _log.info("HTTP on %s:%d, %s", options.host, server.port, "no TLS" if context is None else "TLS")
         yield server

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 import orjson
@@ -13,7 +15,10 @@ import orjson
 from dynamo.common.config import project_version
 from dynamo.common.discovery import Instance, other_names
 from dynamo.common.errors import Forbidden, ModelNotFound
+from dynamo.common.interpreter import interpreter
 from dynamo.common.model_card import ModelCard
+from dynamo.common.protocol import PROTOCOL
+from dynamo.frontend.api.declaration import HEALTH, OtherSites, shown
 from dynamo.frontend.api.health import Readiness, State
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import Exchange
@@ -50,6 +55,9 @@ class Links(Protocol):
     @property
     def follows_events(self) -> bool: ...
 
+    @property
+    def other_protocols(self) -> Sequence[int]: ...
+
 
 def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
     """`/live` says that the process runs, `/health` whether it can serve; `/health?instances=true` lists what it follows."""
@@ -63,6 +71,7 @@ def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
             "status": state.value,
             "nats": links.nats.value,
             "etcd": links.etcd.value,
+            "python": interpreter(),
         }
         if exchange.query.get("instances", "").lower() in _TRUE:
             instances = () if state is State.STARTING else readiness.plane.models.registered()
@@ -72,6 +81,12 @@ def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
             details.append("etcd cannot be reached; the instances are those of the last view")
         if not links.follows_events:
             details.append("events come faster than they can be handled; requests are routed by load, without KV caches")
+        if others := links.other_protocols:
+            versions = ", ".join(map(str, sorted(set(others))))
+            details.append(
+                f"{len(others)} registrations are left out: their workers speak version {versions} of the protocol, and this "
+                f"frontend version {PROTOCOL}; at most one apart"
+            )
         if details:
             body["detail"] = ". ".join(details)
         await _respond(exchange, body, 200 if state is State.READY else 503)
@@ -79,13 +94,12 @@ def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
     async def ping(exchange: Exchange) -> None:
         await exchange.respond(b"", 200 if readiness.is_ready() else 503, ())
 
+    served = partial(Operation, declared=HEALTH, errors=OPENAI_ERRORS)
+    page = partial(served, method="GET", group="Server")
     return [
-        *(
-            Operation(method=method, path="/ping", surface=Surface.HEALTH, errors=OPENAI_ERRORS, handle=ping)
-            for method in ("GET", "POST")
-        ),
-        _page("/live", Surface.HEALTH, live, "Whether this process runs"),
-        _page("/health", Surface.HEALTH, health, "Whether this server can serve; `?instances=true` lists the instances"),
+        *(served(method=method, path="/ping", handle=ping) for method in ("GET", "POST")),
+        page(path="/live", handle=live, summary="Whether this process runs"),
+        page(path="/health", handle=health, summary="Whether this server can serve; `?instances=true` lists the instances"),
     ]
 
 
@@ -126,7 +140,8 @@ def metrics_operations(scrape: Scrape) -> list[Operation]:
         text, content_type = await scrape()
         await exchange.respond(text, 200, ((b"content-type", content_type.encode()),))
 
-    return [_page("/metrics", Surface.METRICS, metrics, "Prometheus metrics")]
+    page = _page("/metrics", Surface.METRICS, metrics, "Prometheus metrics")
+    return [replace(page, declared=shown(Surface.METRICS, other_sites=OtherSites.LINKED))]
 
 
 def model_operations(readiness: Readiness, started_at: float) -> list[Operation]:
@@ -206,7 +221,9 @@ def _root(card: ModelCard, name: str) -> str:
 
 
 def _page(path: str, surface: Surface, handle: Handler, summary: str, group: str = "Server") -> Operation:
-    return Operation(method="GET", path=path, surface=surface, errors=OPENAI_ERRORS, handle=handle, summary=summary, group=group)
+    return Operation(
+        method="GET", path=path, declared=shown(surface), errors=OPENAI_ERRORS, handle=handle, summary=summary, group=group
+    )
 
 
 async def _respond(exchange: Exchange, body: object, status: int = 200) -> None:

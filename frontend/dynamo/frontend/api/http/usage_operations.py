@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.declaration import shown
 from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.routing_operations import ErrorResponse
@@ -50,7 +51,7 @@ def usage_operations(read: ReadUsage) -> list[Operation]:
         Operation(
             path="/v1/usage",
             method="GET",
-            surface=Surface.USAGE,
+            declared=shown(Surface.USAGE),
             errors=PLAIN_ERRORS,
             handle=show_usage,
             summary="What each key has used of each model, by day",

@@ -12,9 +12,10 @@ from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
+from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
-from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.call import Call, TensorSource
 from dynamo.frontend.serving.data_plane import DataPlane
 
 B = TypeVar("B", bound=Buffer)
@@ -34,25 +35,42 @@ def call_for(request: TensorRequest, card: ModelCard, caller: Caller, request_ty
     )
 
 
-def infer(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call) -> Awaitable[Buffer]:
-    """Return the response to a request for any kind of model, a serialized ModelInferResponse. Raises DynamoError."""
+def infer(
+    plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call, source: TensorSource | None = None
+) -> Awaitable[Buffer]:
+    """Return the response to a request for any kind of model, a serialized ModelInferResponse.
+
+    `source`: where the tensors of the request are read. Raises DynamoError.
+    """
     if card.kind is ModelKind.TENSOR:
-        return plane.infer(request, call)
+        return plane.infer(request, call, source)
     if card.kind is ModelKind.LLM:
-        return _complete(plane, request, card, call)
+        return _complete(plane, request, card, call, source)
     raise Unsupported(f"model '{card.name}' is of kind {card.kind.value}, which KServe requests cannot use")
 
 
-async def _complete(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call) -> Buffer:
+async def _complete(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call, source: TensorSource | None) -> Buffer:
     """Return the whole texts that a language model generates."""
+    request = await read_texts(plane, request, call, source)
     if wants_stream(request):
         raise InvalidRequest("ModelInfer returns one response; omit 'streaming', or use ModelStreamInfer")
     texts = to_text_requests(request, card)
     return TextResponses(request, card, texts).complete(await all_text(plane, texts, call))
 
 
+async def read_texts(plane: DataPlane, request: TensorRequest, call: Call, source: TensorSource | None) -> TensorRequest:
+    """Return the request with its texts, which are read before the number of its prompts is known, and so before it is admitted.
+
+    Reading them counts as one of the requests that its key may have at once. Raises DynamoError.
+    """
+    if source is None:
+        return request
+    with call.account.occupy():
+        return await plane.read(source, call)
+
+
 async def all_text(plane: DataPlane, texts: Sequence[TextRequest], call: Call) -> list[list[TextDelta]]:
-    """Return all deltas of each prompt, in the order of the prompts, which run concurrently."""
+    """Return all deltas of each prompt, in the order of the prompts, which run concurrently. They count as held as they come."""
     if len(texts) == 1:
         return [await _text(plane, texts[0], call)]
     failed: list[BaseException] = []
@@ -68,8 +86,10 @@ async def all_text(plane: DataPlane, texts: Sequence[TextRequest], call: Call) -
 
 async def _text(plane: DataPlane, text: TextRequest, call: Call) -> list[TextDelta]:
     collected: list[TextDelta] = []
+    gathering = Gathering(call.hold)
     async with plane.generate(text, call) as generation:
         while deltas := await generation.read():
+            gathering.add(deltas)
             collected += deltas
     return collected
 

@@ -1,4 +1,7 @@
-"""Requests whose inputs or outputs are in shared memory, as requests that carry their tensors, and their responses."""
+"""Requests whose inputs or outputs are in shared memory, as requests that carry their tensors, and their responses.
+
+What a request names is found and checked at once; it is read when the request has been admitted, and counted before that.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,48 @@ def is_placed(head: ModelInferRequest) -> bool:
     return bool(outputs) and any(output.parameters and not SHARED_MEMORY.isdisjoint(output.parameters) for output in outputs)
 
 
-def fetch(request: TensorRequest, regions: Regions) -> tuple[TensorRequest, Places]:
-    """Return the request with its inputs read from shared memory, and where its outputs go. Raises InvalidRequest, NotFound."""
+@dataclass(frozen=True, slots=True)
+class PlacedRequest:
+    """A request whose tensors are in shared memory, or some of them. They are checked, and not read yet."""
+
+    head: ModelInferRequest
+    """Without the places."""
+    inputs: Sequence[Buffer | Place]
+    places: Places
+    """Of the outputs."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that `read` takes."""
+        return sum(map(_size, self.inputs))
+
+    def read(self) -> TensorRequest:
+        """Return the request with its inputs. Raises InvalidRequest if the memory is gone."""
+        request, rooms = TensorRequest.with_room(self.head, [*map(_size, self.inputs)])
+        for source, room in zip(self.inputs, rooms, strict=True):
+            if isinstance(source, Place):
+                source.region.read(source.offset, room)
+            else:
+                room[:] = source
+        return request
+
+
+def _size(source: Buffer | Place) -> int:
+    return source.size_bytes if isinstance(source, Place) else len(source)
+
+
+def find_places(request: TensorRequest, regions: Regions, owner: str = "") -> PlacedRequest:
+    """Return where the inputs of a request are in shared memory of `owner`, and where its outputs go.
+
+    Raises InvalidRequest, NotFound, PayloadTooLarge.
+    """
     head = ModelInferRequest()
     head.CopyFrom(request.head)
     placed_bytes = 0
-    raws: list[Buffer] = []
+    inputs: list[Buffer | Place] = []
     left = list(request.raw_inputs)
     for tensor in head.inputs:
-        place = _place(tensor.name, tensor.parameters, regions)
+        place = _place(tensor.name, tensor.parameters, regions, owner)
         if place is not None and tensor.HasField("contents"):
             raise InvalidRequest(
                 f"unexpected 'content' provided when using shared memory for input tensor '{tensor.name}' for model "
@@ -54,21 +90,21 @@ def fetch(request: TensorRequest, regions: Regions) -> tuple[TensorRequest, Plac
             if placed_bytes > regions.max_request_bytes:
                 limit = regions.max_request_bytes
                 raise PayloadTooLarge(f"the inputs in shared memory have over {limit} bytes, which is the limit of a message")
-            raws.append(place.region.read(place.offset, place.size_bytes))
+            inputs.append(place)
         elif tensor.HasField("contents") and not left:
             what = f"input '{tensor.name}'"
-            raws.append(typed_to_raw(tensor.contents, tensor.datatype, element_count(tensor.shape, what), what))
+            inputs.append(typed_to_raw(tensor.contents, tensor.datatype, element_count(tensor.shape, what), what))
             tensor.ClearField("contents")
         elif left:
-            raws.append(left.pop(0))
+            inputs.append(left.pop(0))
     places: dict[str, Place] = {}
     for output in head.outputs:
-        place = _place(output.name, output.parameters, regions)
+        place = _place(output.name, output.parameters, regions, owner)
         if place is not None and "classification" in output.parameters:
             raise InvalidRequest("output can't set both 'shared_memory_region' and 'classification'")
         if place is not None:
             places[output.name] = place
-    return TensorRequest.build(head, raws), places
+    return PlacedRequest(head, inputs, places)
 
 
 def place(response: Buffer, places: Places) -> Buffer:
@@ -94,7 +130,7 @@ def place_outputs(head: ModelInferResponse, raws: Sequence[Buffer], places: Plac
     return kept
 
 
-def _place(tensor: str, parameters: MutableMapping[str, InferParameter], regions: Regions) -> Place | None:
+def _place(tensor: str, parameters: MutableMapping[str, InferParameter], regions: Regions, owner: str) -> Place | None:
     """Remove the parameters about shared memory of a tensor, and return the place that they name; None if there are none."""
     if SHARED_MEMORY.isdisjoint(parameters):
         return None
@@ -117,7 +153,7 @@ def _place(tensor: str, parameters: MutableMapping[str, InferParameter], regions
         )
     offset = parameters["shared_memory_offset"].int64_param if "shared_memory_offset" in parameters else 0
     size = parameters["shared_memory_byte_size"].int64_param
-    place = Place(regions.find(region.string_param, offset, size), offset, size)
+    place = Place(regions.find(region.string_param, offset, size, owner), offset, size)
     for key in SHARED_MEMORY:
         parameters.pop(key, None)
     return place

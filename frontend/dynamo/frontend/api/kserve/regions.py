@@ -33,12 +33,10 @@ class Region:
     def __del__(self) -> None:
         os.close(self.descriptor)
 
-    def read(self, offset: int, size_bytes: int) -> bytes:
-        """Return a copy of a place in the region, which `Regions.find` has checked. Raises InvalidRequest if it is gone."""
-        data = os.pread(self.descriptor, size_bytes, self.registration.offset + offset)
-        if len(data) != size_bytes:
+    def read(self, offset: int, room: memoryview) -> None:
+        """Copy a place in the region, which `Regions.find` has checked, into `room`. Raises InvalidRequest if it is gone."""
+        if os.preadv(self.descriptor, [room], self.registration.offset + offset) != len(room):
             raise self._shrunk()
-        return data
 
     def write(self, offset: int, data: Buffer) -> None:
         """Write to a place in the region, which `Regions.find` has checked. Raises InvalidRequest if it is gone."""
@@ -80,8 +78,8 @@ class Regions:
     def __repr__(self) -> str:
         return f"<Regions {sorted(self._open_regions)}>"
 
-    def register(self, name: str, key: str, offset: int, size_bytes: int) -> None:
-        """Register part of the object `key`.
+    def register(self, name: str, key: str, offset: int, size_bytes: int, owner: str = "") -> None:
+        """Register part of the object `key` for the account `owner`.
 
         Raises InvalidRequest for a part that the object does not have, EngineError if there is no such object, AlreadyExists,
         Forbidden.
@@ -101,7 +99,7 @@ class Regions:
         descriptor = self._open(key)
         status = os.fstat(descriptor)
         registration = Registration(
-            name=name, key=key, offset=offset, size_bytes=size_bytes, device=status.st_dev, inode=status.st_ino
+            name=name, key=key, offset=offset, size_bytes=size_bytes, device=status.st_dev, inode=status.st_ino, owner=owner
         )
         if not stat.S_ISREG(status.st_mode) or not 0 < size_bytes <= _MAX_BYTES or offset + size_bytes > status.st_size:
             os.close(descriptor)
@@ -128,11 +126,12 @@ class Regions:
             raise NotFound(f"Unable to find system shared memory region: '{name[:200]}'")
         return [registration]
 
-    def find(self, name: str, offset: int, size_bytes: int) -> Region:
-        """Return the region that has these bytes. Raises NotFound, InvalidRequest."""
+    def find(self, name: str, offset: int, size_bytes: int, owner: str = "") -> Region:
+        """Return the region of the account `owner` that has these bytes. Raises NotFound, InvalidRequest."""
         registration = self._registrations.get(name)
         if registration is None:
             self._open_regions.pop(name, None)
+        if registration is None or registration.owner != owner:
             raise NotFound(f"Unable to find shared memory region: '{name[:200]}'")
         region = self._open_regions.get(name)
         if region is None or region.registration.token != registration.token:

@@ -22,6 +22,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     device: int
     inode: int
     """With `device`, which object it was. Another one may have its key by now."""
+    owner: str = ""
+    """Name of the account that registered it and may use it; without API keys all callers are one account without a name."""
     token: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
     """Tells it from earlier and later ones of the same name."""
 

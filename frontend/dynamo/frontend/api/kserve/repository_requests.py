@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Mapping
 
 from dynamo.common.adapters import LoadAdapter
 from dynamo.common.errors import InvalidRequest, Unsupported
 from dynamo.common.names import check_name
-from dynamo.common.repository import LoadRequest, UnloadRequest
+from dynamo.common.repository import NO_FILES, Files, LoadRequest, UnloadRequest
 from dynamo.protos.inference_pb2 import ModelRepositoryParameter
 
 FILE = "file:"
@@ -17,7 +15,6 @@ _ADAPTER_PATH = "lora_path"
 """The parameter that makes a load request one of a LoRA adapter."""
 _ADAPTER_PARAMETERS = {_ADAPTER_PATH: str, "base_model_name": str, "load_inplace": bool}
 _KINDS = {str: "string_param", bool: "bool_param"}
-_STEP_CHARS = 2**20  # a multiple of 4
 _NO_NAME = "'repository_name' specification is not supported"
 
 
@@ -27,9 +24,15 @@ def check_repository(name: str) -> None:
         raise Unsupported(_NO_NAME)
 
 
-def load_request(model: str, parameters: Mapping[str, ModelRepositoryParameter]) -> LoadRequest | LoadAdapter:
-    """Return the load request. Raises InvalidRequest for unknown or malformed parameters."""
-    return _load(model, {name: _value(parameter) for name, parameter in parameters.items()})
+def load_request(model: str, parameters: Mapping[str, object]) -> tuple[LoadRequest | LoadAdapter, Files]:
+    """Return the load request, and the model's files, which are the bytes of `parameters`.
+
+    Raises InvalidRequest for unknown or malformed parameters.
+    """
+    files = {
+        name: (value,) for name, value in parameters.items() if name.startswith(FILE) and isinstance(value, bytes | memoryview)
+    }
+    return load_with_files(model, {name: value for name, value in parameters.items() if name not in files}, files)
 
 
 def unload_request(model: str, parameters: Mapping[str, ModelRepositoryParameter]) -> UnloadRequest:
@@ -37,46 +40,22 @@ def unload_request(model: str, parameters: Mapping[str, ModelRepositoryParameter
     return _unload(model, {name: _value(parameter) for name, parameter in parameters.items()})
 
 
-def load_request_from_json(model: str, body: Mapping[str, object]) -> LoadRequest | LoadAdapter:
-    """Return the load request of a JSON body, with files in base64. Raises InvalidRequest."""
-    parameters: dict[str, object] = {}
-    for name, value in _parameters(body).items():
-        if name.startswith(FILE) and isinstance(value, str):
-            try:
-                value = _decode_base64(value)
-            except (binascii.Error, ValueError):
-                raise InvalidRequest(f"the parameter {name[:200]!r} is not base64") from None
-        parameters[name] = value
-    return _load(model, parameters)
-
-
 def unload_request_from_json(model: str, body: Mapping[str, object]) -> UnloadRequest:
     """Return the unload request of a JSON body. Raises InvalidRequest."""
-    return _unload(model, _parameters(body))
+    return _unload(model, parameters_of(body))
 
 
-def _decode_base64(text: str) -> bytes:
-    """Decode in steps, between which other threads run. Raises ValueError."""
-    if "=" in text[:-2]:
-        raise ValueError("padding within the data")
-    return b"".join(
-        [base64.b64decode(text[start : start + _STEP_CHARS], validate=True) for start in range(0, len(text), _STEP_CHARS)]
-    )
-
-
-def _load(model: str, parameters: Mapping[str, object]) -> LoadRequest | LoadAdapter:
+def load_with_files(model: str, parameters: Mapping[str, object], files: Files) -> tuple[LoadRequest | LoadAdapter, Files]:
+    """Return the load request with these files, by the names of their parameters, and other parameters. Raises InvalidRequest."""
     check_name(model)
     if _ADAPTER_PATH in parameters:
-        return _load_adapter(model, parameters)
+        return _load_adapter(model, {**parameters, **files}), NO_FILES
     config, path = "", ""
-    files: dict[str, bytes] = {}
     for name, value in parameters.items():
         if name == "config" and isinstance(value, str):
             config = value
         elif name == "model_path" and isinstance(value, str):
             path = value
-        elif name.startswith(FILE) and isinstance(value, bytes):
-            files[name.removeprefix(FILE)] = value
         elif name in ("config", "model_path") or name.startswith(FILE):
             kind = "bytes_param" if name.startswith(FILE) else "string_param"
             raise InvalidRequest(f"invalid value type for load parameter '{name[:200]}', expected {kind}.")
@@ -84,7 +63,7 @@ def _load(model: str, parameters: Mapping[str, object]) -> LoadRequest | LoadAda
             raise InvalidRequest(f"unrecognized load parameter '{name[:200]}'.")
     if files and not config:
         raise InvalidRequest("the parameter 'config' is required with file:<path>")
-    return LoadRequest(model=model, config=config, files=files, path=path)
+    return LoadRequest(model=model, config=config, path=path), {name.removeprefix(FILE): file for name, file in files.items()}
 
 
 def _load_adapter(name: str, parameters: Mapping[str, object]) -> LoadAdapter:
@@ -112,7 +91,8 @@ def _unload(model: str, parameters: Mapping[str, object]) -> UnloadRequest:
     return UnloadRequest(model=model, dependents=dependents)
 
 
-def _parameters(body: Mapping[str, object]) -> Mapping[str, object]:
+def parameters_of(body: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the parameters in a JSON body. Raises InvalidRequest."""
     parameters = body.get("parameters", {})
     if not isinstance(parameters, dict):
         raise InvalidRequest("'parameters' must be an object")

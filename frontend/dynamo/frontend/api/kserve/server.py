@@ -17,7 +17,9 @@ from dynamo.common.errors import Forbidden, InvalidRequest, ModelNotFound, NotFo
 from dynamo.common.options import TraceOptions
 from dynamo.common.reception import Edge, Reception
 from dynamo.common.server_settings import LocalSettings
+from dynamo.common.tensor_request import TensorRequest
 from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.kserve.placed import PlacedRequest, find_places
 from dynamo.frontend.api.kserve.regions import Regions
 from dynamo.frontend.api.kserve.registrations import SharedRegistrations
 from dynamo.frontend.api.kserve.settings import Settings, Values
@@ -51,12 +53,23 @@ class KserveServer:
             raise Unsupported("shared memory of clients is switched off: it needs --client-shared-memory")
         return self.shared_regions
 
-    def register_memory(self, peer: str, name: str, key: str, offset: int, size_bytes: int) -> None:
-        """Register memory for the client at `peer`. Raises Unsupported, Forbidden, and what `Regions.register` does."""
+    def register_memory(self, account: Account, peer: str, name: str, key: str, offset: int, size_bytes: int) -> None:
+        """Register memory for an account's client at `peer`. Raises Unsupported, Forbidden, and what `Regions.register` does."""
+        self._regions_for(peer).register(name, key, offset, size_bytes, account.name)
+
+    def find_places(self, request: TensorRequest, account: Account, peer: str) -> PlacedRequest:
+        """Return where the inputs of a request are in shared memory, and where its outputs go.
+
+        A region is used by the account that registered it, and from where it may be registered. Raises Unsupported, Forbidden,
+        InvalidRequest, NotFound, PayloadTooLarge.
+        """
+        return find_places(request, self._regions_for(peer), account.name)
+
+    def _regions_for(self, peer: str) -> Regions:
         regions = self.regions
         if not self.allows_remote_memory:
             check_is_local(peer)
-        regions.register(name, key, offset, size_bytes)
+        return regions
 
     def timed(self, caller: Caller, model: str, edge: Edge, start_ns: int, end_ns: int) -> Caller:
         """Return `caller` with the time in which its request was read, if requests to the model may be traced."""
@@ -106,7 +119,7 @@ def check_is_local(peer: str) -> None:
     mapped = getattr(address, "ipv4_mapped", None)
     if address is None or not (mapped or address).is_loopback:
         raise Forbidden(
-            "shared memory is registered by clients on the host of the server, over its loopback address; "
+            "shared memory is registered and used by clients on the host of the server, over its loopback address; "
             "--client-shared-memory-remote lets others do it, too"
         )
 

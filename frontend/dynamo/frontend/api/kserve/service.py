@@ -14,34 +14,39 @@ from typing import NoReturn
 
 import grpc
 import grpc.aio
+import msgspec
 
 from dynamo.common.errors import ShuttingDown, Unsupported
 from dynamo.common.known_heads import KnownHeads
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import MessageScanner, parse_message
-from dynamo.common.model_card import ModelCard
+from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.reception import Edge
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.declaration import HEALTH, Declaration
 from dynamo.frontend.api.health import Readiness
+from dynamo.frontend.api.kserve import declarations as kserve
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
+from dynamo.frontend.api.kserve.model_files import LoadMessage
 from dynamo.frontend.api.kserve.named import serve_by_name
-from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place
+from dynamo.frontend.api.kserve.placed import is_placed, place
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request
 from dynamo.frontend.api.kserve.server import NO_CUDA, KserveServer, check_cuda
 from dynamo.frontend.api.kserve.stream import KserveStream
 from dynamo.frontend.api.kserve.words import check_version, kserve_message
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
+from dynamo.frontend.api.rpc.handlers import PendingMessage, read_buffer
+from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import grpc_status, log_failure, retry_after_s
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
-from dynamo.frontend.serving.call import Progress
+from dynamo.frontend.serving.call import Call, Progress, TensorSource
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.protos import inference_pb2 as pb
 
@@ -51,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class KserveService:
-    """The handlers of the service. `serve_grpc` takes `handlers()`; `drain` stops the reading of streams at shutdown."""
+    """The operations of the service, which `serve_grpc` takes; `drain` stops the reading of streams at shutdown."""
 
     def __init__(
         self,
@@ -64,7 +69,7 @@ class KserveService:
         capacity: Capacity | None = None,
         server: KserveServer | None = None,
     ) -> None:
-        """`capacity` is what the requests within streams count against; calls count against it elsewhere."""
+        """`capacity` is what requests within streams, and what is read for requests, count against; calls count elsewhere."""
         self._plane = plane
         self._readiness = readiness
         self._drain = drain
@@ -78,52 +83,57 @@ class KserveService:
         self._server = server or KserveServer()
         self._metadata = kserve_messages.server_metadata(self._server.name).SerializeToString()
 
-    def handlers(self) -> Handlers:
-        methods: dict[str, Callable[[bytes], Awaitable[bytes]]] = {
-            "ServerLive": self._server_live,
-            "ServerReady": self._server_ready,
-            "ServerMetadata": self._server_metadata,
-            "ModelReady": self._model_ready,
-            "ModelMetadata": self._model_metadata,
-            "ModelConfig": self._model_config,
-            "ModelStatistics": self._model_statistics,
-            "RepositoryIndex": self._repository_index,
-            "RepositoryModelLoad": self._repository_model_load,
-            "RepositoryModelUnload": self._repository_model_unload,
-            "TraceSetting": self._trace_setting,
-            "LogSettings": self._log_settings,
-            "SystemSharedMemoryStatus": self._shared_memory_status,
-            "SystemSharedMemoryUnregister": self._shared_memory_unregister,
-            "CudaSharedMemoryStatus": self._cuda_status,
-            "CudaSharedMemoryRegister": self._cuda_register,
-            "CudaSharedMemoryUnregister": self._cuda_unregister,
-        }
-        return {
-            "ModelInfer": grpc.unary_unary_rpc_method_handler(self._model_infer),
-            "ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._model_stream_infer),
-            **{name: self._unary(name, method) for name, method in methods.items()},
-            "SystemSharedMemoryRegister": self._unary_of("SystemSharedMemoryRegister", self._shared_memory_register),
-        }
+    def operations(self) -> list[GrpcOperation]:
+        unary = self._unary
+        infer, stream_infer = f"/{SERVICE}/ModelInfer", f"/{SERVICE}/ModelStreamInfer"
+        return [
+            GrpcOperation(path=infer, declared=kserve.INFER, handle=self._model_infer),
+            GrpcOperation(
+                path=stream_infer,
+                declared=kserve.INFER,
+                handle=self._model_stream_infer,
+                reads_stream=True,
+                writes_stream=True,
+            ),
+            unary("ServerLive", HEALTH, self._server_live),
+            unary("ServerReady", HEALTH, self._server_ready),
+            unary("ModelReady", HEALTH, self._model_ready),
+            unary("ServerMetadata", kserve.METADATA, self._server_metadata),
+            unary("ModelMetadata", kserve.METADATA, self._model_metadata),
+            unary("ModelConfig", kserve.CONFIG, self._model_config),
+            unary("ModelStatistics", kserve.STATISTICS, self._model_statistics),
+            unary("RepositoryIndex", kserve.INDEX, self._repository_index),
+            unary("RepositoryModelLoad", kserve.LOAD, self._repository_model_load, _loaded_model),
+            unary("RepositoryModelUnload", kserve.UNLOAD, self._repository_model_unload, _unloaded_model),
+            unary("TraceSetting", kserve.SET_TRACE, self._trace_setting),
+            unary("LogSettings", kserve.SET_LOG, self._log_settings),
+            unary("SystemSharedMemoryStatus", kserve.REGIONS, self._shared_memory_status),
+            unary("SystemSharedMemoryRegister", kserve.SET_REGION, self._shared_memory_register),
+            unary("SystemSharedMemoryUnregister", kserve.SET_REGION, self._shared_memory_unregister),
+            unary("CudaSharedMemoryStatus", kserve.REGIONS, self._cuda_status),
+            unary("CudaSharedMemoryRegister", kserve.SET_REGION, self._cuda_register),
+            unary("CudaSharedMemoryUnregister", kserve.SET_REGION, self._cuda_unregister),
+        ]
 
-    def _unary(self, name: str, method: Callable[[bytes], Awaitable[bytes]]) -> grpc.RpcMethodHandler[bytes, bytes]:
-        async def of_anybody(data: bytes, peer: str) -> bytes:
-            return await method(data)
-
-        return self._unary_of(name, of_anybody)
-
-    def _unary_of(self, name: str, method: Callable[[bytes, str], Awaitable[bytes]]) -> grpc.RpcMethodHandler[bytes, bytes]:
+    def _unary(
+        self,
+        name: str,
+        declared: Declaration,
+        method: Callable[[Buffer, str], Awaitable[bytes]],
+        model_of: Callable[[Buffer], str] | None = None,
+    ) -> GrpcOperation:
         """`method` gets the address of the client beside the message."""
 
-        async def handle(request: bytes | PendingMessage, context: Context) -> bytes:
+        async def handle(request: Buffer | PendingMessage, context: Context) -> bytes:
             request_id = _client_request_id(context)
             try:
                 if request_id:
                     context.set_trailing_metadata((("x-request-id", request_id),))
-                return await method(await read_message(request), context.peer())
+                return await method(await read_buffer(request), context.peer())
             except Exception as error:
                 await self._abort(context, error, request_id, name)
 
-        return grpc.unary_unary_rpc_method_handler(handle)
+        return GrpcOperation(path=f"/{SERVICE}/{name}", declared=declared, handle=handle, model_of=model_of)
 
     # Inference
 
@@ -140,22 +150,23 @@ class KserveService:
             known = self._known_heads.find(data)
             request = TensorRequest.parse(data, self._scanner) if known is None else known
             model = request.head.model_name
-            if self._plane.names.has_rule(model):
+            if self._plane.names.has_rule(model) or (known is None and is_placed(request.head)):
                 request_id = caller.request_id or usable_id(request.head.id)
-                response = await serve_by_name(self._plane, request, caller, partial(self._respond, waits_ns, read_ns))
+                response = await serve_by_name(
+                    self._plane, request, caller, partial(self._respond, waits_ns, read_ns, context.peer())
+                )
             else:  # as in `_respond`, without another coroutine for each request
                 card = self._plane.card(caller.account, model, check_version(request.head.model_version))
                 timed = self._server.timed(caller, card.name, Edge.GRPC, waits_ns, read_ns)
                 call = call_for(request, card, timed, RequestType.UNARY)
                 request_id = call.request_id
                 logged_id.set(request_id)
-                places: Places = {}
                 if known is None:
-                    if is_placed(request.head):
-                        request, places = fetch(request, self._server.regions)
-                    else:
-                        self._known_heads.add(request)
-                response = place(await infer(self._plane, request, card, call), places)
+                    self._known_heads.add(request)
+                if card.kind is ModelKind.LLM:
+                    response = await self._infer_held(request, card, call, None)
+                else:
+                    response = await infer(self._plane, request, card, call)
             check_size(response, self._options.max_message_bytes)
             if caller.request_id or explanation is not None:
                 context.set_trailing_metadata(_trailing_metadata(caller))
@@ -165,14 +176,21 @@ class KserveService:
                 self._plane.refused(TENSOR_ENDPOINT, error)
             await self._abort(context, error, request_id, "ModelInfer", explanation)
 
-    async def _respond(self, waits_ns: int, read_ns: int, request: TensorRequest, card: ModelCard, caller: Caller) -> Buffer:
+    async def _respond(
+        self, waits_ns: int, read_ns: int, peer: str, request: TensorRequest, card: ModelCard, caller: Caller
+    ) -> Buffer:
         caller = self._server.timed(caller, card.name, Edge.GRPC, waits_ns, read_ns)
         call = call_for(request, card, caller, RequestType.UNARY)
         logged_id.set(call.request_id)
-        places: Places = {}
-        if is_placed(request.head):
-            request, places = fetch(request, self._server.regions)
-        return place(await infer(self._plane, request, card, call), places)
+        if not is_placed(request.head):
+            return await self._infer_held(request, card, call, None)
+        placed = self._server.find_places(request, caller.account, peer)
+        return place(await self._infer_held(request, card, call, placed), placed.places)
+
+    async def _infer_held(self, request: TensorRequest, card: ModelCard, call: Call, source: TensorSource | None) -> Buffer:
+        """Return the response to a request that counts what is read and gathered for it."""
+        with self._capacity.holding() as occupied:
+            return await infer(self._plane, request, card, msgspec.structs.replace(call, hold=occupied.hold), source)
 
     async def _model_stream_infer(self, unused: object, context: Context) -> None:
         request_id = ""
@@ -192,31 +210,31 @@ class KserveService:
 
     # Health
 
-    async def _server_live(self, data: bytes) -> bytes:
+    async def _server_live(self, data: Buffer, peer: str) -> bytes:
         return self._live
 
-    async def _server_ready(self, data: bytes) -> bytes:
+    async def _server_ready(self, data: Buffer, peer: str) -> bytes:
         return pb.ServerReadyResponse(ready=self._readiness.is_server_ready()).SerializeToString()
 
-    async def _model_ready(self, data: bytes) -> bytes:
+    async def _model_ready(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.ModelReadyRequest, data)
         ready = self._readiness.is_model_ready(request.name, check_version(request.version))
         return pb.ModelReadyResponse(ready=ready).SerializeToString()
 
     # Metadata
 
-    async def _server_metadata(self, data: bytes) -> bytes:
+    async def _server_metadata(self, data: Buffer, peer: str) -> bytes:
         return self._metadata
 
-    async def _model_metadata(self, data: bytes) -> bytes:
+    async def _model_metadata(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.ModelMetadataRequest, data)
         return kserve_messages.model_metadata(self._card(request.name, request.version), request.version).SerializeToString()
 
-    async def _model_config(self, data: bytes) -> bytes:
+    async def _model_config(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.ModelConfigRequest, data)
         return kserve_messages.model_config(self._card(request.name, request.version)).SerializeToString()
 
-    async def _model_statistics(self, data: bytes) -> bytes:
+    async def _model_statistics(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.ModelStatisticsRequest, data)
         statistics = await kserve_messages.statistics(self._plane, self._account(), request.name, request.version)
         return statistics.SerializeToString()
@@ -224,7 +242,7 @@ class KserveService:
     def _card(self, name: str, version: str) -> ModelCard:
         return self._plane.described(self._account(), name, check_version(version))
 
-    async def _repository_index(self, data: bytes) -> bytes:
+    async def _repository_index(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.RepositoryIndexRequest, data)
         check_repository(request.repository_name)
         account = self._account()
@@ -235,13 +253,15 @@ class KserveService:
             index = pb.RepositoryIndexResponse(models=ready)
         return index.SerializeToString()
 
-    async def _repository_model_load(self, data: bytes) -> bytes:
-        request = parse_message(pb.RepositoryModelLoadRequest, data)
-        check_repository(request.repository_name)
-        await self._plane.load_model(self._account(), load_request(request.model_name, request.parameters))
-        return pb.RepositoryModelLoadResponse(model_name=request.model_name, isLoaded=True).SerializeToString()
+    async def _repository_model_load(self, data: Buffer, peer: str) -> bytes:
+        message = LoadMessage.parse(data)
+        model = message.head.model_name
+        check_repository(message.head.repository_name)
+        request, files = load_request(model, message.parameters())
+        await self._plane.load_model(self._account(), request, files)
+        return pb.RepositoryModelLoadResponse(model_name=model, isLoaded=True).SerializeToString()
 
-    async def _repository_model_unload(self, data: bytes) -> bytes:
+    async def _repository_model_unload(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.RepositoryModelUnloadRequest, data)
         check_repository(request.repository_name)
         await self._plane.unload_model(self._account(), unload_request(request.model_name, request.parameters))
@@ -249,7 +269,7 @@ class KserveService:
 
     # Settings
 
-    async def _trace_setting(self, data: bytes) -> bytes:
+    async def _trace_setting(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.TraceSettingRequest, data)
         settings = {key: list(setting.value) or None for key, setting in request.settings.items()}
         response = pb.TraceSettingResponse()
@@ -258,7 +278,7 @@ class KserveService:
             response.settings[key].value.extend(values)
         return response.SerializeToString()
 
-    async def _log_settings(self, data: bytes) -> bytes:
+    async def _log_settings(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.LogSettingsRequest, data)
         settings = {
             key: getattr(setting, kind)
@@ -279,7 +299,7 @@ class KserveService:
 
     # Shared memory
 
-    async def _shared_memory_status(self, data: bytes) -> bytes:
+    async def _shared_memory_status(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.SystemSharedMemoryStatusRequest, data)
         response = pb.SystemSharedMemoryStatusResponse()
         for region in self._server.regions.status(request.name):
@@ -287,23 +307,23 @@ class KserveService:
             status.name, status.key, status.offset, status.byte_size = region.name, region.key, region.offset, region.size_bytes
         return response.SerializeToString()
 
-    async def _shared_memory_register(self, data: bytes, peer: str) -> bytes:
+    async def _shared_memory_register(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.SystemSharedMemoryRegisterRequest, data)
-        self._server.register_memory(peer, request.name, request.key, request.offset, request.byte_size)
+        self._server.register_memory(self._account(), peer, request.name, request.key, request.offset, request.byte_size)
         return b""
 
-    async def _shared_memory_unregister(self, data: bytes) -> bytes:
+    async def _shared_memory_unregister(self, data: Buffer, peer: str) -> bytes:
         self._server.regions.unregister(parse_message(pb.SystemSharedMemoryUnregisterRequest, data).name)
         return b""
 
-    async def _cuda_status(self, data: bytes) -> bytes:
+    async def _cuda_status(self, data: Buffer, peer: str) -> bytes:
         check_cuda(parse_message(pb.CudaSharedMemoryStatusRequest, data).name)
         return b""
 
-    async def _cuda_register(self, data: bytes) -> bytes:
+    async def _cuda_register(self, data: Buffer, peer: str) -> bytes:
         raise Unsupported(NO_CUDA)
 
-    async def _cuda_unregister(self, data: bytes) -> bytes:
+    async def _cuda_unregister(self, data: Buffer, peer: str) -> bytes:
         return b""
 
     # Failures
@@ -330,6 +350,14 @@ class KserveService:
         if explanation is not None:
             metadata += _explanation_metadata(explanation)
         await context.abort(grpc_status(error, self._overload), kserve_message(error), tuple(metadata))
+
+
+def _loaded_model(message: Buffer) -> str:
+    return str(LoadMessage.parse(message).head.model_name)
+
+
+def _unloaded_model(message: Buffer) -> str:
+    return str(parse_message(pb.RepositoryModelUnloadRequest, message).model_name)
 
 
 def _caller(account: Account, context: Context, progress: Progress | None = None) -> Caller:

@@ -18,7 +18,9 @@ from functools import partial
 from time import perf_counter_ns
 
 import grpc.aio
+import msgspec
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import Cancelled, DynamoError, InvalidRequest, ShuttingDown, release
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.message_limits import MessageScanner
@@ -30,13 +32,14 @@ from dynamo.common.tensor_response import FINAL_RESPONSE, ResponseForm
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.capacity import Capacity, Occupancy
-from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of
+from dynamo.frontend.api.kserve.declarations import INFER
+from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of, read_texts
 from dynamo.frontend.api.kserve.named import serve_by_name
-from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place
+from dynamo.frontend.api.kserve.placed import PlacedRequest, Places, is_placed, place
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
 from dynamo.frontend.api.kserve.words import check_version, kserve_message
-from dynamo.frontend.api.rpc.handlers import Context
+from dynamo.frontend.api.rpc.operation import Context
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import log_failure
 from dynamo.frontend.config import GrpcOptions
@@ -133,7 +136,7 @@ class KserveStream:
         occupied: Occupancy | None = None
         try:
             occupied = self._capacity.enter()
-            occupied.hold(len(data))
+            occupied.hold(INFER.copies * len(data))
             request = TensorRequest.parse(data, self._scanner)
             version = check_version(request.head.model_version)
             card = self._plane.described(self._caller.account, request.head.model_name, version)
@@ -149,7 +152,7 @@ class KserveStream:
             turn, after = asyncio.get_running_loop().create_future(), self._turn
             self._turn = turn
         self._running += 1
-        task = tasks.create_task(self._serve(request, card, problem, timed, after, turn))
+        task = tasks.create_task(self._serve(request, card, problem, occupied, timed, after, turn))
         if occupied is not None:
             task.add_done_callback(lambda _: occupied.leave())
 
@@ -158,6 +161,7 @@ class KserveStream:
         request: TensorRequest | None,
         card: ModelCard | None,
         problem: DynamoError | None,
+        occupied: Occupancy | None,
         timed: Callable[[Caller, str], Caller],
         after: asyncio.Future[None] | None,
         turn: asyncio.Future[None] | None,
@@ -169,16 +173,17 @@ class KserveStream:
         request_id = self._caller.request_id
         call: Call | None = None
         try:
-            if request is None or card is None:
+            if request is None or card is None or occupied is None:
                 assert problem is not None
                 raise problem
+            hold = occupied.hold
 
             async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> None:
                 nonlocal call, request_id
                 call = call_for(request, card, timed(caller, card.name), RequestType.STREAM)
                 request_id = call.request_id
                 logged_id.set(request_id)
-                await self._respond(request, card, call, after)
+                await self._respond(request, card, call, hold, after)
 
             if self._plane.names.has_rule(request.head.model_name):
                 has_begun = lambda: call is not None and call.progress.responded  # noqa: E731
@@ -204,25 +209,37 @@ class KserveStream:
             if self._room is not None and not self._room.done():
                 self._room.set_result(None)
 
-    async def _respond(self, request: TensorRequest, card: ModelCard, call: Call, after: asyncio.Future[None] | None) -> None:
+    async def _respond(
+        self,
+        request: TensorRequest,
+        card: ModelCard,
+        call: Call,
+        hold: Callable[[int], None],
+        after: asyncio.Future[None] | None,
+    ) -> None:
+        placed = None
         places: Places = {}
         if is_placed(request.head):
-            request, places = fetch(request, self._server.regions)
+            placed = self._server.find_places(request, call.account, self._context.peer())
+            places = placed.places
+        if placed is not None or card.kind is ModelKind.LLM:
+            call = msgspec.structs.replace(call, hold=hold)
         if card.kind is ModelKind.LLM:
-            await self._respond_text(request, card, call)
+            await self._respond_text(await read_texts(self._plane, request, call, placed), card, call)
         elif card.decoupled:
-            await self._respond_decoupled(request, card, call, places)
+            await self._respond_decoupled(request, card, call, placed)
         else:
-            async with self._plane.infer_stream(request, call) as responses:
+            async with self._plane.infer_stream(request, call, placed) as responses:
                 batch = await responses.read()
             if after is not None:
                 await after
             for response in batch:
                 await self._write(_message(place(response, places), final=True))
 
-    async def _respond_decoupled(self, request: TensorRequest, card: ModelCard, call: Call, places: Places) -> None:
+    async def _respond_decoupled(self, request: TensorRequest, card: ModelCard, call: Call, placed: PlacedRequest | None) -> None:
         last: Buffer = b""
-        async with self._plane.infer_stream(request, call) as responses:
+        places: Places = {} if placed is None else placed.places
+        async with self._plane.infer_stream(request, call, placed) as responses:
             while batch := await responses.read():
                 for response in batch:
                     last = place(response, places)
@@ -252,8 +269,8 @@ class KserveStream:
                             unfinished -= 1
                     await self._write(response.stream_delta(deltas, prompt=prompt, final=unfinished == 0))
 
-        if len(texts) == 1:
-            return await stream(0, texts[0])
+        if len(texts) == 1:  # in a task: a token wakes that one, and not each of the coroutines that wait for the end
+            return await awaited(stream(0, texts[0]))
         failed: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:

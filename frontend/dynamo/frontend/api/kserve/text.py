@@ -54,6 +54,8 @@ MAX_CHOICES = 128
 """Completion choices of all prompts of a request together."""
 MAX_STOP_STRINGS = 32
 MAX_STOP_CHARS = 1024
+MAX_TEXT_BYTES = 16 * 2**20
+"""All prompts of a request together: as many as one prompt may have characters by default."""
 MAX_MESSAGES_BYTES = 4 * 2**20
 """The conversations of a request together, as JSON: as much as the other protocols take by default."""
 MAX_MESSAGES_VALUES = 1_000_000
@@ -215,7 +217,13 @@ def _inputs(request: TensorRequest) -> dict[str, list[Any]]:
 
 
 _MAX_ELEMENTS = {"text_input": MAX_CHOICES, "messages": MAX_CHOICES, "stop": MAX_STOP_STRINGS}
-_TEXT = frozenset(_MAX_ELEMENTS)
+_MAX_BYTES = {
+    "text_input": MAX_TEXT_BYTES,
+    "messages": MAX_MESSAGES_BYTES,
+    "stop": MAX_STOP_STRINGS * MAX_STOP_CHARS * 4,  # of UTF-8
+}
+"""Of all elements of an input together, without their lengths."""
+_TEXT = frozenset(_MAX_BYTES)
 _BOOL = frozenset((*FLAGS, *_STREAM))
 
 
@@ -246,25 +254,35 @@ def _elements(tensor: ModelInferRequest.InferInputTensor, raw: bytes | bytearray
             raise InvalidRequest(f"{what} has no data, neither in contents nor in raw_input_contents", param=name)
         kind = datatype_named(tensor.datatype, what)
         check_contents(contents, kind, count, what)
-        return list(getattr(contents, kind.field))
+        elements: list[Any] = list(getattr(contents, kind.field))
+        if name in _TEXT:
+            _check_bytes(sum(map(len, elements)), name)
+        return elements
     if contents is not None and filled_fields(contents):
         raise InvalidRequest(f"{what} has contents although the request has raw_input_contents", param=name)
+    if name in _TEXT:
+        _check_bytes(len(raw) - 4 * count, name)  # before it is copied
     if tensor.datatype == "BYTES":
         return [bytes(raw)] if name == "text_input" and count == 1 and _is_bare(raw) else decode_bytes(raw, count, what)
     array: Array = to_numpy(raw, tensor.datatype, (count,), what)
     if tensor.datatype == "BF16":
         array = bf16_to_float32(array)
-    elements: list[Any] = array.tolist()
-    return elements
+    numbers: list[Any] = array.tolist()
+    return numbers
+
+
+def _check_bytes(size: int, name: str) -> None:
+    if size > _MAX_BYTES[name]:
+        raise InvalidRequest(f"input '{name}' has {size} bytes; at most {_MAX_BYTES[name]} are allowed", param=name)
 
 
 def _is_bare(raw: bytes | bytearray | memoryview) -> bool:
     """Return whether a prompt is given without its length, as some examples of clients do.
 
-    A length below 16 MiB, right or wrong, has a zero among its four bytes, and text has none.
+    Any length that is allowed, right or wrong, has a zero among its four bytes, and text has none.
     """
     length = bytes(raw[:4])
-    return len(length) > 0 and 0 not in length and int.from_bytes(length, "little") != len(raw) - 4
+    return len(length) > 0 and 0 not in length
 
 
 def _parameters(parameters: Mapping[str, InferParameter]) -> dict[str, Value]:
@@ -341,9 +359,6 @@ class _Message(msgspec.Struct):
 
 def _conversations(elements: Sequence[bytes]) -> list[Conversation]:
     """Return all conversations of a request. They are bounded before the first one is decoded. Raises InvalidRequest."""
-    size = sum(map(len, elements))
-    if size > MAX_MESSAGES_BYTES:
-        raise InvalidRequest(f"input 'messages' has {size} bytes; at most {MAX_MESSAGES_BYTES} are allowed", param="messages")
     for element in elements:
         check_json(
             element,

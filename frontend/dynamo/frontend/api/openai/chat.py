@@ -13,7 +13,15 @@ from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import ChatChunks, Details, Head, encode, finish_reason, token_ids
-from dynamo.frontend.api.openai.edge import Edge, Extras, last_chunk, wants_running_usage, wants_usage, write_stream
+from dynamo.frontend.api.openai.edge import (
+    Edge,
+    Extras,
+    last_chunk,
+    wants_running_usage,
+    wants_usage,
+    write_prompts,
+    write_stream,
+)
 from dynamo.frontend.api.openai.field_names import fields_named
 from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, chat_logprobs, prompt_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest, NamedToolChoice
@@ -27,6 +35,8 @@ from dynamo.frontend.api.openai.response_objects import (
     Usage,
 )
 from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text, last_words, session_of
+from dynamo.frontend.api.openai.whole import LONG_CHARS, WholeResponse, hold_echo
+from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
 from dynamo.frontend.api.text.rules import new_tool_call_id, parse_delta
@@ -69,6 +79,7 @@ class ChatCompletions:
         generation = edge.plane.generate(prepared.texts[0], call)
         async with exchange.attended(), generation:
             details = await self._details(exchange.account, request, prepared, generation)
+            await hold_echo(exchange, edge.offload, details.echo, prepared.n)
             head = Head(
                 id=f"chatcmpl-{exchange.request_id}",
                 kind="chat.completion.chunk",
@@ -97,7 +108,10 @@ class ChatCompletions:
                 model = await self._edge.plane.text_model(exchange.account, text.model)
                 if annotations := await extras.prompt_annotations(generation, model, text, exchange.request_id):
                     await stream.write(b"".join(annotations))
-            await write_stream(stream, generation, extras.collecting(chunks))
+            collecting = extras.collecting(chunks)
+            if details.echo:
+                await write_prompts(stream, generation, collecting, chunks.awaits_prompt)
+            await write_stream(stream, generation, collecting)
             last = last_chunk(head, generation.summary, extras.fields(generation), chunks.reasoning_tokens)
             await stream.end(b"".join(extras.final_annotations(generation)) + last)
 
@@ -112,30 +126,35 @@ class ChatCompletions:
     ) -> None:
         parsers: Sequence[OutputParser | None] = _parsers(prepared, generation) or [None] * prepared.n
         builders = [ChatChoiceBuilder(parser, details) for parser in parsers]
+        gathering = Gathering(exchange.hold)
         while deltas := await generation.read():
+            gathering.add(deltas)
             for delta in deltas:
                 builders[delta.index].add(delta)
                 if extras.tokens is not None:
                     extras.tokens += delta.tokens
-        choices = [builder.choice(index) for index, builder in enumerate(builders)]
+        whole = WholeResponse(exchange, self._edge.offload)
+        is_long = any(len(echo) > LONG_CHARS for echo in details.echo)
+        for index, builder in enumerate(builders):
+            await whole.add(is_long, builder.choice, index)
         of_prompt = None
         if prepared.texts[0].prompt_logprobs is not None and details.texts is not None:
             positions = generation.summary.prompt_logprobs or []
             is_long = len(positions) > MANY_POSITIONS
             of_prompt = await self._edge.offload.run_if(is_long, prompt_logprobs, positions, details.texts)
-        completion = ChatCompletion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=choices,
-            usage=Usage.of(
-                generation.summary, sum(builder.reasoning.count for builder in builders) if parsers[0] is not None else None
-            ),
-            prompt_logprobs=of_prompt,
-            prompt_token_ids=None if details.prompt_ids is None else [*details.prompt_ids[0]],
-            nvext=extras.fields(generation) or UNSET,
+        reasoning_tokens = sum(builder.reasoning.count for builder in builders) if parsers[0] is not None else None
+        await whole.send(
+            lambda choices: ChatCompletion(
+                id=head.id,
+                created=head.created,
+                model=head.model,
+                choices=choices,
+                usage=Usage.of(generation.summary, reasoning_tokens),
+                prompt_logprobs=of_prompt,
+                prompt_token_ids=None if details.prompt_ids is None else [*details.prompt_ids[0]],
+                nvext=extras.fields(generation) or UNSET,
+            )
         )
-        await exchange.respond(encode(completion))
 
     async def _details(
         self, account: Account, request: ChatRequest, prepared: PreparedRequest, generation: Generation

@@ -133,16 +133,20 @@ class ChatChunks:
         """Number of reasoning tokens; None if reasoning is not parsed."""
         return sum(reasoning.count for reasoning in self._reasoning) if self._reasoning else None
 
-    def add(self, delta: TextDelta, events: list[bytes]) -> None:
-        index = delta.index
-        if index in self._unstarted:
-            self._unstarted.discard(index)
-            self._begin(index, self._ends.before(index), events)
-        end = self._ends.after(delta)
-        if not self._is_plain or delta.finish_reason is not None:
-            self._add_parsed(delta, end, events)
-        elif delta.text:
-            events += (self._content[index], encode(delta.text), self._content_end)
+    def awaits_prompt(self) -> bool:
+        """Return whether a choice has not begun."""
+        return bool(self._unstarted)
+
+    def add(self, deltas: Sequence[TextDelta], events: list[bytes]) -> None:
+        for delta in deltas:
+            index = delta.index
+            if index in self._unstarted:
+                self._unstarted.discard(index)
+                self._begin(index, self._ends.before(index), events)
+            if not self._is_plain or delta.finish_reason is not None:
+                self._add_parsed(delta, self._ends.after(delta), events)
+            elif delta.text:
+                events += (self._content[index], encode(delta.text), self._content_end)
 
     def _begin(self, index: int, end: bytes, events: list[bytes]) -> None:
         rest = b',"logprobs":null,"finish_reason":null}]'
@@ -239,15 +243,22 @@ class CompletionChunks:
         self._has_ids = details.prompt_ids is not None
         self._is_plain = details.is_plain
 
-    def add(self, delta: TextDelta, events: list[bytes]) -> None:
-        index = delta.index
-        end = self._ends.after(delta)
+    def awaits_prompt(self) -> bool:
+        """Return whether a choice has not begun, of those that begin with their prompt, as text or as tokens."""
+        return bool(self._echo or self._prompt_ids)
+
+    def add(self, deltas: Sequence[TextDelta], events: list[bytes]) -> None:
+        for delta in deltas:
+            if self._is_plain and delta.finish_reason is None and not self._echo:
+                events += (self._text[delta.index], encode(delta.text), self._text_end)
+            else:
+                self._add_detailed(delta, events)
+
+    def _add_detailed(self, delta: TextDelta, events: list[bytes]) -> None:
+        index, end = delta.index, self._ends.after(delta)
         if self._echo and (prompt := self._echo.pop(index, None)) is not None:
             events += (self._text[index], encode(prompt), b',"logprobs":null,"finish_reason":null')
             events += (self._ids(index, []), b"}]", end)
-        if delta.finish_reason is None and self._is_plain:
-            events += (self._text[index], encode(delta.text), self._text_end)
-            return
         events += (
             self._text[index],
             encode(delta.text),

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import UNSET, Raw
+from msgspec import UNSET
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
-from dynamo.frontend.api.openai.chunks import CompletionChunks, Details, Head, encode, token_ids
+from dynamo.frontend.api.openai.chunks import CompletionChunks, Details, Head, token_ids
 from dynamo.frontend.api.openai.edge import (
     Edge,
     Extras,
@@ -20,12 +20,21 @@ from dynamo.frontend.api.openai.edge import (
     last_chunk,
     wants_running_usage,
     wants_usage,
+    write_prompts,
     write_stream,
 )
-from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, CompletionLogprobWriter, join_logprobs, prompt_logprobs
+from dynamo.frontend.api.openai.logprobs import (
+    MANY_POSITIONS,
+    CompletionLogprobWriter,
+    PackedLogprobs,
+    join_logprobs,
+    prompt_logprobs,
+)
 from dynamo.frontend.api.openai.requests import CompletionRequest
 from dynamo.frontend.api.openai.response_objects import Completion, CompletionChoice, CompletionLogprobs, Usage
 from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, completion_to_text, session_of
+from dynamo.frontend.api.openai.whole import LONG_CHARS, WholeResponse, hold_echo
+from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.api.text.generations import TextSource, text_source
 from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.token_texts import TokenTexts
@@ -45,8 +54,9 @@ class Completions:
         edge = self._edge
         started = edge.clock()
         caller = exchange.caller()
-        request = edge.completed(await self._reader.read(exchange), exchange.account)
-        caller = exchange.identified(caller, request.request_id)
+        request = edge.completed(await self._reader.read(exchange), caller.account)
+        if request.request_id:
+            caller = exchange.identified(caller, request.request_id)
 
         async def attempt(model: str, caller: Caller) -> None:
             named = request if request.model == model else msgspec.structs.replace(request, model=model)
@@ -56,19 +66,20 @@ class Completions:
         await serve_by_name(edge.plane, caller, request.model_name, attempt, exchange.has_begun, session=session, user=user)
 
     async def _serve(self, exchange: Exchange, request: CompletionRequest, caller: Caller, started: float) -> None:
-        edge = self._edge
-        prepared = completion_to_text(request, edge.plane.card(exchange.account, request.model_name), edge.limits)
+        edge, plane = self._edge, self._edge.plane
+        model = request.model_name
+        prepared = completion_to_text(request, plane.card(caller.account, model), edge.limits)
         call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)
         if len(prepared.texts) > 1 and extras:
             raise InvalidRequest("'nvext.annotations' and 'nvext.extra_fields' need a request with one prompt", param="nvext")
-        generations = [edge.plane.generate(text, call) for text in prepared.texts]
+        generations = [plane.generate(text, call) for text in prepared.texts]
         async with exchange.attended(), text_source(generations, prepared.n) as source:
             head = Head(
                 id=f"cmpl-{exchange.request_id}",
                 kind="text_completion",
                 created=int(started),
-                model=request.model_name,
+                model=model,
                 usage=wants_usage(request),
             )
             if request.stream:
@@ -94,7 +105,7 @@ class Completions:
             alternatives=prepared.alternatives,
             prompt_ids=[generation.prompt_ids for generation in generations] if request.return_token_ids else None,
             running_usage=[generation.prompt_tokens for generation in generations] if wants_running_usage(request) else None,
-            echo=await self._echo(exchange.account, prepared) if request.echo else (),
+            echo=await self._echo(exchange, prepared) if request.echo else (),
         )
         chunks = CompletionChunks(head, choices, details)
         async with exchange.events() as stream:
@@ -102,7 +113,10 @@ class Completions:
                 model = await self._edge.plane.text_model(exchange.account, text.model)
                 if annotations := await extras.prompt_annotations(generations[0], model, text, exchange.request_id):
                     await stream.write(b"".join(annotations))
-            await write_stream(stream, source, extras.collecting(chunks))
+            collecting = extras.collecting(chunks)
+            if request.echo or request.return_token_ids:
+                await write_prompts(stream, source, collecting, chunks.awaits_prompt)
+            await write_stream(stream, source, collecting)
             await stream.end(b"".join(extras.final_annotations(source)) + last_chunk(head, source.summary, extras.fields(source)))
 
     async def _respond(
@@ -115,34 +129,37 @@ class Completions:
         prepared: PreparedRequest,
         extras: Extras,
     ) -> None:
+        echo = await self._echo(exchange, prepared) if request.echo else [""] * (len(prepared.texts) * prepared.n)
         builders = [CompletionChoiceBuilder(prepared.alternatives) for _ in range(len(prepared.texts) * prepared.n)]
+        gathering = Gathering(exchange.hold)
         while deltas := await source.read():
+            gathering.add(deltas)
             for delta in deltas:
                 builders[delta.index].add(delta)
                 if extras.tokens is not None:
                     extras.tokens += delta.tokens
         texts = await self._token_texts(exchange.account, request)
-        echo = await self._echo(exchange.account, prepared) if request.echo else [""] * len(builders)
         wanted = request.n or 1
-        positions = sum(builder.positions for builder in builders)
-        choices: list[Raw] = []
+        positions = sum(builder.positions for builder in builders) if texts is not None else 0
+        whole = WholeResponse(exchange, self._edge.offload)
         for index, generation in enumerate(generations):
             own = builders[index * prepared.n : (index + 1) * prepared.n]
             for builder in best(own, wanted) if prepared.n > wanted else own:
-                is_long = texts is not None and positions + len(generation.summary.prompt_logprobs or ()) > MANY_POSITIONS
-                choice = await self._edge.offload.run_if(
-                    is_long, builder.encoded_choice, len(choices), request, generation, texts, echo[index * prepared.n]
-                )
-                choices.append(choice)
-        completion = Completion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=choices,
-            usage=Usage.of(source.summary),
-            nvext=extras.fields(source) or UNSET,
+                prompt = echo[index * prepared.n]
+                has_many = texts is not None and positions + len(generation.summary.prompt_logprobs or ()) > MANY_POSITIONS
+                repeated = len(prompt) + (len(generation.prompt_ids) if request.return_token_ids else 0)
+                is_long = has_many or repeated > LONG_CHARS
+                await whole.add(is_long, builder.choice, whole.count, request, generation, texts, prompt)
+        await whole.send(
+            lambda choices: Completion(
+                id=head.id,
+                created=head.created,
+                model=head.model,
+                choices=choices,
+                usage=Usage.of(source.summary),
+                nvext=extras.fields(source) or UNSET,
+            )
         )
-        await exchange.respond(encode(completion))
 
     async def _token_texts(self, account: Account, request: CompletionRequest) -> TokenTexts | None:
         if request.logprobs is None and request.prompt_logprobs is None:
@@ -150,10 +167,12 @@ class Completions:
         vocabulary = (await self._edge.plane.text_model(account, request.model_name)).tokenizer
         return TokenTexts(vocabulary, as_ids=bool(request.return_tokens_as_token_ids))
 
-    async def _echo(self, account: Account, prepared: PreparedRequest) -> list[str]:
-        """Return the prompt of each choice as text."""
-        model = await self._edge.plane.text_model(account, prepared.texts[0].model)
-        return [prompt for text in prepared.texts for prompt in [await formatted_prompt(model, text)] * prepared.n]
+    async def _echo(self, exchange: Exchange, prepared: PreparedRequest) -> list[str]:
+        """Return the prompt of each choice as text. Raises PayloadTooLarge, Overloaded."""
+        model = await self._edge.plane.text_model(exchange.account, prepared.texts[0].model)
+        prompts = [await formatted_prompt(model, text) for text in prepared.texts]
+        await hold_echo(exchange, self._edge.offload, prompts, prepared.n)
+        return [prompt for prompt in prompts for _ in range(prepared.n)]
 
 
 class CompletionChoiceBuilder:
@@ -163,7 +182,7 @@ class CompletionChoiceBuilder:
         self._alternatives = alternatives
         self._texts: list[str] = []
         self._ids: list[int] = []
-        self._positions: list[list[tuple[int, float]]] | None = None
+        self._positions: PackedLogprobs | None = None
         self._reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
 
@@ -172,15 +191,15 @@ class CompletionChoiceBuilder:
         self._ids += token_ids(delta)
         if delta.logprobs is not None:
             if self._positions is None:
-                self._positions = []
-            self._positions += delta.logprobs
+                self._positions = PackedLogprobs()
+            self._positions.add(delta.logprobs)
         if delta.finish_reason is not None:
             self._reason, self._stop_reason = delta.finish_reason, delta.stop_reason
 
     @property
     def positions(self) -> int:
         """Number of tokens with log probabilities."""
-        return len(self._positions or ())
+        return 0 if self._positions is None else len(self._positions)
 
     @property
     def mean_logprob(self) -> float:
@@ -188,12 +207,6 @@ class CompletionChoiceBuilder:
         if self._positions is None:
             raise EngineError("the engine reports no log probabilities, which 'best_of' needs")
         return sum(position[0][1] for position in self._positions) / max(1, len(self._positions))
-
-    def encoded_choice(
-        self, index: int, request: CompletionRequest, generation: Generation, texts: TokenTexts | None, echo: str
-    ) -> Raw:
-        """Return `choice` as JSON, so that the encoding of a large response takes its time choice by choice."""
-        return Raw(encode(self.choice(index, request, generation, texts, echo)))
 
     def choice(
         self, index: int, request: CompletionRequest, generation: Generation, texts: TokenTexts | None, echo: str
@@ -210,7 +223,7 @@ class CompletionChoiceBuilder:
                 if of_prompt is None:
                     raise EngineError("the engine reports no log probabilities of the prompt, which 'echo' with 'logprobs' needs")
                 parts.append(writer.add(of_prompt, generation.prompt_ids))
-            parts.append(writer.add(self._positions or []))
+            parts.append(writer.add(() if self._positions is None else self._positions))
             logprobs = join_logprobs(parts)
         return CompletionChoice(
             index=index,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import InvalidRequest, Unsupported
 from dynamo.common.generation import Summary
 from dynamo.frontend.api.health import Readiness
@@ -97,17 +98,32 @@ class Edge:
 class Chunks(Protocol):
     """Turns deltas into server-sent events."""
 
-    def add(self, delta: TextDelta, events: list[bytes]) -> None: ...
+    def add(self, deltas: Sequence[TextDelta], events: list[bytes]) -> None: ...
 
 
 async def write_stream(stream: EventStream, source: TextSource, chunks: Chunks) -> None:
-    """Write each delta as its own event, and all that are ready in one write."""
+    """Write each delta as its own event, and all that are ready in one write.
+
+    In a task of its own: a token wakes that one, and not each of the coroutines that wait for the end of the stream.
+    """
+    await awaited(_write_deltas(stream, source, chunks))
+
+
+async def _write_deltas(stream: EventStream, source: TextSource, chunks: Chunks) -> None:
     add = chunks.add
     while deltas := await source.read():
         events: list[bytes] = []
-        for delta in deltas:
-            add(delta, events)
+        add(deltas, events)
         if events:
+            await stream.write(b"".join(events))
+
+
+async def write_prompts(stream: EventStream, source: TextSource, chunks: Chunks, awaits_prompt: Callable[[], bool]) -> None:
+    """Write deltas one by one until each choice has begun, with a prompt that may be long."""
+    while awaits_prompt() and (deltas := await source.read()):
+        for delta in deltas:
+            events: list[bytes] = []
+            chunks.add([delta], events)
             await stream.write(b"".join(events))
 
 
@@ -214,6 +230,7 @@ class _TokenCollector:
         self._chunks = chunks
         self._tokens = tokens
 
-    def add(self, delta: TextDelta, events: list[bytes]) -> None:
-        self._tokens += delta.tokens
-        self._chunks.add(delta, events)
+    def add(self, deltas: Sequence[TextDelta], events: list[bytes]) -> None:
+        for delta in deltas:
+            self._tokens += delta.tokens
+        self._chunks.add(deltas, events)

@@ -12,37 +12,39 @@ has an input of that name, with a row per text that is padded with -1.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import bf16_to_float32, element_count, encode_bytes, to_numpy, typed_to_raw
+from dynamo.common.tensors import encode_bytes
+from dynamo.common.work import Work, finish
 from dynamo.frontend.api.calls import Caller
-from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.declaration import Reads
+from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import EmbeddingRequest
 from dynamo.frontend.api.openai.response_objects import Embedding, Embeddings, EmbeddingUsage
+from dynamo.frontend.api.openai.text_tensors import ids_to_tensor
 from dynamo.frontend.api.openai.to_text import prompts_of
+from dynamo.frontend.api.openai.vectors import BRIEF_BYTES, FLOATS, from_tensors, rows_to_json, with_rows
 from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.metrics import RequestType
-from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from dynamo.frontend.security.ledger import Usage
+from dynamo.protos.inference_pb2 import ModelInferRequest
 
 TOKENS_INPUT = "token_ids"
-TOKENS_OUTPUT = "prompt_tokens"
-_PADDING = -1
 _CHARS_PER_TOKEN = 4
 """Of common text, for an estimate; the model counts."""
-FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
+_BRIEF_INPUTS = 16 * 1024
+"""So many characters, or token ids with their padding, are made a tensor at once."""
 
 
 class EmbeddingsEndpoint:
@@ -70,20 +72,25 @@ class EmbeddingsEndpoint:
     ) -> None:
         plane = self._edge.plane
         card = plane.card(exchange.account, model)
-        tensors = to_tensors(inputs, model, card)
+        building = to_tensors(inputs, model, card, exchange.settings.body_limit(Reads.TENSORS))
+        tensors = await exchange.in_steps(building) if len(inputs) * max(map(len, inputs)) > _BRIEF_INPUTS else finish(building)
         call = caller.call(endpoint=exchange.endpoint, request_type=RequestType.UNARY)
         call = msgspec.structs.replace(call, expected_tokens=expected_tokens(inputs))
         async with exchange.attended():
             response = await plane.infer(tensors, call)
-        vectors, tokens = from_tensors(bytes(response), len(inputs))
-        call.account.charge(model, tokens)
-        if request.dimensions is not None:
-            vectors = shorten(vectors, request.dimensions)
-        data = [
-            Embedding(index=index, embedding=base64_of(row) if request.encoding_format == "base64" else row.tolist())
-            for index, row in enumerate(vectors)
-        ]
-        await exchange.respond(msgspec.json.encode(Embeddings(data=data, model=model, usage=EmbeddingUsage(tokens, tokens))))
+            is_long = len(response) > BRIEF_BYTES
+            exchange.hold(len(response))
+            reading = from_tensors(response, len(inputs))
+            vectors, tokens = await exchange.in_steps(reading) if is_long else finish(reading)
+            call.account.take_tokens(tokens)
+            call.account.record(model, Usage(prompt_tokens=tokens))
+            rows = vectors if request.dimensions is None else (shorten(row, request.dimensions) for row in vectors)
+            packed = request.encoding_format == "base64"
+            writing = rows_to_json(rows, lambda index, row: Embedding(index=index, embedding=row), packed=packed)
+            data = await exchange.in_steps(writing) if is_long else finish(writing)
+        usage = EmbeddingUsage(tokens, tokens)
+        pieces = with_rows(data, lambda data: Embeddings(data=data, model=model, usage=usage))
+        await exchange.respond_in_pieces(pieces, (JSON,), held_bytes=sum(map(len, pieces)) if is_long else 0)
 
 
 def _inputs(request: EmbeddingRequest, most: int) -> list[str | list[int]]:
@@ -99,23 +106,23 @@ def expected_tokens(inputs: Sequence[str | list[int]]) -> int:
     return sum(1 + len(item) // _CHARS_PER_TOKEN if isinstance(item, str) else len(item) for item in inputs)
 
 
-def to_tensors(inputs: Sequence[str | list[int]], model: str, card: ModelCard) -> TensorRequest:
-    """Return the inference request for an embedding model. Raises InvalidRequest if `card` is not one, or takes no token ids."""
+def to_tensors(inputs: Sequence[str | list[int]], model: str, card: ModelCard, max_bytes: int) -> Work[TensorRequest]:
+    """Return the inference request for an embedding model.
+
+    Raises InvalidRequest if `card` is not one, or takes no token ids, or not as many; PayloadTooLarge if those, padded, take more
+    than `max_bytes`.
+    """
     if not embeds_texts(card):
         raise InvalidRequest(f"model '{card.name}' does not embed texts", param="model")
-    head = ModelInferRequest(model_name=model)
     rows = [item for item in inputs if not isinstance(item, str)]
     if rows:
         ids = _token_input(card)
         if ids is None:
             raise InvalidRequest(f"model '{card.name}' takes texts, not token ids", param="input")
-        padded = np.full((len(rows), max(map(len, rows))), _PADDING, np.int64 if ids.datatype == "INT64" else np.int32)
-        for row, tokens in zip(padded, rows, strict=True):
-            row[: len(tokens)] = tokens
-        head.inputs.add(name=ids.name, datatype=ids.datatype, shape=padded.shape)
-        return TensorRequest.build(head, [padded.tobytes()])
+        return (yield from ids_to_tensor(rows, ids, model, card, max_bytes))
     text = _text_input(card)
     assert text is not None
+    head = ModelInferRequest(model_name=model)
     head.inputs.add(name=text.name, datatype="BYTES", shape=[len(inputs), *[1] * (len(text.shape) - 1)])
     return TensorRequest.build(head, [encode_bytes([item for item in inputs if isinstance(item, str)])])
 
@@ -145,46 +152,11 @@ def _output(card: ModelCard) -> TensorSpec | None:
     return next((spec for spec in card.outputs if spec.datatype in FLOATS), None)
 
 
-def from_tensors(encoded: bytes, count: int) -> tuple[NDArray[np.float32], int]:
-    """Decode a ModelInferResponse: a float32 vector per text, shape (count, dimensions), and the number of tokens or 0.
-
-    Raises EngineError if the response does not have that form.
-    """
-    try:
-        response = ModelInferResponse.FromString(encoded)
-    except DecodeError:
-        raise EngineError("the model's response cannot be decoded") from None
-    vectors: NDArray[np.float32] | None = None
-    tokens = 0
-    try:
-        for index, output in enumerate(response.outputs):
-            is_raw = index < len(response.raw_output_contents)
-            elements = element_count(output.shape)
-            raw = response.raw_output_contents[index] if is_raw else typed_to_raw(output.contents, output.datatype, elements)
-            if output.datatype in FLOATS and vectors is None:
-                array = to_numpy(raw, output.datatype, output.shape)
-                floats = bf16_to_float32(array) if output.datatype == "BF16" and array.dtype == np.uint16 else array
-                vectors = floats.astype(np.float32).reshape(count, -1)
-            elif output.name == TOKENS_OUTPUT:
-                tokens = int(to_numpy(raw, output.datatype, output.shape).sum())
-    except (InvalidRequest, ValueError) as error:
-        raise EngineError(f"the model's response does not have one vector per text: {error}") from None
-    if vectors is None or vectors.shape[1] == 0:
-        raise EngineError("the model's response has no vectors")
-    return vectors, tokens
-
-
-def shorten(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """Return the first `dimensions` of each vector, normalized again. Raises InvalidRequest if there are fewer."""
-    if dimensions > vectors.shape[1]:
-        raise InvalidRequest(
-            f"'dimensions' is {dimensions}; the vectors of this model have {vectors.shape[1]}", param="dimensions"
-        )
-    cut = vectors[:, :dimensions]
-    norms = np.linalg.norm(cut, axis=1, keepdims=True)
-    unit: NDArray[np.float32] = (cut / np.where(norms > 0, norms, 1)).astype(np.float32)
+def shorten(vector: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
+    """Return the first `dimensions` of a vector, normalized again. Raises InvalidRequest if there are fewer."""
+    if dimensions > len(vector):
+        raise InvalidRequest(f"'dimensions' is {dimensions}; the vectors of this model have {len(vector)}", param="dimensions")
+    cut = vector[:dimensions]
+    norm = np.linalg.norm(cut)
+    unit: NDArray[np.float32] = (cut / (norm if norm > 0 else 1)).astype(np.float32)
     return unit
-
-
-def base64_of(row: NDArray[np.float32]) -> str:
-    return base64.b64encode(row.astype("<f4").tobytes()).decode()

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from dynamo.common.config import ConfigError
+from dynamo.frontend.api.declaration import TEXT, TOKENS, shown
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorResponse
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.chat import ChatCompletions
@@ -58,8 +59,8 @@ from dynamo.frontend.security.surfaces import Surface
 
 def openai_operations(edge: Edge) -> list[Operation]:
     describe = partial(Operation, errors=OPENAI_ERRORS, error=ErrorResponse)
-    infer = partial(describe, surface=Surface.INFERENCE, group="OpenAI")
-    tokens = partial(describe, surface=Surface.METADATA, group="Tokens")
+    infer = partial(describe, declared=TEXT, group="OpenAI")
+    tokens = partial(describe, declared=TOKENS, group="Tokens")
     tokenize, detokenize = Tokenize(edge), Detokenize(edge)
     served = [
         infer(
@@ -99,6 +100,7 @@ def openai_operations(edge: Edge) -> list[Operation]:
         tokens(
             method="GET",
             path="/tokenizer_info",
+            declared=shown(Surface.METADATA),
             handle=TokenizerInfo(edge),
             summary="A model's tokenizer, with its chat template",
             response=TokenizerDescription,

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.calls import read_limit
 
 _MAX_ITEMS = 100
-_DEFAULT_ITEMS = 20
 
 
 def page(items: Sequence[Mapping[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
@@ -28,12 +28,9 @@ def listed(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"object": "list", "data": items, "first_id": ends[0], "last_id": ends[1], "has_more": False}
 
 
-def read_limit(text: str | None) -> int:
-    if text is None:
-        return _DEFAULT_ITEMS
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= _MAX_ITEMS:
-        raise InvalidRequest(f"'limit' must be an integer from 1 to {_MAX_ITEMS}", param="limit")
-    return int(text)
+def limit_of(query: Mapping[str, str]) -> int:
+    """Return how many items a page has. Raises InvalidRequest."""
+    return read_limit(query.get("limit", "20"), _MAX_ITEMS)
 
 
 def page_of_query(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
@@ -41,4 +38,4 @@ def page_of_query(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) 
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"'order' must be 'asc' or 'desc', got {order[:40]!r}", param="order")
-    return page(items if order == "asc" else items[::-1], read_limit(query.get("limit")), query.get("after"))
+    return page(items if order == "asc" else items[::-1], limit_of(query), query.get("after"))

@@ -99,7 +99,8 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: list[ChatChoice]
+    choices: list[Raw]
+    """Each is a `ChatChoice`, encoded."""
     usage: Usage
     system_fingerprint: None = None
     prompt_logprobs: PromptLogprobs | None = None

@@ -20,24 +20,18 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import encode_bytes
+from dynamo.common.tensors import Buffer, encode_bytes
+from dynamo.common.work import Work
 from dynamo.frontend.api.calls import Caller
-from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.declaration import Reads
+from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.edge import Edge
-from dynamo.frontend.api.openai.embeddings import (
-    FLOATS,
-    base64_of,
-    embeds_texts,
-    expected_tokens,
-    from_tensors,
-    to_tensors,
-)
+from dynamo.frontend.api.openai.embeddings import embeds_texts, expected_tokens, to_tensors
 from dynamo.frontend.api.openai.response_objects import EmbeddingUsage
 from dynamo.frontend.api.openai.text_task_objects import (
     Classification,
@@ -55,18 +49,19 @@ from dynamo.frontend.api.openai.text_task_objects import (
     ScoreResponse,
     TaskRequest,
 )
+from dynamo.frontend.api.openai.text_tensors import pairs_head, repeated_query
 from dynamo.frontend.api.openai.to_text import prompts_of
+from dynamo.frontend.api.openai.vectors import FLOATS, Vectors, from_tensors, rows_to_json, with_rows
 from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
-from dynamo.protos.inference_pb2 import ModelInferRequest
+from dynamo.frontend.security.ledger import Usage
 
-Vectors = NDArray[np.float32]
 R = TypeVar("R", bound=TaskRequest)
 
-FIRST_INPUT, SECOND_INPUT = "text", "text_pair"
+FIRST_INPUT, SECOND_INPUT = _PAIR = ("text", "text_pair")
 
 
 @dataclass(slots=True)
@@ -76,33 +71,41 @@ class Numbers:
     card: ModelCard
     name: str
     limits: TextLimits
-    infer: Callable[[TensorRequest, int], Awaitable[bytes]]
+    infer: Callable[[TensorRequest, int], Awaitable[Buffer]]
     """Returns the response to a request of about so many tokens."""
+    run: Callable[[Work[Any]], Awaitable[Any]]
+    """Returns the result of what may take long."""
+    max_bytes: int
+    """The most that the tensors of one request may take."""
     tokens: int = 0
     """Of all texts so far, as the model counts them."""
 
     async def rows(self, texts: Sequence[str | list[int]]) -> Vectors:
         """Return a row for each text."""
         self._check(texts)
-        return await self._run(to_tensors(texts, self.name, self.card), texts, len(texts))
+        request: TensorRequest = await self.run(to_tensors(texts, self.name, self.card, self.max_bytes))
+        return await self._run(request, texts, len(texts))
 
     async def scores(self, queries: Sequence[str], documents: Sequence[str]) -> list[float]:
         """Return how well each document matches the query at its place; one query stands for all documents."""
         if scores_pairs(self.card):
             firsts = [*queries] * len(documents) if len(queries) == 1 else queries
             self._check(documents, firsts)
-            head = ModelInferRequest(model_name=self.name)
-            for name in (FIRST_INPUT, SECOND_INPUT):
-                head.inputs.add(name=name, datatype="BYTES", shape=[len(documents)])
-            request = TensorRequest.build(head, [encode_bytes(list(firsts)), encode_bytes(list(documents))])
+            if len(queries) == 1:
+                building = repeated_query(queries[0], documents, _PAIR, self.name, self.max_bytes)
+                request: TensorRequest = await self.run(building)
+            else:
+                head = pairs_head(self.name, _PAIR, len(documents))
+                request = TensorRequest.build(head, [encode_bytes(queries), encode_bytes(documents)])
             column = (await self._run(request, (*firsts, *documents), len(documents)))[:, 0]
             return [float(score) for score in column]
         vectors = await self.rows((*queries, *documents))
-        unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        return [float(score) for score in (unit[: len(queries)] * unit[len(queries) :]).sum(axis=1)]
+        scores: list[float] = await self.run(_cosines(vectors[: len(queries)], vectors[len(queries) :]))
+        return scores
 
     async def _run(self, request: TensorRequest, texts: Sequence[str | list[int]], count: int) -> Vectors:
-        vectors, tokens = from_tensors(await self.infer(request, expected_tokens(texts)), count)
+        vectors: Vectors
+        vectors, tokens = await self.run(from_tensors(await self.infer(request, expected_tokens(texts)), count))
         self.tokens += tokens
         return vectors
 
@@ -130,7 +133,7 @@ class TextTask(Generic[R]):
         edge: Edge,
         kind: type[R],
         suits: Callable[[ModelCard], bool],
-        serve: Callable[[R, Numbers], Awaitable[msgspec.Struct]],
+        serve: Callable[[R, Numbers], Awaitable[list[bytes]]],
     ) -> None:
         """`suits` says which models can do it, for requests that name none."""
         self._edge = edge
@@ -147,17 +150,22 @@ class TextTask(Generic[R]):
         async def attempt(model: str, caller: Caller) -> None:
             call = caller.call(endpoint=exchange.endpoint, request_type=RequestType.UNARY)
 
-            async def infer(tensors: TensorRequest, tokens: int) -> bytes:
-                return bytes(await plane.infer(tensors, msgspec.structs.replace(call, expected_tokens=tokens)))
+            async def infer(tensors: TensorRequest, tokens: int) -> Buffer:
+                response = await plane.infer(tensors, msgspec.structs.replace(call, expected_tokens=tokens))
+                exchange.hold(len(response))
+                return response
 
             card = plane.card(exchange.account, model)
             if not self._suits(card):
                 raise InvalidRequest(f"model '{card.name}' cannot do this: see its inputs and outputs", param="model")
-            numbers = Numbers(card, model, self._edge.limits, infer)
+            numbers = Numbers(
+                card, model, self._edge.limits, infer, exchange.in_steps, exchange.settings.body_limit(Reads.TENSORS)
+            )
             async with exchange.attended():
                 response = await self._serve(request, numbers)
-            call.account.charge(model, numbers.tokens)
-            await exchange.respond(msgspec.json.encode(response))
+            call.account.take_tokens(numbers.tokens)
+            call.account.record(model, Usage(prompt_tokens=numbers.tokens))
+            await exchange.respond_in_pieces(response, (JSON,))
 
         await serve_by_name(plane, caller, name, attempt, exchange.has_begun, user=request.user)
 
@@ -183,7 +191,22 @@ def _labelled(card: ModelCard) -> TensorSpec | None:
     return next((spec for spec in card.outputs if spec.datatype in FLOATS and spec.labels), None)
 
 
-async def rerank(request: RerankRequest, numbers: Numbers) -> RerankResponse:
+def _cosines(queries: Vectors, documents: Vectors) -> Work[list[float]]:
+    """Return the cosine of each document with the query at its place; one query stands for all documents."""
+    scores: list[float] = []
+    for index, document in enumerate(documents):
+        query = queries[index if len(queries) > 1 else 0]
+        scores.append(float((_unit(query) * _unit(document)).sum()))
+        yield 0
+    return scores
+
+
+def _unit(vector: Vectors) -> Vectors:
+    unit: Vectors = vector / np.maximum(np.linalg.norm(vector), 1e-12)
+    return unit
+
+
+async def rerank(request: RerankRequest, numbers: Numbers) -> list[bytes]:
     documents = [document if isinstance(document, str) else document.text for document in request.documents]
     scores = await numbers.scores([request.query], documents)
     best = sorted(range(len(documents)), key=lambda index: -scores[index])
@@ -197,10 +220,11 @@ async def rerank(request: RerankRequest, numbers: Numbers) -> RerankResponse:
         )
         for index in kept
     ]
-    return RerankResponse(id=_new_id("rerank"), model=numbers.name, results=results, usage=numbers.usage)
+    response = RerankResponse(id=_new_id("rerank"), model=numbers.name, results=results, usage=numbers.usage)
+    return [msgspec.json.encode(response)]
 
 
-async def score(request: ScoreRequest, numbers: Numbers) -> ScoreResponse:
+async def score(request: ScoreRequest, numbers: Numbers) -> list[bytes]:
     firsts, seconds = _listed(request.text_1), _listed(request.text_2)
     if len(firsts) not in (1, len(seconds)):
         raise InvalidRequest(
@@ -208,26 +232,29 @@ async def score(request: ScoreRequest, numbers: Numbers) -> ScoreResponse:
         )
     scores = await numbers.scores(firsts, seconds)
     data = [Score(index=index, score=value) for index, value in enumerate(scores)]
-    return ScoreResponse(data=data, **_head("score", numbers))
+    return [msgspec.json.encode(ScoreResponse(data=data, **_head("score", numbers)))]
 
 
-async def classify(request: ClassifyRequest, numbers: Numbers) -> ClassifyResponse:
+async def classify(request: ClassifyRequest, numbers: Numbers) -> list[bytes]:
     rows = await numbers.rows(_listed(request.input))
     spec = _labelled(numbers.card)
     assert spec is not None
-    data = []
-    for index, row in enumerate(rows):
-        best = int(row.argmax())
-        label = spec.labels[best] if best < len(spec.labels) else str(best)
-        data.append(Classification(index=index, label=label, probs=row.tolist(), num_classes=len(row)))
-    return ClassifyResponse(data=data, **_head("classify", numbers))
+    labels = spec.labels
+
+    def describe(index: int, probs: Any) -> Classification:
+        best = int(rows[index].argmax())
+        label = labels[best] if best < len(labels) else str(best)
+        return Classification(index=index, label=label, probs=probs, num_classes=rows.shape[1])
+
+    data = await numbers.run(rows_to_json(rows, describe))
+    return with_rows(data, lambda data: ClassifyResponse(data=data, **_head("classify", numbers)))
 
 
-async def pool(request: PoolingRequest, numbers: Numbers) -> PoolingResponse:
+async def pool(request: PoolingRequest, numbers: Numbers) -> list[bytes]:
     rows = await numbers.rows(prompts_of(request.input, "input"))
-    is_packed = request.encoding_format == "base64"
-    data = [Pooled(index=index, data=base64_of(row) if is_packed else row.tolist()) for index, row in enumerate(rows)]
-    return PoolingResponse(data=data, **_head("pool", numbers))
+    packed = request.encoding_format == "base64"
+    data = await numbers.run(rows_to_json(rows, lambda index, row: Pooled(index=index, data=row), packed=packed))
+    return with_rows(data, lambda data: PoolingResponse(data=data, **_head("pool", numbers)))
 
 
 def _listed(texts: str | list[str]) -> list[str]:

@@ -30,8 +30,7 @@ class Tokenize:
     async def __call__(self, exchange: Exchange) -> None:
         exchange.caller()
         request = await self._reader.read(exchange)
-        with exchange.account.occupy():
-            response = await self._tokenized(exchange, request)
+        response = await self._tokenized(exchange, request)
         await exchange.respond(msgspec.json.encode(response))
 
     async def _tokenized(self, exchange: Exchange, request: TokenizeRequest) -> Tokenized:
@@ -100,10 +99,9 @@ class Detokenize:
         exchange.caller()
         request = await self._reader.read(exchange)
         tokens = request.tokens
-        with exchange.account.occupy():
-            model = described_model(self._edge.plane, exchange.account, request.model)
-            vocabulary = (await self._edge.plane.text_model(exchange.account, model)).tokenizer
-            if tokens:
-                vocabulary.check_ids(tokens, "tokens")
-            decoded = await vocabulary.decode_prompt(tokens, skip_special_tokens=request.skip_special_tokens is True)
+        model = described_model(self._edge.plane, exchange.account, request.model)
+        vocabulary = (await self._edge.plane.text_model(exchange.account, model)).tokenizer
+        if tokens:
+            vocabulary.check_ids(tokens, "tokens")
+        decoded = await vocabulary.decode_prompt(tokens, skip_special_tokens=request.skip_special_tokens is True)
         await exchange.respond(msgspec.json.encode(Detokenized(decoded)))

@@ -1,4 +1,4 @@
-"""The capacity of the process applied to gRPC calls: their number, and the bytes of the messages of unary ones.
+"""What gRPC calls declare, and the capacity of the process: their number, time, and the bytes of the messages of unary ones.
 
 1. Calls to health are always served. Past the capacity, all others are refused. If the handler reads the message itself
    (`PendingMessage`), the call is refused before that; if the message came with the call, its size counts at once.
@@ -7,57 +7,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import grpc
-import grpc.aio
-
-from dynamo.common.errors import Overloaded
+from dynamo.common.errors import DeadlineExceeded, DynamoError, Overloaded
 from dynamo.frontend.api.capacity import Capacity, Occupancy
-from dynamo.frontend.api.rpc.guard import surface_of
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, function_of, refuse, with_function
+from dynamo.frontend.api.declaration import within
+from dynamo.frontend.api.rpc.handlers import PendingMessage, refuse
+from dynamo.frontend.api.rpc.operation import Context, GrpcOperation, Handler
 from dynamo.frontend.config import OverloadStatus
 from dynamo.frontend.security.surfaces import Surface
 
 
 def bounded(
-    services: Mapping[str, Handlers],
+    operations: Iterable[GrpcOperation],
     capacity: Capacity,
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
     refused: Callable[[BaseException], None] = lambda error: None,
-) -> dict[str, Handlers]:
-    """Wrap the handlers of services by `capacity`. `refused` is called with the error of each refused inference request."""
-    return {
-        service: {
-            name: handler
-            if (surface := surface_of(service, name)) is Surface.HEALTH
-            else _bounded(handler, capacity, overload, refused if surface is Surface.INFERENCE else None)
-            for name, handler in handlers.items()
-        }
-        for service, handlers in services.items()
-    }
+) -> list[GrpcOperation]:
+    """Wrap operations by `capacity`. `refused` is called with the error of each refused inference request."""
+    return [
+        operation
+        if operation.declared.surface is Surface.HEALTH
+        else _bounded(operation, capacity, overload, refused if operation.declared.surface is Surface.INFERENCE else None)
+        for operation in operations
+    ]
 
 
 def _bounded(
-    handler: grpc.RpcMethodHandler[bytes, bytes],
-    capacity: Capacity,
-    overload: OverloadStatus,
-    refused: Callable[[BaseException], None] | None,
-) -> grpc.RpcMethodHandler[bytes, bytes]:
-    inner = function_of(handler)
+    operation: GrpcOperation, capacity: Capacity, overload: OverloadStatus, refused: Callable[[BaseException], None] | None
+) -> GrpcOperation:
+    inner, copies = _in_time(operation), operation.declared.copies
 
     async def enter(request: object, context: Context) -> Any:
-        problem: Overloaded | None = None
+        problem: DynamoError | None = None
         occupied: Occupancy | None = None
         try:
             occupied = capacity.enter()
             if isinstance(request, bytes | memoryview):
-                occupied.hold(len(request))
+                occupied.hold(copies * len(request))
             elif isinstance(request, PendingMessage):
-                request.on_received = occupied.hold
+                request.on_received = partial(_hold, occupied, copies)
             return await inner(request, context)
-        except Overloaded as error:  # ours: handlers turn their errors into statuses
+        except (Overloaded, DeadlineExceeded) as error:  # ours: handlers turn their errors into statuses
             problem = error
         finally:
             if occupied is not None:
@@ -66,4 +60,21 @@ def _bounded(
             refused(problem)
         await refuse(context, problem, overload=overload)
 
-    return with_function(handler, enter)
+    return replace(operation, handle=enter)
+
+
+def _hold(occupied: Occupancy, copies: int, size_bytes: int) -> None:
+    occupied.hold(copies * size_bytes)
+
+
+def _in_time(operation: GrpcOperation) -> Handler:
+    """Return the handler of an operation within the time that it declares; the server itself keeps the caller's deadline."""
+    inner, limit_s = operation.handle, operation.declared.deadline_s
+    if limit_s is None:
+        return inner
+
+    async def limited(request: object, context: Context) -> Any:
+        async with within(limit_s):
+            return await inner(request, context)
+
+    return limited

@@ -12,22 +12,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NoReturn, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, Protocol
 
 import grpc
 import grpc.aio
 
 from dynamo.common.errors import DynamoError, release
 from dynamo.common.tensors import Buffer
+from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import OverloadStatus
-
-Handlers: TypeAlias = Mapping[str, "grpc.RpcMethodHandler[bytes, bytes]"]
-"""Method name → handler, a coroutine function, without serializers. Requests of unary ones are taken by `read_message`."""
-Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
-HandlerFunction: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
-"""A coroutine function of the request, or of the iterator of requests, and the context; the same for all kinds of calls."""
 
 
 class MessageSource(Protocol):
@@ -78,32 +73,10 @@ async def refuse(
     await context.abort(grpc_status(error, overload), public_message(error), tuple(metadata))
 
 
-def function_of(handler: grpc.RpcMethodHandler[bytes, bytes]) -> HandlerFunction:
-    """Return the function of a handler, which has it in an attribute named after the kind of call."""
-    function: HandlerFunction = getattr(handler, _kind_of(handler))
-    return function
-
-
-def with_function(handler: grpc.RpcMethodHandler[bytes, bytes], function: HandlerFunction) -> grpc.RpcMethodHandler[bytes, bytes]:
-    """Return a handler for the same kind of call with another function."""
-    replaced: grpc.RpcMethodHandler[bytes, bytes] = handler._replace(**{_kind_of(handler): function})  # type: ignore[attr-defined]
-    return replaced
-
-
-def _kind_of(handler: grpc.RpcMethodHandler[bytes, bytes]) -> str:
-    request = "stream" if handler.request_streaming else "unary"
-    response = "stream" if handler.response_streaming else "unary"
-    return f"{request}_{response}"
-
-
-def for_grpcio(handlers: Handlers, *, reads_late: bool = False) -> Handlers:
-    """Return the handlers in the form that grpcio's server takes; with `reads_late` it reads no message by itself."""
-    return {name: _for_grpcio(handler, reads_late=reads_late) for name, handler in handlers.items()}
-
-
-def _for_grpcio(handler: grpc.RpcMethodHandler[bytes, bytes], *, reads_late: bool) -> grpc.RpcMethodHandler[bytes, bytes]:
-    inner = function_of(handler)
-    reads_message = reads_late and not handler.request_streaming
+def for_grpcio(operation: GrpcOperation, *, reads_late: bool = False) -> grpc.RpcMethodHandler[bytes, bytes]:
+    """Return the operation in the form that grpcio's server takes; with `reads_late` it reads no message by itself."""
+    inner = operation.handle
+    reads_message = reads_late and not operation.reads_stream
 
     async def handle(request: object, context: Context) -> Any:
         try:
@@ -115,9 +88,13 @@ def _for_grpcio(handler: grpc.RpcMethodHandler[bytes, bytes], *, reads_late: boo
             del request, context  # this frame is in the next traceback
             raise
 
-    if not reads_message:
-        return with_function(handler, handle)
     # On the wire a call with a stream of one request is the same as one with a request.
-    if handler.response_streaming:
-        return grpc.stream_stream_rpc_method_handler(handle)
-    return grpc.stream_unary_rpc_method_handler(handle)
+    match operation.reads_stream or reads_message, operation.writes_stream:
+        case False, False:
+            return grpc.unary_unary_rpc_method_handler(handle)
+        case False, True:
+            return grpc.unary_stream_rpc_method_handler(handle)
+        case True, False:
+            return grpc.stream_unary_rpc_method_handler(handle)
+        case _:
+            return grpc.stream_stream_rpc_method_handler(handle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from enum import IntEnum
 
 import grpc
@@ -13,16 +14,20 @@ from grpc_reflection.v1alpha.reflection import ReflectionServicer
 
 from dynamo.common.errors import InvalidRequest, ModelNotFound, ShuttingDown
 from dynamo.common.message_limits import parse_message
+from dynamo.frontend.api.declaration import HEALTH, shown
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, PendingMessage, read_message
+from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
+from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane
 
 INFERENCE_SERVICE = "inference.GRPCInferenceService"
 HEALTH_SERVICE = "grpc.health.v1.Health"
 REFLECTION_SERVICES = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
 """The messages of both versions are the same on the wire."""
+_REFLECTION = replace(shown(Surface.DOCS), deadline_s=None)  # a tool may keep its call
 
 
 class ServingStatus(IntEnum):
@@ -40,11 +45,12 @@ class HealthService:
         self._plane = plane
         self._readiness = readiness
 
-    def handlers(self) -> Handlers:
-        return {
-            "Check": grpc.unary_unary_rpc_method_handler(self._check),
-            "Watch": grpc.unary_stream_rpc_method_handler(self._watch),
-        }
+    def operations(self) -> list[GrpcOperation]:
+        check, watch = f"/{HEALTH_SERVICE}/Check", f"/{HEALTH_SERVICE}/Watch"
+        return [
+            GrpcOperation(path=check, declared=HEALTH, handle=self._check),
+            GrpcOperation(path=watch, declared=HEALTH, handle=self._watch, writes_stream=True),
+        ]
 
     def _status(self, service: str) -> ServingStatus:
         if service in ("", INFERENCE_SERVICE):
@@ -86,8 +92,17 @@ class ReflectionService:
         self._servicer = ReflectionServicer(services)
         self._drain = drain
 
-    def handlers(self) -> Handlers:
-        return {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(self._info)}
+    def operations(self) -> list[GrpcOperation]:
+        return [
+            GrpcOperation(
+                path=f"/{service}/ServerReflectionInfo",
+                declared=_REFLECTION,
+                handle=self._info,
+                reads_stream=True,
+                writes_stream=True,
+            )
+            for service in REFLECTION_SERVICES
+        ]
 
     async def _info(self, unused: object, context: Context) -> None:
         try:

@@ -1,36 +1,32 @@
-"""The metrics `grpc_server_*` of all gRPC handlers. This is the outermost wrapper, so that refusals count; for both servers."""
+"""The metrics `grpc_server_*` of all gRPC operations. This is the outermost wrapper, so that refusals count; for both servers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from time import perf_counter
 
 import grpc
 import grpc.aio
 
-from dynamo.frontend.api.rpc.handlers import Context, Handlers, function_of, with_function
+from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.metrics import GrpcMethodMetrics, GrpcServerMetrics
 
 _OK = "OK"
 
 
-def metered(services: Mapping[str, Handlers], metrics: GrpcServerMetrics) -> dict[str, Handlers]:
-    """Wrap the handlers of services by metrics. Handlers must read and write streams by their context's `read` and `write`."""
-    return {
-        service: {name: _metered(handler, metrics, service, name) for name, handler in handlers.items()}
-        for service, handlers in services.items()
-    }
+def metered(operations: Iterable[GrpcOperation], metrics: GrpcServerMetrics) -> list[GrpcOperation]:
+    """Wrap operations by metrics. Handlers must read and write streams by their context's `read` and `write`."""
+    return [_metered(operation, metrics) for operation in operations]
 
 
-def _metered(
-    handler: grpc.RpcMethodHandler[bytes, bytes], metrics: GrpcServerMetrics, service: str, name: str
-) -> grpc.RpcMethodHandler[bytes, bytes]:
-    if not handler.response_streaming:
-        return with_function(handler, _unary(function_of(handler), metrics.for_method(service, name, "unary")))
-    grpc_type = "bidi_stream" if handler.request_streaming else "server_stream"
-    method = metrics.for_method(service, name, grpc_type)
-    return with_function(handler, _streaming(function_of(handler), method, reads=handler.request_streaming))
+def _metered(operation: GrpcOperation, metrics: GrpcServerMetrics) -> GrpcOperation:
+    service, name, inner, reads = operation.service, operation.method, operation.handle, operation.reads_stream
+    if not operation.writes_stream:
+        return replace(operation, handle=_unary(inner, metrics.for_method(service, name, "unary")))
+    method = metrics.for_method(service, name, "bidi_stream" if reads else "server_stream")
+    return replace(operation, handle=_streaming(inner, method, reads=reads))
 
 
 def _unary(
@@ -102,8 +98,6 @@ def _code(error: BaseException, context: Context) -> str:
     """Return the status in the form that gRPC metrics use: `InvalidArgument`."""
     if isinstance(error, grpc.aio.AbortError):
         status: object = context.code()
-        if isinstance(status, int):  # what grpcio's own server has
-            status = next((code for code in grpc.StatusCode if code.value[0] == status), grpc.StatusCode.UNKNOWN)
         if isinstance(status, grpc.StatusCode):
             return "".join(word.capitalize() for word in status.name.split("_"))
     return "Canceled" if isinstance(error, asyncio.CancelledError) else "Unknown"

@@ -1,14 +1,14 @@
 """A gRPC port, served by one of two exchangeable servers.
 
-*http2* is this project's own server on the event loop (`http2/`), which has all options. *grpcio* is gRPC's; it is kept as a
-reference. Handlers are the same for both: coroutines from bytes to bytes.
+*http2* is this project's own server on the event loop (`http2/`), which has all options. *grpcio* is gRPC's as it ships, without
+some of the bounds; it is kept as a reference. Operations are the same for both: coroutines from bytes to bytes.
 """
 
 from __future__ import annotations
 
 import logging
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,6 +16,7 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
+from dynamo.common.accepting import Descriptors
 from dynamo.common.config import ConfigError
 from dynamo.common.http_server import ConnectionObserver
 from dynamo.common.lifecycle import open_listener
@@ -23,9 +24,9 @@ from dynamo.common.security.files import Watched
 from dynamo.common.security.tls import TlsContents, read_contents, server_context
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.rpc.handlers import Handlers, for_grpcio
-from dynamo.frontend.api.rpc.hardening import make_grpcio_server
+from dynamo.frontend.api.rpc.handlers import for_grpcio
 from dynamo.frontend.api.rpc.http2.server import Http2Server
+from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice, OverloadStatus
 
 _COMPRESSION_LEVEL = {GrpcCompression.NONE: 0, GrpcCompression.GZIP: 1, GrpcCompression.DEFLATE: 3}
@@ -71,7 +72,7 @@ def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[s
         ("grpc.keepalive_permit_without_calls", int(options.keepalive_permit_without_calls)),
         ("grpc.http2.max_pings_without_data", options.max_pings_without_data),
         ("grpc.http2.min_ping_interval_without_data_ms", int(options.client_ping_interval_s * 1000)),
-        # A port taken by someone else must be an error, unless it is one of our own processes that shares it.
+        # A port taken by another program must be an error, unless it is one of our own processes that shares it.
         ("grpc.so_reuseport", int(share_port)),
     ]
     # gRPC core has one setting for both windows: the connection's follows the largest of its streams.
@@ -88,7 +89,7 @@ def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[s
 @asynccontextmanager
 async def serve_grpc(
     options: GrpcOptions,
-    services: Mapping[str, Handlers],
+    operations: Iterable[GrpcOperation],
     *,
     share_port: bool = False,
     guarded: bool = False,
@@ -96,19 +97,27 @@ async def serve_grpc(
     memory: SharedMemory | None = None,
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
     observer: ConnectionObserver | None = None,
+    descriptors: Descriptors | None = None,
 ) -> AsyncIterator[GrpcServer]:
-    """Serve `services` (full service name → handlers) until the context is left, which cancels running calls.
+    """Serve `operations` until the context is left, which cancels running calls.
 
     `guarded`: callers must show credentials, so messages are read only after the handlers have
     checked the metadata. `capacity` counts what the server keeps of messages, and `memory` is where http2 receives large ones,
-    whose connections `observer` learns of.
+    whose connections `observer` learns of and count against `descriptors`.
     Raises ConfigError if the port or the certificate cannot be used.
     """
     if options.server is GrpcServerChoice.GRPCIO:
-        server = await _start_grpcio(options, services, share_port=share_port, guarded=guarded)
+        server = await _start_grpcio(options, operations, share_port=share_port, guarded=guarded)
     else:
         http2 = Http2Server(
-            options, services, capacity or Capacity(), guarded=guarded, memory=memory, overload=overload, observer=observer
+            options,
+            operations,
+            capacity or Capacity(),
+            guarded=guarded,
+            memory=memory,
+            overload=overload,
+            observer=observer,
+            descriptors=descriptors,
         )
         server = await _start_http2(http2, options, share_port=share_port)
     name = GrpcServerChoice.HTTP2 if options.server is GrpcServerChoice.AUTO else options.server
@@ -129,10 +138,15 @@ async def _start_http2(server: Http2Server, options: GrpcOptions, *, share_port:
     return GrpcServer(server.port, server)
 
 
-async def _start_grpcio(options: GrpcOptions, services: Mapping[str, Handlers], *, share_port: bool, guarded: bool) -> GrpcServer:
-    server = make_grpcio_server(channel_arguments(options, share_port=share_port))
-    for service, handlers in services.items():
-        server.add_registered_method_handlers(service, dict(for_grpcio(handlers, reads_late=guarded)))
+async def _start_grpcio(
+    options: GrpcOptions, operations: Iterable[GrpcOperation], *, share_port: bool, guarded: bool
+) -> GrpcServer:
+    server = grpc.aio.server(options=channel_arguments(options, share_port=share_port))
+    for operation in operations:
+        handler = grpc.method_handlers_generic_handler(
+            operation.service, {operation.method: for_grpcio(operation, reads_late=guarded)}
+        )
+        server.add_generic_rpc_handlers((handler,))
     port = _bind(server, options)
     await server.start()
     return GrpcServer(port, server)

@@ -6,7 +6,7 @@ import asyncio
 
 from dynamo.common.errors import ShuttingDown
 from dynamo.common.tensors import Buffer
-from dynamo.frontend.api.rpc.handlers import Context
+from dynamo.frontend.api.rpc.operation import Context
 
 
 class StreamDrain:

@@ -213,6 +213,7 @@ class RemoteEngine:
             bos_token=text.bos_token,
             eos_token=text.eos_token,
             eos_token_ids=text.eos_token_ids,
+            takes_cache_salt=kind is RemoteKind.VLLM,
             modalities=("image",) if takes_images else (),
             image_token=text.image_token if takes_images else None,
             renders_media=renders_media,

@@ -141,6 +141,7 @@ class SimEngine:
                 adapters=config.adapters,
                 adapter_reports=tuple(AdapterReport(name=name) for name in config.adapters),
                 tool_parser="hermes" if config.calls else "",
+                takes_cache_salt=True,
             ),
         ).check()
 
@@ -274,7 +275,7 @@ class SimEngine:
         conversation = request.tokens if self.config.calls else ()
         if request.sampling.guided is not None:
             return self._script.guided(request.sampling.guided, conversation)
-        return self._script.response(conversation)
+        return self._script.response(conversation) if conversation else ()
 
     def _choose_rank(self, requested: int | None, hashes: Sequence[int]) -> _Rank:
         """Return the rank with the least work left for this prompt, including the queued requests."""
@@ -305,7 +306,8 @@ class SimEngine:
             stop_tokens |= {eos}
         # Each choice and each seed has its own continuation; without a seed, all requests share the engine's.
         seed = START
-        for part in (config.seed, request.sampling.seed or 0, index, *self._adapter_seed(request.adapter)):
+        adapter = (self._adapters[request.adapter],) if request.adapter in self._adapters else ()
+        for part in (config.seed, request.sampling.seed or 0, index, *adapter):
             seed = advance(seed, part)
         return SimSequence(
             prompt=bytes(request.prompt),
@@ -320,9 +322,6 @@ class SimEngine:
             fetched=bool(transfer.get("do_remote_prefill")),
             script=script,
         )
-
-    def _adapter_seed(self, adapter: str) -> tuple[int, ...]:
-        return (self._adapters[adapter],) if adapter in self._adapters else ()
 
     def _summary(self, stream: _Stream, request: GenerateRequest) -> Summary:
         first = stream.choices[0]
@@ -408,7 +407,9 @@ class SimEngine:
                 entry[0].finished.append(entry[1])
                 woken[entry[0]] = None
         for stream in woken:
-            stream.wake()
+            waiter = stream.waiter
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
         self.kv.remove(result.removed, rank.number)
         self.kv.store(result.stored, rank.number)
         for callback in self._step_callbacks:
@@ -429,14 +430,17 @@ def _take(stream: _Stream, alternatives: int | None, reported: Sequence[int]) ->
     finished, stream.finished = stream.finished, []
     deltas: list[Delta] = []
     for index, tokens in new.items():
-        if alternatives is None:
+        if alternatives is None and len(tokens) == 1:  # the short way of an engine that takes its time
+            deltas += [Delta((tokens[0],), index)]
+        elif alternatives is None:
             deltas += [Delta((token,), index) for token in tokens]
         else:
             deltas += [Delta((token,), index, None, [_logprobs(token, alternatives, reported)]) for token in tokens]
         if index in finished:
             finished.remove(index)
             deltas[-1] = _ended(deltas[-1], stream.choices[index], alternatives, reported)
-    deltas += [_ended(Delta((), index), stream.choices[index], alternatives, reported) for index in finished]
+    if finished:
+        deltas += [_ended(Delta((), index), stream.choices[index], alternatives, reported) for index in finished]
     return deltas
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from dynamo.common.errors import InvalidRequest
 
 _MAX_DEPTH = 64
 _MAX_VALUES = 10_000
+_MAX_CHARS = 1 << 16
+"""Of all strings together."""
 _BY_FORMAT = {
     "date": "2026-01-01",
     "date-time": "2026-01-01T00:00:00Z",
     "time": "00:00:00Z",
     "duration": "P1D",
-    "email": "somebody@example.org",
+    "email": "user@example.org",
     "hostname": "example.org",
     "ipv4": "192.0.2.1",
     "ipv6": "2001:db8::1",
@@ -29,7 +32,10 @@ def example_of(schema: Mapping[str, Any] | bool) -> Any:
 
     Raises InvalidRequest for what is not a schema, and for one with patterns or of values without end.
     """
-    return _Examples(schema).of(schema, 0)
+    try:
+        return _Examples(schema).of(schema, 0)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # a keyword with a value of another type
+        raise InvalidRequest(f"the JSON schema cannot be used: {error}", param="json_schema") from error
 
 
 class _Examples:
@@ -38,13 +44,12 @@ class _Examples:
     def __init__(self, root: Mapping[str, Any] | bool) -> None:
         self._root = root
         self._values = 0
+        self._chars = 0
 
     def of(self, schema: Any, depth: int) -> Any:
         self._values += 1
         if depth > _MAX_DEPTH or self._values > _MAX_VALUES:
-            raise InvalidRequest(
-                "the simulated engine makes no value of a schema this large, or that contains itself", param="json_schema"
-            )
+            raise _too_large()
         if schema is True or schema == {}:
             return None
         if not isinstance(schema, Mapping):
@@ -72,11 +77,11 @@ class _Examples:
             case "object":
                 return self._object(schema, depth)
             case "array":
-                items = list(schema.get("prefixItems", ()))
-                items += [schema.get("items", True)] * (int(schema.get("minItems", 0)) - len(items))
-                return [self.of(item, depth + 1) for item in items]
+                first = list(schema.get("prefixItems", ()))
+                more = repeat(schema.get("items", True), max(0, int(schema.get("minItems", 0)) - len(first)))
+                return [self.of(item, depth + 1) for item in chain(first, more)]
             case "string":
-                return _string(schema)
+                return self._string(schema)
             case "integer" | "number":
                 return _number(schema, is_whole=kind == "integer")
             case "boolean":
@@ -84,6 +89,13 @@ class _Examples:
             case "null":
                 return None
         raise InvalidRequest(f"a JSON schema has the unknown type {kind!r:.80}", param="json_schema")
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        least = int(schema.get("minLength", 0))
+        self._chars += least
+        if self._chars > _MAX_CHARS:
+            raise _too_large()
+        return _string(schema, least)
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
         properties = schema.get("properties", {})
@@ -118,13 +130,20 @@ def _is_null(schema: object) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "null"
 
 
-def _string(schema: Mapping[str, Any]) -> str:
+def _too_large() -> InvalidRequest:
+    return InvalidRequest(
+        f"the simulated engine makes no value of a schema this large, or that contains itself: at most {_MAX_VALUES} values and "
+        f"{_MAX_CHARS} characters",
+        param="json_schema",
+    )
+
+
+def _string(schema: Mapping[str, Any], least: int) -> str:
     if "pattern" in schema:
         raise InvalidRequest("the simulated engine makes no strings that match a pattern", param="json_schema")
     if (formatted := _BY_FORMAT.get(schema.get("format", ""))) is not None:
         return formatted
-    least, most = int(schema.get("minLength", 0)), int(schema.get("maxLength", 1 << 20))
-    return "text".ljust(min(least, 1 << 20), ".")[:most]
+    return "text".ljust(least, ".")[: int(schema.get("maxLength", _MAX_CHARS))]
 
 
 def _number(schema: Mapping[str, Any], *, is_whole: bool) -> int | float:

@@ -18,6 +18,7 @@ from array import array
 from bisect import insort
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -27,7 +28,9 @@ from dynamo.common.kv.events import NO_STEPS, StepTotals
 from dynamo.common.kv.hashes import TOKEN_BYTES, sequence_hashes
 from dynamo.worker.engine.sim.blocks import BlockManager
 from dynamo.worker.engine.sim.timing import TimingModel
-from dynamo.worker.engine.sim.tokens import START, advance, advance_all, next_token
+from dynamo.worker.engine.sim.tokens import START, advance, advance_all, next_token, next_token_and_state
+
+_turn = attrgetter("turn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,8 @@ class Sequence:
     """Leading tokens whose KV is there, or being fetched."""
     cached_tokens: int = 0
     """Prompt tokens found in the cache when it was first scheduled."""
-    order: int = 0
+    turn: tuple[int, int] = (0, 0)
+    """Those that are less run first: the most important ones, then the oldest."""
     arrived_at: float = 0.0
     scheduled_at: float | None = None
     """When it was first scheduled."""
@@ -133,8 +137,8 @@ class Scheduler:
         self.blocks = BlockManager(config.total_blocks)
         self.running: list[Sequence] = []
         """Most important first, then oldest first."""
-        self._waiting: list[tuple[int, int, Sequence]] = []
-        """A heap of (-priority, order, sequence)."""
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        """A heap of (turn, sequence)."""
         self.totals = NO_STEPS
         """The steps that took time."""
         self._order = 0
@@ -155,7 +159,7 @@ class Scheduler:
     @property
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens of accepted sequences that are still to be computed."""
-        queued = sum(sequence.length for _, _, sequence in self._waiting)
+        queued = sum(sequence.length for _, sequence in self._waiting)
         return queued + sum(sequence.length - sequence.computed for sequence in self.running if not sequence.generated)
 
     def add(self, sequence: Sequence, now: float) -> None:
@@ -173,9 +177,9 @@ class Scheduler:
         sequence.state = advance_all(START, tokens)
         sequence.pending = array("I", sequence.prompt[len(sequence.hashes) * config.block_size * TOKEN_BYTES :])
         sequence.arrived_at = now
-        sequence.order = self._order
+        sequence.turn = (-sequence.priority, self._order)
         self._order += 1
-        heapq.heappush(self._waiting, (-sequence.priority, sequence.order, sequence))
+        heapq.heappush(self._waiting, (sequence.turn, sequence))
 
     def abort(self, sequence: Sequence) -> None:
         """Remove a sequence, waiting or running. Does nothing if it is done."""
@@ -186,7 +190,7 @@ class Scheduler:
             self.running.remove(sequence)
             self._release(sequence)
         else:
-            self._waiting.remove((-sequence.priority, sequence.order, sequence))
+            self._waiting.remove((sequence.turn, sequence))
             heapq.heapify(self._waiting)
 
     def step(self, now: float) -> StepResult:
@@ -254,7 +258,7 @@ class Scheduler:
             self._release(last)
             last.preempted += 1
             result.preempted += 1
-            heapq.heappush(self._waiting, (-last.priority, last.order, last))
+            heapq.heappush(self._waiting, (last.turn, last))
             if last is sequence:
                 return False
         sequence.private += blocks
@@ -263,7 +267,7 @@ class Scheduler:
     def _admit(self, now: float, budget: int, batch: list[tuple[Sequence, int]]) -> None:
         config, waiting = self.config, self._waiting
         while waiting and budget and len(self.running) < config.max_num_seqs:
-            sequence = waiting[0][2]
+            sequence = waiting[0][1]
             # The last token is always computed, or there would be no next one.
             hit = self.blocks.cached_prefix(sequence.hashes[: (sequence.length - 1) // config.block_size])
             more = -(-sequence.length // config.block_size) - hit
@@ -275,7 +279,7 @@ class Scheduler:
             if sequence.scheduled_at is None:
                 sequence.scheduled_at = now
                 sequence.cached_tokens = sequence.computed
-            insort(self.running, sequence, key=lambda each: (-each.priority, each.order))
+            insort(self.running, sequence, key=_turn)
             if sequence.fetched and not sequence.preempted:
                 if config.kv_transfer_tokens_per_s:
                     sequence.ready_at = now + (sequence.length - sequence.computed) / config.kv_transfer_tokens_per_s
@@ -288,7 +292,8 @@ class Scheduler:
             batch.append((sequence, tokens))
 
     def _compute(self, batch: list[tuple[Sequence, int]], done_at: float, result: StepResult) -> None:
-        block_size = self.config.block_size
+        block_size, vocabulary = self.config.block_size, self.config.vocabulary
+        may_end = self.config.mean_output_tokens > 0
         emitted = result.emitted
         for sequence, tokens in batch:
             before = sequence.computed
@@ -299,12 +304,16 @@ class Scheduler:
                 continue
             if sequence.prefilled_at is None:
                 sequence.prefilled_at = done_at
-            token = self._next_token(sequence)
+            if sequence.script or may_end:
+                token = self._next_token(sequence)
+                state = advance(sequence.state, token)
+            else:
+                token, state = next_token_and_state(sequence.state, sequence.seed, vocabulary)
             if token in sequence.stop_tokens and sequence.generated >= sequence.min_tokens:
                 sequence.stop_token = token
                 sequence.finish_reason = FinishReason.STOP
             else:
-                sequence.state = advance(sequence.state, token)
+                sequence.state = state
                 sequence.generated += 1
                 sequence.length += 1
                 pending = sequence.pending

@@ -35,5 +35,11 @@ def advance_all(state: int, tokens: NDArray[np.uint32]) -> int:
 
 def next_token(state: int, seed: int, vocabulary: int) -> int:
     """Return the next token, below `vocabulary`."""
+    return next_token_and_state(state, seed, vocabulary)[0]
+
+
+def next_token_and_state(state: int, seed: int, vocabulary: int) -> tuple[int, int]:
+    """Return `next_token` and the state after it, in one call: the simulated engine makes one for each token."""
     mixed = (state ^ seed) * _MIX & _U64
-    return (mixed ^ mixed >> 32) * _MIX % 2**64 * vocabulary >> 64
+    token = (mixed ^ mixed >> 32) * _MIX % 2**64 * vocabulary >> 64
+    return token, (state * _BASE + token + 1) & _U64

@@ -6,14 +6,19 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import InvalidRequest, PayloadTooLarge
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, WINDOW_BITS
 from dynamo.frontend.preprocess.offload import Offload
 
 JSON_LENGTH = "inference-header-content-length"
+SEND_BINARY = (
+    "send large tensors in binary, after the JSON (the parameter 'binary_data_size', the header Inference-Header-Content-Length)"
+)
 _WORTHWHILE_BYTES = 1024
 _MAX_DIGITS = 19
+_STEP_BYTES = 2**20
+"""Compressed in one go, some milliseconds: a caller who gives up waits no longer."""
 _LEVEL = 1
 """Responses are mostly numbers, which higher levels do not make smaller."""
 
@@ -29,10 +34,10 @@ class Parts:
     """Whether there is no JSON, so that `binary` is the model's only input."""
 
 
-def split(body: bytes, json_length: str | None) -> Parts:
+def split(body: bytes, json_length: str | None, max_json_bytes: int) -> Parts:
     """Split a body at its header `Inference-Header-Content-Length`; without the header, all of it is JSON.
 
-    Raises InvalidRequest for a length that is no integer, or beyond the body.
+    Raises InvalidRequest for a length that is no integer, or beyond the body, and PayloadTooLarge for too much JSON.
     """
     whole = memoryview(body)
     if json_length is None:
@@ -44,6 +49,8 @@ def split(body: bytes, json_length: str | None) -> Parts:
     if len(digits) > _MAX_DIGITS or not 0 <= int(text) <= len(body):
         raise InvalidRequest(f"inference header size should be in range (0, {len(body)}), got: {text[:40]}")
     length = int(text)
+    if length > max_json_bytes:
+        raise PayloadTooLarge(f"the body has more than {max_json_bytes} bytes of JSON; {SEND_BINARY}")
     json = body if length == len(body) else body[:length]
     return Parts(json, whole[length:], is_raw=length == 0)
 
@@ -71,9 +78,10 @@ async def compress(pieces: Sequence[Buffer], encoding: str, offload: Offload) ->
     size = sum(map(len, pieces))
     if size < _WORTHWHILE_BYTES:
         return None
-    return await offload.run_if(size > BRIEF_BYTES, _compress, pieces, encoding)
-
-
-def _compress(pieces: Sequence[Buffer], encoding: str) -> list[Buffer]:
     stream = zlib.compressobj(_LEVEL, wbits=WINDOW_BITS[encoding])
-    return [*[compressed for piece in pieces if (compressed := stream.compress(piece))], stream.flush()]
+    if size <= BRIEF_BYTES:
+        return [*filter(None, map(stream.compress, pieces)), stream.flush()]
+    views = [memoryview(piece) for piece in pieces]
+    steps = (view[begin : begin + _STEP_BYTES] for view in views for begin in range(0, len(view), _STEP_BYTES))
+    compressed = [await offload.run(stream.compress, step) for step in steps]
+    return [*filter(None, compressed), await offload.run(stream.flush)]

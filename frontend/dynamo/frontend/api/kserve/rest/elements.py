@@ -8,6 +8,7 @@ they are not valid JSON.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -26,18 +27,23 @@ from dynamo.common.tensors import (
     Buffer,
     DataType,
     bf16_to_float32,
+    bytes_spans,
     datatype_named,
-    decode_bytes,
     element_count,
     encode_bytes,
+    expected_bytes,
     float32_to_bf16,
     from_numpy,
     to_numpy,
 )
+from dynamo.common.work import Work, finish
 from dynamo.frontend.api.http.json_body import invalid
-from dynamo.frontend.api.kserve.rest.long_arrays import pieces
+from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
+from dynamo.frontend.api.kserve.rest.long_strings import escaped
 
 _BRACKETS = re.compile(rb"[ \t\r\n\[]*")
+LONG_ELEMENTS = 1 << 13
+"""Elements of any kind that are read or written in one step: a few milliseconds."""
 _FLAG = bool | Annotated[int, msgspec.Meta(ge=0, le=1)]
 
 
@@ -61,13 +67,10 @@ def to_raw(data: object, kind: DataType, shape: Sequence[int], what: str) -> Buf
 
     Raises InvalidRequest, naming the tensor, unless these are as many elements of the datatype as the shape needs.
     """
-    count = element_count(shape, what)
-    if isinstance(data, memoryview):
-        return _long_to_raw(data, kind, shape, count, what)
-    return _encode(_values(data, kind, shape, count, what), kind, what)
+    return encode(values_of(data, kind, shape, element_count(shape, what), what), kind, what)
 
 
-def _encode(values: list[Any], kind: DataType, what: str, start: int = 0) -> Buffer:
+def encode(values: list[Any], kind: DataType, what: str, start: int = 0) -> Buffer:
     """Return elements in raw form. `start` is the position of the first of them in the tensor."""
     if not kind.size:
         return encode_bytes(values)
@@ -77,69 +80,13 @@ def _encode(values: list[Any], kind: DataType, what: str, start: int = 0) -> Buf
     return from_numpy(array, kind.name)[1]
 
 
-def _long_to_raw(array: memoryview, kind: DataType, shape: Sequence[int], count: int, what: str) -> bytes:
-    """Do what `to_raw` does in many small steps, between which other threads run. `array` is JSON."""
-    depth = _depth(array)
-    if depth > max(1, MAX_DIMS):
-        raise InvalidRequest(f"{what} has data nested {depth} deep; at most {MAX_DIMS} is allowed")
-    raws: list[Buffer] = []
-    total = 0
-    nested = _Nested(kind, shape, what)
-    for values in nested.values(array, depth, shape if depth > 1 else ()):
-        raws.append(_encode(values, kind, what, total))
-        total += len(values)
-        if total > count:
-            raise InvalidRequest(f"{what} has more elements in its contents than the {count} that its shape needs")
-    if total != count:
-        raise InvalidRequest(f"{what} has {total} elements in its contents where its shape needs {count}")
-    if count and not (nested.fits and depth in (1, len(shape))):
-        raise _other_form(what, shape)
-    return b"".join(raws)
-
-
-class _Nested:
-    """Decodes a long array in pieces."""
-
-    def __init__(self, kind: DataType, shape: Sequence[int], what: str) -> None:
-        self._kind = kind
-        self._shape = shape
-        self._what = what
-        self.fits = True
-        """Whether all arrays that were decoded have the lengths that the shape says."""
-
-    def values(self, array: memoryview, depth: int, shape: Sequence[int]) -> Iterator[list[Any]]:
-        """Yield the elements, flat. `shape` is that of the array; empty: any number of elements."""
-        length = 0
-        for piece, is_long in pieces(array):
-            if is_long and depth > 1:
-                row = bytes(piece).strip()
-                if not (row.startswith(b"[") and row.endswith(b"]")):
-                    raise _no_json(self._what, "an array was expected")
-                yield from self.values(memoryview(row), depth - 1, shape[1:])
-                length += 1
-                continue
-            rows = _decode(msgspec.Raw(b"[" + bytes(piece) + b"]"), self._kind, depth, self._what)
-            if not rows and length:
-                raise _no_json(self._what, "trailing comma in array")
-            length += len(rows)
-            if shape and length > shape[0]:
-                raise _other_form(self._what, self._shape)
-            for level in range(1, depth):
-                if level < len(shape):
-                    self.fits = self.fits and all(len(row) == shape[level] for row in rows)
-                rows = list(chain.from_iterable(rows))
-            yield rows
-        self.fits = self.fits and (not shape or length == shape[0])
-
-
-def _values(data: object, kind: DataType, shape: Sequence[int], count: int, what: str) -> list[Any]:
+def values_of(data: object, kind: DataType, shape: Sequence[int], count: int, what: str) -> list[Any]:
     """Return the elements as a flat list."""
-    depth = _depth(data)
-    if depth > max(1, MAX_DIMS):
-        raise InvalidRequest(f"{what} has data nested {depth} deep; at most {MAX_DIMS} is allowed")
+    depth = depth_of(data, what)
+    check_depth(depth, what)
     if depth == 0 and shape:
         raise InvalidRequest(f"{what} has data that is not an array")
-    nested = _decode(data, kind, depth, what)
+    nested = decode(data, kind, depth, what)
     if depth == 0:
         return [nested]
     fits = depth == 1 or (depth == len(shape) and len(nested) == shape[0])
@@ -150,17 +97,20 @@ def _values(data: object, kind: DataType, shape: Sequence[int], count: int, what
     if len(flat) != count:
         raise InvalidRequest(f"{what} has {len(flat)} elements in its contents where its shape needs {count}")
     if not fits and count:
-        raise _other_form(what, shape)
+        raise other_form(what, shape)
     return flat
 
 
-def _decode(data: object, kind: DataType, depth: int, what: str) -> Any:
+def decode(data: object, kind: DataType, depth: int, what: str) -> Any:
     """Decode data nested `depth` deep, given as JSON or as what it was decoded to."""
     form, decoder = _form(kind.name, depth)
     try:
         if not isinstance(data, msgspec.Raw):
             return msgspec.convert(data, form)
         try:
+            if kind.name in _FLOATS:  # of which orjson takes no kind long
+                with contextlib.suppress(orjson.JSONDecodeError):
+                    return msgspec.convert(orjson.loads(memoryview(data)), form)
             return decoder.decode(data)
         except msgspec.ValidationError:
             raise
@@ -172,27 +122,35 @@ def _decode(data: object, kind: DataType, depth: int, what: str) -> Any:
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{what} has data that is not {kind.name}: {invalid(str(error))}") from None
     except (ValueError, RecursionError) as error:
-        raise _no_json(what, str(error)) from None
+        raise no_json(what, str(error)) from None
 
 
-def _other_form(what: str, shape: Sequence[int]) -> InvalidRequest:
+def other_form(what: str, shape: Sequence[int]) -> InvalidRequest:
     return InvalidRequest(f"{what} has nested data whose form is not the shape {list(shape)}")
 
 
-def _no_json(what: str, why: str) -> InvalidRequest:
+def no_json(what: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{what} has data that is not JSON: {why}")
 
 
-def _depth(data: object) -> int:
+def depth_of(data: object, what: str) -> int:
     if isinstance(data, msgspec.Raw | memoryview):
-        text = memoryview(data)
+        text = memoryview(data)[:PIECE_BYTES]
         match = _BRACKETS.match(text)
-        return bytes(text[: match.end()]).count(b"[") if match else 0
+        end = match.end() if match else 0
+        if end == PIECE_BYTES:
+            raise no_json(what, f"it begins with {PIECE_BYTES} bytes of white space and brackets")
+        return bytes(text[:end]).count(b"[")
     depth = 0
     while isinstance(data, list):
         depth += 1
         data = data[0] if data else None
     return depth
+
+
+def check_depth(depth: int, what: str) -> None:
+    if depth > max(1, MAX_DIMS):
+        raise InvalidRequest(f"{what} has data nested {depth} deep; at most {MAX_DIMS} is allowed")
 
 
 def _integers(values: list[int], kind: DataType, what: str, start: int) -> Array:
@@ -240,39 +198,103 @@ def to_json(raw: Buffer, datatype: str, shape: Sequence[int], what: str) -> byte
 
     Raises EngineError if it does not match its datatype and shape, InvalidRequest for BYTES that are not UTF-8.
     """
+    kind, count = _checked(raw, datatype, shape, what)
+    if kind.size and count <= _STEP_ELEMENTS:
+        return _numbers(raw, kind, count)
+    return b"".join(finish(json_pieces(raw, datatype, shape, what)))
+
+
+def json_pieces(raw: Buffer, datatype: str, shape: Sequence[int], what: str) -> Work[list[bytes]]:
+    """Return a raw tensor as a flat JSON array in pieces; the first and the last are the brackets. Raises as `to_json` does."""
+    kind, count = _checked(raw, datatype, shape, what)
+    written = _numbers_of(raw, kind, count) if kind.size else _strings_of(raw, count, what)
+    texts = [b"["]
+    for text in written:
+        yield len(text)
+        texts.append(text)
+    texts.append(b"]")
+    return texts
+
+
+def _checked(raw: Buffer, datatype: str, shape: Sequence[int], what: str) -> tuple[DataType, int]:
+    """Return datatype and number of elements of a tensor. Raises EngineError if it does not have the size that these need."""
     try:
-        count = element_count(shape, what)
-        if not datatype_named(datatype, what).size:
-            elements = decode_bytes(raw, count, what)
-        else:
-            array = to_numpy(raw, datatype, (count,), what)
+        kind, count = datatype_named(datatype, what), element_count(shape, what)
+        needed = expected_bytes(kind, count, what)
     except InvalidRequest as error:
-        raise EngineError(f"the model responded with a malformed tensor: {error}") from error
-    if datatype == "BYTES":
-        return _in_steps([orjson.dumps(_texts(step, what, start)) for start, step in _steps(elements)])
-    if datatype == "BF16":
+        raise _malformed(error) from error
+    if kind.size and len(raw) != needed:
+        raise EngineError(
+            f"the model responded with a malformed tensor: {what} has {len(raw)} bytes where {kind.name} of shape {list(shape)}"
+            f" needs {needed}"
+        )
+    return kind, count
+
+
+def _malformed(error: InvalidRequest) -> EngineError:
+    return EngineError(f"the model responded with a malformed tensor: {error}")
+
+
+_STEP_ELEMENTS = 1 << 14
+"""Numbers that are written in one step: about a millisecond."""
+
+
+def _numbers_of(raw: Buffer, kind: DataType, count: int) -> Iterator[bytes]:
+    """Yield the numbers of a tensor, with commas."""
+    view = memoryview(raw)
+    for start in range(0, count, _STEP_ELEMENTS):
+        elements = min(_STEP_ELEMENTS, count - start)
+        text = _numbers(view[start * kind.size : (start + elements) * kind.size], kind, elements)[1:-1]
+        yield b"," + text if start else text
+
+
+def _strings_of(raw: Buffer, count: int, what: str) -> Iterator[bytes]:
+    """Yield the elements of BYTES, with commas."""
+    view = memoryview(raw)
+    group: list[bytes] = []
+    position = group_bytes = 0
+    for begin, end in _spans_of(raw, count, what):
+        is_long = end - begin > PIECE_BYTES
+        if is_long or len(group) == LONG_ELEMENTS or group_bytes > PIECE_BYTES:
+            yield _strings(group, what, position)
+            position += len(group)
+            group, group_bytes = [], 0
+        if is_long:
+            yield b"," if position else b""
+            yield from _long_string(view[begin:end], what, position)
+            position += 1
+        else:
+            group.append(bytes(view[begin:end]))
+            group_bytes += end - begin
+    yield _strings(group, what, position)
+
+
+def _strings(elements: Sequence[bytes], what: str, start: int) -> bytes:
+    text = orjson.dumps(_texts(elements, what, start))[1:-1]
+    return b"," + text if start and text else text
+
+
+def _spans_of(raw: Buffer, count: int, what: str) -> Iterator[tuple[int, int]]:
+    try:
+        yield from bytes_spans(raw, count, what)
+    except InvalidRequest as error:
+        raise _malformed(error) from error
+
+
+def _long_string(element: Buffer, what: str, position: int) -> Iterator[bytes]:
+    try:
+        yield from escaped(element)
+    except UnicodeDecodeError:
+        raise _no_text(what, position) from None
+
+
+def _numbers(raw: Buffer, kind: DataType, count: int) -> bytes:
+    """Return some numbers as a JSON array."""
+    array: Array = to_numpy(raw, kind.name, (count,)) if kind.name == "BOOL" else np.ndarray((count,), kind.dtype, raw)
+    if kind.name == "BF16":
         array = bf16_to_float32(array)
-    return _in_steps([_numbers(step, is_float=datatype in _FLOATS) for _, step in _steps(array)])
-
-
-_STEP_ELEMENTS = 1 << 15
-"""Elements that are written in one call, which lets no other thread run: a few milliseconds."""
-
-
-def _steps(elements: Any) -> Iterator[tuple[int, Any]]:
-    """Yield elements in groups, each with the position of its first. There is one group at least."""
-    for start in range(0, max(len(elements), 1), _STEP_ELEMENTS):
-        yield start, elements[start : start + _STEP_ELEMENTS]
-
-
-def _in_steps(arrays: list[bytes]) -> bytes:
-    """Return JSON arrays as one."""
-    return arrays[0] if len(arrays) == 1 else b"[" + b",".join([array[1:-1] for array in arrays]) + b"]"
-
-
-def _numbers(array: Array, *, is_float: bool) -> bytes:
     text = orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
-    return _with_words(text, array) if is_float else text
+    return _with_words(text, array) if kind.name in _FLOATS else text
 
 
 def _texts(elements: Sequence[bytes], what: str, start: int) -> list[str]:
@@ -280,7 +302,11 @@ def _texts(elements: Sequence[bytes], what: str, start: int) -> list[str]:
         return [element.decode() for element in elements]
     except UnicodeDecodeError:
         position = next(position for position, element in enumerate(elements) if not _is_text(element))
-        raise InvalidRequest(f"{what} is not UTF-8 at element {start + position}; request it with 'binary_data'") from None
+        raise _no_text(what, start + position) from None
+
+
+def _no_text(what: str, position: int) -> InvalidRequest:
+    return InvalidRequest(f"{what} is not UTF-8 at element {position}; request it with 'binary_data'")
 
 
 def _is_text(element: bytes) -> bool:

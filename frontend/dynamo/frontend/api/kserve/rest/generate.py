@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import orjson
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import element_count
+from dynamo.common.work import Work, finish
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import EventStream, Exchange
+from dynamo.frontend.api.http.json_pieces import Spliced
 from dynamo.frontend.api.kserve.infer import all_text, infer
 from dynamo.frontend.api.kserve.named import serve_by_name
-from dynamo.frontend.api.kserve.rest.elements import to_json
 from dynamo.frontend.api.kserve.rest.generate_requests import GenerateRequest, read_generate
 from dynamo.frontend.api.kserve.rest.infer import begin
-from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
+from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
 from dynamo.frontend.api.kserve.rest.paths import Target
-from dynamo.frontend.api.kserve.rest.requests import read_object
-from dynamo.frontend.api.kserve.rest.responses import ModelResponse, parameters_to_json, send_response
+from dynamo.frontend.api.kserve.rest.responses import ModelResponse, parameters_to_json, send_response, write_elements
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.text import to_text_requests
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.metrics import RequestType
-from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.call import Call
-from dynamo.frontend.serving.data_plane import DataPlane
+from dynamo.frontend.serving.data_plane import DataPlane, Generation
 
 
 async def handle_generate(plane: DataPlane, server: KserveServer, exchange: Exchange, target: Target) -> None:
@@ -40,13 +41,13 @@ async def handle_generate(plane: DataPlane, server: KserveServer, exchange: Exch
     if parsed.stream:
         raise InvalidRequest("generate returns one response; omit 'stream', or use generate_stream", param="stream")
 
-    async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> dict[str, Any]:
+    async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> list[bytes]:
         call = begin(server, exchange, caller, request, card, RequestType.UNARY)
         async with exchange.attended():
-            return await _single_response(plane, exchange.settings.offload, replace(parsed, request=request), card, call)
+            return await _single_response(plane, exchange, replace(parsed, request=request), card, call)
 
     result = await serve_by_name(plane, parsed.request, caller, respond)
-    await send_response(exchange, orjson.dumps(result), [])
+    await send_response(exchange, result, [])
 
 
 async def handle_generate_stream(plane: DataPlane, server: KserveServer, exchange: Exchange, target: Target) -> None:
@@ -68,39 +69,47 @@ async def _respond_with_events(
         elif card.decoupled:
             async with plane.infer_stream(parsed.request, call) as responses:
                 while batch := await responses.read():
-                    events = [_to_fields(response) for response in map(ModelResponse.parse, batch) if response.head.outputs]
-                    if events:
-                        await stream.write(b"".join(map(_event, events)))
+                    await _write_batch(exchange, stream, [*map(ModelResponse.parse, batch)])
         else:
-            await stream.write(_event(await _single_response(plane, exchange.settings.offload, parsed, card, call)))
+            await stream.write_pieces(_event(await _single_response(plane, exchange, parsed, card, call)))
         await stream.end(b"")
+
+
+async def _write_batch(exchange: Exchange, stream: EventStream, batch: Sequence[ModelResponse]) -> None:
+    """Write the responses of a decoupled model that have outputs; their JSON counts until they are written."""
+    with exchange.holding() as hold:
+        events: list[bytes] = []
+        for response in batch:
+            if response.head.outputs:
+                events += _event(await _to_json(exchange, response, hold))
+        if events:
+            await stream.write_pieces(events)
 
 
 async def _read(plane: DataPlane, exchange: Exchange, target: Target) -> tuple[GenerateRequest, Caller]:
     caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
-    options = exchange.settings.options
-    body = await exchange.decompressed_body(min(options.max_json_bytes, options.max_body_bytes))
+    caller = msgspec.structs.replace(caller, hold=exchange.hold)
+    body = await exchange.decompressed_body()
     card = plane.described(exchange.account, target.model, target.version)
-    fields = await read_object(exchange, body)
-    offload = exchange.settings.offload
-    parsed = await offload.run_if(len(body) > PIECE_BYTES, read_generate, fields, card, target.model, target.version)
-    return parsed, caller
+    reading = read_generate(body, card, target.model, target.version, exchange.settings.options)
+    async with exchange.attended():
+        return finish(reading) if len(body) <= SHORT_BYTES else await exchange.in_steps(reading), caller
 
 
-def _event(fields: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(fields) + b"\n\n"
+def _event(text: Sequence[bytes]) -> list[bytes]:
+    return [b"data: " + text[0], *text[1:-1], text[-1] + b"\n\n"] if len(text) > 1 else [b"data: " + text[0] + b"\n\n"]
 
 
 async def _single_response(
-    plane: DataPlane, offload: Offload, parsed: GenerateRequest, card: ModelCard, call: Call
-) -> dict[str, Any]:
+    plane: DataPlane, exchange: Exchange, parsed: GenerateRequest, card: ModelCard, call: Call
+) -> list[bytes]:
+    """Return the pieces of the response as JSON."""
     if card.kind is ModelKind.LLM:
-        return await _all_text(plane, parsed, card, call)
+        return [orjson.dumps(await _all_text(plane, parsed, card, call))]
     if not card.decoupled:
-        response = ModelResponse.parse(whole := await infer(plane, parsed.request, card, call))
-        return await offload.run_if(len(whole) > PIECE_BYTES, _to_fields, response)
+        return await _to_json(exchange, ModelResponse.parse(await infer(plane, parsed.request, card, call)), exchange.hold)
     results: list[ModelResponse] = []
     async with plane.infer_stream(parsed.request, call) as responses:
         while len(results) < 2 and (batch := await responses.read()):
@@ -110,19 +119,31 @@ async def _single_response(
         raise InvalidRequest(
             f"generate expects model '{card.name}' to produce exactly 1 response, but it produced {times}; use generate_stream"
         )
-    return _to_fields(results[0])
+    return await _to_json(exchange, results[0], exchange.hold)
 
 
-def _to_fields(response: ModelResponse) -> dict[str, Any]:
-    """Return every output under its own name: a single element as a scalar, others as a flat array."""
+async def _to_json(exchange: Exchange, response: ModelResponse, hold: Callable[[int], None]) -> list[bytes]:
+    size = sum(map(len, response.raws))
+    if size <= SHORT_BYTES:
+        return finish(_write(response))
+    hold(size)
+    return await exchange.settings.steps.run(_write(response, Spliced()), hold)
+
+
+def _write(response: ModelResponse, long: Spliced | None = None) -> Work[list[bytes]]:
+    """Return every output under its own name: a single element as a scalar, others as a flat array.
+
+    A response above `SHORT_BYTES` is put together in `long`.
+    """
     fields: dict[str, Any] = response.fields()
     for key, value in parameters_to_json(response.head.parameters).items():
         if key != "triton_final_response":
             fields.setdefault(key, value)
     for output, raw in zip(response.head.outputs, response.raws, strict=True):
-        text = to_json(raw, output.datatype, output.shape, f"output '{output.name}'")
-        fields[output.name] = orjson.Fragment(text[1:-1] if element_count(output.shape) == 1 else text)
-    return fields
+        as_scalar = element_count(output.shape) == 1
+        fields[output.name] = yield from write_elements(output, raw, long, as_scalar=as_scalar)
+    text = orjson.dumps(fields)
+    return [text] if long is None else long.pieces(text)
 
 
 # Language models
@@ -143,9 +164,14 @@ async def _stream_text(plane: DataPlane, parsed: GenerateRequest, card: ModelCar
         raise InvalidRequest("generate_stream streams one choice of one prompt; send several requests, or use generate")
     writer = await _writer(plane, call.account, parsed, card, texts)
     async with plane.generate(texts[0], call) as generation:
-        while deltas := await generation.read():
-            if events := b"".join(map(writer.event, deltas)):
-                await stream.write(events)
+        # In a task of its own: a token wakes that one, and not each of the coroutines that wait for the end of the stream.
+        await awaited(_write_texts(generation, writer, stream))
+
+
+async def _write_texts(generation: Generation, writer: _TextWriter, stream: EventStream) -> None:
+    while deltas := await generation.read():
+        if events := b"".join(map(writer.event, deltas)):
+            await stream.write(events)
 
 
 async def _writer(
@@ -184,7 +210,7 @@ class _TextWriter:
             return b""
         if not self._details:
             return self._plain + orjson.dumps(delta.text) + b"}\n\n"
-        return _event(self._fields | {"text_output": delta.text, "details": self._describe([delta])})
+        return b"data: " + orjson.dumps(self._fields | {"text_output": delta.text, "details": self._describe([delta])}) + b"\n\n"
 
     def _describe(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
         details: dict[str, Any] = {}

@@ -18,8 +18,13 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensor_request import MAX_PARAMETERS, MAX_TENSORS, TensorRequest
 from dynamo.common.tensors import Buffer, datatype_named, element_count
-from dynamo.frontend.api.kserve.rest.elements import to_raw
-from dynamo.frontend.api.kserve.rest.requests import set_parameter
+from dynamo.common.work import Work
+from dynamo.frontend.api.kserve.rest.elements import LONG_ELEMENTS, to_raw
+from dynamo.frontend.api.kserve.rest.long_arrays import GENERATE_DEPTH, SHORT_BYTES, CutBody, cut_arrays, element_number
+from dynamo.frontend.api.kserve.rest.long_tensors import LongTensor, long_tensor
+from dynamo.frontend.api.kserve.rest.requests import assembled, object_of, set_parameter
+from dynamo.frontend.api.kserve.text import MAX_CHOICES
+from dynamo.frontend.config import HttpOptions
 from dynamo.protos.inference_pb2 import ModelInferRequest
 
 _TEXTS = frozenset(("text_input", "messages", "stop"))
@@ -37,23 +42,27 @@ class GenerateRequest:
     """Whether the response has the finish reason and, if requested, the log probabilities of its tokens."""
 
 
-def read_generate(body: dict[str, Any], card: ModelCard, model: str, version: str) -> GenerateRequest:
-    """Return the request in a JSON body. Raises InvalidRequest."""
+def read_generate(body: bytes, card: ModelCard, model: str, version: str, bounds: HttpOptions) -> Work[GenerateRequest]:
+    """Return the request in a JSON body. Raises InvalidRequest, PayloadTooLarge."""
+    cut = CutBody(body, {})
+    if len(body) > SHORT_BYTES and card.kind is not ModelKind.LLM:
+        cut = yield from cut_arrays(body, GENERATE_DEPTH)
+    fields = yield from object_of(cut.text, bounds)
     try:
-        id_, fields = _flattened(body)
+        id_, fields = _flattened(fields)
         if len(fields) > _MAX_FIELDS:  # before a parameter is made of each
             raise InvalidRequest(f"the request has {len(fields)} fields; at most {_MAX_FIELDS} are allowed")
         head = ModelInferRequest(model_name=model, model_version=version, id=id_)
         if card.kind is ModelKind.LLM:
             return _text_request(head, fields)
-        raws: list[Buffer] = []
+        raws: list[Buffer | LongTensor] = []
         specs = {spec.name: spec for spec in card.inputs}
         for name, value in fields.items():
             if name in specs:
-                raws.append(_tensor(head, specs[name], value))
+                raws.append((yield from _tensor(head, specs[name], cut.restored(value))))
             else:
                 set_parameter(head.parameters[name], name, value)
-        return GenerateRequest(TensorRequest.build(head, raws))
+        return GenerateRequest((yield from assembled(head, raws, bounds)))
     except UnicodeEncodeError:
         raise InvalidRequest("the body has text with half a surrogate pair, which is no character") from None
 
@@ -74,15 +83,22 @@ def _flattened(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return id_ or "", fields
 
 
-def _tensor(head: ModelInferRequest, spec: TensorSpec, value: object) -> Buffer:
+def _tensor(head: ModelInferRequest, spec: TensorSpec, value: object) -> Work[Buffer | LongTensor]:
     what = f"input '{spec.name}'"
-    elements = value if isinstance(value, list) else [value]
-    shape = _fitted(spec.shape, len(elements))
-    if element_count(shape, what) != len(elements):
+    kind = datatype_named(spec.datatype, what)
+    data: memoryview | list[Any]
+    if isinstance(value, memoryview):
+        data, count = value, (yield from element_number(value))
+    else:
+        data = value if isinstance(value, list) else [value]
+        count = len(data)
+    shape = _fitted(spec.shape, count)
+    if element_count(shape, what) != count:
         raise InvalidRequest(f"The schema can not convert {what} to tensor with proper shape", param=spec.name)
-    raw = to_raw(elements, datatype_named(spec.datatype, what), shape, what)
     head.inputs.add(name=spec.name, datatype=spec.datatype, shape=shape)
-    return raw
+    if isinstance(data, memoryview) or len(data) > LONG_ELEMENTS:
+        return (yield from long_tensor(data, kind, shape, what))
+    return to_raw(data, kind, shape, what)
 
 
 def _fitted(declared: Sequence[int], count: int) -> list[int]:
@@ -133,6 +149,8 @@ def _texts(name: str, value: object) -> list[str]:
         except orjson.JSONEncodeError as error:
             raise InvalidRequest(f"'messages' cannot be read: {error}", param=name) from None
     texts: list[Any] = value if isinstance(value, list) else [value]
+    if len(texts) > MAX_CHOICES:
+        raise InvalidRequest(f"'{name}' has {len(texts)} strings; at most {MAX_CHOICES} are allowed", param=name)
     if not all(isinstance(text, str) for text in texts):
         raise InvalidRequest(f"'{name}' must be a string, or an array of strings", param=name)
     return texts

@@ -61,8 +61,7 @@ class Handlers:
 
     async def statistics(self, exchange: Exchange) -> None:
         target = Target.of(exchange.parameters)
-        async with exchange.attended():
-            statistics = await kserve_messages.statistics(self._readiness.plane, exchange.account, target.model, target.version)
+        statistics = await kserve_messages.statistics(self._readiness.plane, exchange.account, target.model, target.version)
         await _send(exchange, to_json(statistics))
 
     # Model repositories

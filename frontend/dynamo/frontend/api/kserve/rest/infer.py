@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+import msgspec
 
+from dynamo.common.errors import PayloadTooLarge
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard
 from dynamo.common.reception import Edge
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensors import Buffer
+from dynamo.common.work import finish
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_pieces import Spliced
 from dynamo.frontend.api.kserve.infer import call_for, infer
 from dynamo.frontend.api.kserve.named import serve_by_name
-from dynamo.frontend.api.kserve.placed import Places, fetch, is_placed, place_outputs
-from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, split
-from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
+from dynamo.frontend.api.kserve.placed import Places, is_placed, place_outputs
+from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, SEND_BINARY, split
+from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
 from dynamo.frontend.api.kserve.rest.paths import Target
 from dynamo.frontend.api.kserve.rest.requests import read_request
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, send_response, write_response
@@ -30,28 +33,46 @@ async def handle_infer(plane: DataPlane, server: KserveServer, exchange: Exchang
     caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
-    body = await exchange.decompressed_body()
+    parts = split(await _body(exchange), exchange.headers.get(JSON_LENGTH), exchange.settings.options.max_tensor_json_bytes)
     card = plane.described(exchange.account, target.model, check_version(target.version))
-    parts = split(body, exchange.headers.get(JSON_LENGTH))
-    options, offload = exchange.settings.options, exchange.settings.offload
-    reading = partial(read_request, parts, card, target.model, target.version, options.max_json_depth, options.max_json_values)
-    request, form = await offload.run_if(len(parts.json) > PIECE_BYTES, reading)
+    reading = read_request(parts, card, target.model, target.version, exchange.settings.options)
+    if exchange.occupancy is not None:
+        caller = msgspec.structs.replace(caller, hold=exchange.occupancy.hold)
+
     places: Places = {}
-    if is_placed(request.head):
-        request, places = fetch(request, server.regions)
 
     async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> Buffer:
+        nonlocal places
+        placed = server.find_places(request, exchange.account, exchange.peer) if is_placed(request.head) else None
+        places = {} if placed is None else placed.places
         call = begin(server, exchange, caller, request, card, RequestType.UNARY)
-        async with exchange.attended():
-            return await infer(plane, request, card, call)
+        return await infer(plane, request, card, call, placed)
 
-    response = await serve_by_name(plane, request, caller, respond)
-    parsed = ModelResponse.parse(response)
-    if places:
-        place_outputs(parsed.head, parsed.raws, places)
-    writes_long = len(response) > PIECE_BYTES and not form.all_binary(parsed.head)
-    text, binary = await offload.run_if(writes_long, write_response, parsed, form, places)
-    await send_response(exchange, text, binary)
+    async with exchange.attended():
+        is_short = len(parts.json) + len(parts.binary) <= SHORT_BYTES
+        request, form = finish(reading) if is_short else await exchange.in_steps(reading)
+        del parts, reading  # the body, which is not needed while the model runs
+        response = await serve_by_name(plane, request, caller, respond)
+        parsed = ModelResponse.parse(response)
+        if places:
+            place_outputs(parsed.head, parsed.raws, places)
+        writes_long = len(response) > SHORT_BYTES and not form.all_binary(parsed.head)
+        if writes_long:
+            exchange.hold(len(response))
+        writing = write_response(parsed, form, places, Spliced() if writes_long else None)
+        text, binary = await exchange.in_steps(writing) if writes_long else finish(writing)
+    await send_response(exchange, text, binary, held_bytes=sum(map(len, text)) if writes_long else 0)
+
+
+async def _body(exchange: Exchange) -> bytes:
+    """Return the body. Raises PayloadTooLarge, before it is read, for one that has more JSON than is allowed."""
+    options = exchange.settings.options
+    if JSON_LENGTH in exchange.headers:
+        return await exchange.decompressed_body()
+    try:
+        return await exchange.decompressed_body(min(options.max_tensor_json_bytes, options.max_body_bytes))
+    except PayloadTooLarge as error:
+        raise PayloadTooLarge(f"{error}; {SEND_BINARY}") from None
 
 
 def begin(

@@ -8,15 +8,16 @@ from typing import Any
 
 import msgspec
 
+from dynamo.frontend.api.declaration import HEALTH
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.kserve import declarations as kserve
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, TEXT_ENDPOINT
 from dynamo.frontend.api.kserve.rest.handlers import Handlers
 from dynamo.frontend.api.kserve.rest.requests import InferRequest
 from dynamo.frontend.api.kserve.rest.settings import SettingHandlers
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.words import KSERVE_ERRORS
-from dynamo.frontend.security.surfaces import Surface
 
 _MODEL = "/v2/models/{model:path}"
 _VERSION = "/v2/models/{model:path}/versions/{version}"
@@ -30,21 +31,17 @@ class KserveError(msgspec.Struct):
 
 _post = partial(Operation, method="POST", errors=KSERVE_ERRORS, group="KServe", error=KserveError)
 _get = partial(_post, method="GET")
+_health = partial(_get, declared=HEALTH)
 
 
 def kserve_operations(readiness: Readiness, server: KserveServer) -> list[Operation]:
     handlers, settings = Handlers(readiness, server), SettingHandlers(readiness, server)
     return [
-        _get(path="/v2", surface=Surface.METADATA, handle=handlers.server, summary="The server and its extensions"),
-        _get(path="/v2/health/live", surface=Surface.HEALTH, handle=handlers.live, summary="Whether this process runs"),
-        _get(
-            path="/v2/health/ready",
-            surface=Surface.HEALTH,
-            handle=handlers.ready,
-            summary="Whether this server can serve, else 400",
-        ),
+        _get(path="/v2", declared=kserve.METADATA, handle=handlers.server, summary="The server and its extensions"),
+        _health(path="/v2/health/live", handle=handlers.live, summary="Whether this process runs"),
+        _health(path="/v2/health/ready", handle=handlers.ready, summary="Whether this server can serve, else 400"),
         *_of_repositories(handlers),
-        _get(path="/v2/models/stats", surface=Surface.STATISTICS, handle=handlers.statistics, summary="Statistics of all models"),
+        _get(path="/v2/models/stats", declared=kserve.STATISTICS, handle=handlers.statistics, summary="Statistics of all models"),
         *_of_models(handlers, _VERSION),
         *_of_models(handlers, _MODEL),
         *_settings(settings),
@@ -53,33 +50,30 @@ def kserve_operations(readiness: Readiness, server: KserveServer) -> list[Operat
 
 
 def _of_models(handlers: Handlers, path: str) -> Iterator[Operation]:
-    yield _get(path=path, surface=Surface.METADATA, handle=handlers.model, summary="A model's tensors")
-    yield _get(
-        path=f"{path}/ready",
-        surface=Surface.HEALTH,
-        handle=handlers.model_ready,
-        summary="Whether a model can be used now, else 400",
-    )
-    yield _get(path=f"{path}/config", surface=Surface.MODEL_CONFIG, handle=handlers.config, summary="A model's configuration")
-    yield _get(path=f"{path}/stats", surface=Surface.STATISTICS, handle=handlers.statistics, summary="A model's statistics")
-    infer = partial(_post, surface=Surface.INFERENCE)
-    yield infer(
+    yield _get(path=path, declared=kserve.METADATA, handle=handlers.model, summary="A model's tensors")
+    yield _health(path=f"{path}/ready", handle=handlers.model_ready, summary="Whether a model can be used now, else 400")
+    yield _get(path=f"{path}/config", declared=kserve.CONFIG, handle=handlers.config, summary="A model's configuration")
+    yield _get(path=f"{path}/stats", declared=kserve.STATISTICS, handle=handlers.statistics, summary="A model's statistics")
+    yield _post(
         path=f"{path}/infer",
+        declared=kserve.REST_INFER,
         endpoint=TENSOR_ENDPOINT,
         handle=handlers.infer,
         summary="Tensors in, tensors out, in JSON or in binary behind it",
         request=InferRequest[Any],
         binary=True,
     )
-    yield infer(
+    yield _post(
         path=f"{path}/generate",
+        declared=kserve.GENERATE,
         endpoint=TEXT_ENDPOINT,
         handle=handlers.generate,
         summary="One JSON object in, one out",
         request=_OBJECT,
     )
-    yield infer(
+    yield _post(
         path=f"{path}/generate_stream",
+        declared=kserve.GENERATE,
         endpoint=TEXT_ENDPOINT,
         handle=handlers.generate_stream,
         summary="One JSON object in, events out",
@@ -91,15 +85,14 @@ def _of_models(handlers: Handlers, path: str) -> Iterator[Operation]:
 def _of_repositories(handlers: Handlers) -> Iterator[Operation]:
     """Those that name a repository are not described: there is one only."""
     for path, described in (("/v2/repository", True), ("/v2/repository/{repository}", False)):
-        index = partial(_post, path=f"{path}/index", surface=Surface.MODEL_REPOSITORY, handle=handlers.index)
+        index = partial(_post, path=f"{path}/index", declared=kserve.INDEX, handle=handlers.index)
         yield index(summary="All models and versions" if described else "", request=_OBJECT)
         yield index(method="GET")
-        for word, handle in (("load", handlers.load), ("unload", handlers.unload)):
+        for word, declared, handle in (("load", kserve.LOAD, handlers.load), ("unload", kserve.UNLOAD, handlers.unload)):
             yield _post(
                 path=f"{path}/models/{{model:path}}/{word}",
-                surface=Surface.MODEL_REPOSITORY,
+                declared=declared,
                 handle=handle,
-                is_action=True,
                 summary=f"{word.capitalize()} a model of the workers' model repositories" if described else "",
                 request=_OBJECT,
             )
@@ -108,23 +101,23 @@ def _of_repositories(handlers: Handlers) -> Iterator[Operation]:
 def _settings(handlers: SettingHandlers) -> Iterator[Operation]:
     operation = partial(Operation, errors=KSERVE_ERRORS)
     traced = ("/v2/trace/setting", f"{_VERSION}/trace/setting", f"{_MODEL}/trace/setting")
-    for path, surface, handle in (
-        *((path, Surface.TRACE, handlers.trace) for path in traced),
-        ("/v2/logging", Surface.LOGGING, handlers.logging),
+    for path, shown, changed, handle in (
+        *((path, kserve.TRACE, kserve.SET_TRACE, handlers.trace) for path in traced),
+        ("/v2/logging", kserve.LOG, kserve.SET_LOG, handlers.logging),
     ):
-        yield operation(path=path, surface=surface, handle=handle, method="GET")
-        yield operation(path=path, surface=surface, handle=handle, method="POST", is_action=True)
+        yield operation(path=path, declared=shown, handle=handle, method="GET")
+        yield operation(path=path, declared=changed, handle=handle, method="POST")
 
 
 def _shared_memory(handlers: SettingHandlers) -> Iterator[Operation]:
-    operation = partial(Operation, surface=Surface.SHARED_MEMORY, errors=KSERVE_ERRORS)
+    acts = partial(Operation, declared=kserve.SET_REGION, errors=KSERVE_ERRORS)
     for memory, status, register, unregister in (
         ("system", handlers.memory_status, handlers.register_memory, handlers.unregister_memory),
         ("cuda", handlers.cuda_status, handlers.register_cuda, handlers.unregister_cuda),
     ):
         base = f"/v2/{memory}sharedmemory"
         for path in (base, f"{base}/region/{{region:path}}"):
-            yield operation(path=f"{path}/status", method="GET", handle=status)
-            yield operation(path=f"{path}/unregister", handle=unregister, is_action=True)
-        yield operation(path=f"{base}/region/{{region:path}}/register", handle=register, is_action=True)
-        yield operation(path=f"{base}/register", handle=handlers.register_unnamed)
+            yield acts(path=f"{path}/status", declared=kserve.REGIONS, method="GET", handle=status)
+            yield acts(path=f"{path}/unregister", handle=unregister)
+        yield acts(path=f"{base}/region/{{region:path}}/register", handle=register)
+        yield acts(path=f"{base}/register", handle=handlers.register_unnamed)

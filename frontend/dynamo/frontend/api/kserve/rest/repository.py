@@ -9,9 +9,11 @@ from dynamo.common.message_json import to_json
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve import messages as kserve_messages
-from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request_from_json, unload_request_from_json
+from dynamo.frontend.api.kserve.repository_requests import check_repository, unload_request_from_json
+from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
+from dynamo.frontend.api.kserve.rest.model_files import LongStrings, cut_strings, load_from_json
 from dynamo.frontend.api.kserve.rest.paths import Target
-from dynamo.frontend.api.kserve.rest.requests import read_object
+from dynamo.frontend.api.kserve.rest.requests import object_of, read_object
 from dynamo.protos.inference_pb2 import RepositoryIndexResponse
 
 
@@ -30,11 +32,10 @@ async def handle_index(readiness: Readiness, exchange: Exchange, method: str) ->
 async def handle_load(readiness: Readiness, exchange: Exchange, target: Target) -> None:
     """Load a model, and send an empty response once it is loaded."""
     check_repository(target.repository)
-    fields = await _object(exchange)
-    offload = exchange.settings.offload
-    request = await offload.run(load_request_from_json, target.model, fields)  # files in base64 take time
-    async with exchange.attended():
-        await readiness.plane.load_model(exchange.account, request)
+    body = await exchange.decompressed_body()
+    fields, long = await _fields(exchange, body)
+    request, files = await exchange.in_steps(load_from_json(target.model, fields, long))
+    await readiness.plane.load_model(exchange.account, request, files)
     await exchange.respond(b"")
 
 
@@ -42,14 +43,21 @@ async def handle_unload(readiness: Readiness, exchange: Exchange, target: Target
     """Unload a model, and send an empty response once it is unloaded."""
     check_repository(target.repository)
     request = unload_request_from_json(target.model, await _object(exchange))
-    async with exchange.attended():
-        await readiness.plane.unload_model(exchange.account, request)
+    await readiness.plane.unload_model(exchange.account, request)
     await exchange.respond(b"")
 
 
 def _described(entry: RepositoryIndexResponse.ModelIndex) -> dict[str, object]:
     """Return the members that an entry has."""
     return {name: value for name, value in to_json(entry).items() if value}
+
+
+async def _fields(exchange: Exchange, body: bytes) -> tuple[dict[str, object], LongStrings]:
+    """Return the members of a body, and the long strings in it, by what stands in their place."""
+    if len(body) <= SHORT_BYTES:
+        return await read_object(exchange, body) if body else {}, {}
+    text, long = await exchange.in_steps(cut_strings(body))
+    return await exchange.in_steps(object_of(text, exchange.settings.options)), long
 
 
 async def _object(exchange: Exchange) -> dict[str, object]:

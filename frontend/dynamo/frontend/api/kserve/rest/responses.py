@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -11,15 +11,20 @@ import orjson
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.tensor_request import parse_response
 from dynamo.common.tensors import Buffer, element_count, typed_to_raw
+from dynamo.common.work import Work
 from dynamo.frontend.api.http.exchange import JSON, Exchange, Header
+from dynamo.frontend.api.http.json_pieces import Spliced
 from dynamo.frontend.api.kserve.rest.bodies import accepted_encoding, compress
-from dynamo.frontend.api.kserve.rest.elements import number_word, to_json
+from dynamo.frontend.api.kserve.rest.elements import json_pieces, number_word, to_json
+from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
 from dynamo.frontend.api.kserve.rest.requests import OutputForm
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferResponse
 
 OutputTensor = ModelInferResponse.InferOutputTensor
 _OCTETS = (b"content-type", b"application/octet-stream")
 _JSON_LENGTH = b"inference-header-content-length"
+_BRIEF_BYTES = 4096
+"""Tensors up to this size are written together with the rest, however many there are."""
 _VARIES = (b"vary", b"Accept-Encoding")
 
 
@@ -55,10 +60,12 @@ def _typed(output: OutputTensor) -> bytes:
         raise EngineError(f"the model responded with a malformed output '{output.name}': {error}") from error
 
 
-def write_response(response: ModelResponse, form: OutputForm, elsewhere: Collection[str] = ()) -> tuple[bytes, list[Buffer]]:
+def write_response(
+    response: ModelResponse, form: OutputForm, elsewhere: Collection[str] = (), long: Spliced | None = None
+) -> Work[tuple[list[bytes], list[Buffer]]]:
     """Return the JSON, and the binary tensors that follow it. Raises InvalidRequest for BYTES that JSON cannot hold.
 
-    `elsewhere` are the outputs whose data is not in the response.
+    `elsewhere` are the outputs whose data is not in the response. A response above `SHORT_BYTES` is put together in `long`.
     """
     binary: list[Buffer] = []
     outputs: list[dict[str, object]] = []
@@ -71,31 +78,49 @@ def write_response(response: ModelResponse, form: OutputForm, elsewhere: Collect
             parameters["binary_data_size"] = len(raw)
             binary.append(raw)
         else:
-            described["data"] = orjson.Fragment(to_json(raw, output.datatype, output.shape, f"output '{output.name}'"))
+            described["data"] = yield from write_elements(output, raw, long)
         if parameters:
             described["parameters"] = parameters
         outputs.append(described)
     fields = response.fields()
     if response.head.parameters:
         fields["parameters"] = parameters_to_json(response.head.parameters)
-    return orjson.dumps({**fields, "outputs": outputs}), binary
+    text = orjson.dumps({**fields, "outputs": outputs})
+    return [text] if long is None else long.pieces(text), binary
 
 
-async def send_response(exchange: Exchange, text: bytes, binary: list[Buffer]) -> None:
-    """Send `text` and the binary tensors after it, compressed if the client accepts that."""
-    pieces: list[Buffer] = [text, *binary]
+def write_elements(output: OutputTensor, raw: Buffer, long: Spliced | None, *, as_scalar: bool = False) -> Work[orjson.Fragment]:
+    """Return what stands for the elements of an output in JSON; `as_scalar`: without brackets. Raises as `to_json` does."""
+    what = f"output '{output.name}'"
+    if long is None or len(raw) <= SHORT_BYTES:
+        text = to_json(raw, output.datatype, output.shape, what)
+        text = text[1:-1] if as_scalar else text
+        if long is None:
+            return orjson.Fragment(text)
+        yield len(text)
+        return orjson.Fragment(text if len(raw) <= _BRIEF_BYTES else long.mark([text]))
+    pieces = yield from json_pieces(raw, output.datatype, output.shape, what)
+    return orjson.Fragment(long.mark(pieces[1:-1] if as_scalar else pieces))
+
+
+async def send_response(exchange: Exchange, text: Sequence[bytes], binary: Sequence[Buffer], *, held_bytes: int = 0) -> None:
+    """Send `text` and the binary tensors after it, compressed if the client accepts that.
+
+    `held_bytes` of the text count already.
+    """
+    pieces: list[Buffer] = [*text, *binary]
     headers: tuple[Header, ...] = (JSON,)
     if binary:
-        headers = (_OCTETS, (_JSON_LENGTH, b"%d" % len(text)))
+        headers = (_OCTETS, (_JSON_LENGTH, b"%d" % sum(map(len, text))))
     if encoding := accepted_encoding(exchange.headers.get("accept-encoding", "")):
         headers = (*headers, _VARIES)
         compressed = await compress(pieces, encoding, exchange.settings.offload)
         if compressed is not None:
-            pieces, headers = compressed, (*headers, (b"content-encoding", encoding.encode()))
+            pieces, headers, held_bytes = compressed, (*headers, (b"content-encoding", encoding.encode())), 0
     if len(pieces) == 1:
         await exchange.respond(bytes(pieces[0]), 200, headers)
     else:
-        await exchange.respond_in_pieces(pieces, headers)
+        await exchange.respond_in_pieces(pieces, headers, held_bytes=held_bytes)
 
 
 def parameters_to_json(parameters: Mapping[str, InferParameter]) -> dict[str, object]:

@@ -55,6 +55,7 @@ class SettingHandlers:
             if field not in fields:
                 raise InvalidRequest(f"Shared memory register request has no '{field}' field")
         self._server.register_memory(
+            exchange.account,
             exchange.peer,
             exchange.parameters["region"],
             as_string(fields["key"]),

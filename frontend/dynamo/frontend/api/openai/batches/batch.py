@@ -10,11 +10,12 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
 
 from dynamo.common.errors import InvalidRequest, NotFound, RateLimited
 from dynamo.common.messaging.records import RecordStore
@@ -30,6 +31,8 @@ WINDOW_S = 86_400
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _MAX_PROBLEMS = 20
 _ID = re.compile(r"batch_[0-9a-f]{32}")
+_LINE_END = re.compile(rb"\r\n?|\n")
+_BLANK = re.compile(rb"\s*\Z")
 _ATTEMPTS = 5
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
@@ -102,7 +105,11 @@ class Segment(Struct, frozen=True):
     outputs: str
     errors: str
     counts: RequestCounts
-    """`total` is that of the segment."""
+    """`total` is that of the segment; lines that were not carried out, since the batch was cancelled, are in no other one."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.counts.completed + self.counts.failed == self.counts.total
 
     @property
     def chars(self) -> int:
@@ -113,6 +120,8 @@ class Owned(Struct, frozen=True):
     owner: str
     """The name of the API key; empty without one."""
     batch: Batch
+    attempts: int = 0
+    """How often the segment that comes next was begun."""
 
 
 class Waiting(Struct, frozen=True, kw_only=True):
@@ -147,13 +156,13 @@ _segments = msgspec.json.Decoder(Segment)
 
 
 def parse_lines(content: bytes, endpoint: str) -> list[Line]:
-    """Return the lines of an input file. Raises InvalidBatch."""
+    """Return the lines of an input file, whose requests are no copies of it. Raises InvalidBatch."""
     if content.count(b"\n") > 2 * MAX_LINES:
         raise InvalidBatch([Problem(f"the file has more than {MAX_LINES} lines", code="too_many_tasks")])
     problems: list[Problem] = []
     lines: dict[str, Line] = {}
-    for number, text in enumerate(content.splitlines(), 1):
-        if not text.strip():
+    for number, text in enumerate(_split(content), 1):
+        if _BLANK.match(text):
             continue
         try:
             line = _parse_line(text, endpoint)
@@ -173,13 +182,21 @@ def parse_lines(content: bytes, endpoint: str) -> list[Line]:
     return list(lines.values())
 
 
+def _split(content: bytes) -> Iterator[memoryview]:
+    view, begin = memoryview(content), 0
+    for end in _LINE_END.finditer(content):
+        yield view[begin : end.start()]
+        begin = end.end()
+    yield view[begin:]
+
+
 class _Invalid(Exception):
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
 
 
-def _parse_line(text: bytes, endpoint: str) -> Line:
+def _parse_line(text: memoryview, endpoint: str) -> Line:
     try:
         line = _lines.decode(text)
         flags = _flags.decode(line.body)
@@ -236,24 +253,38 @@ class Batches:
 
     async def read(self, owner: str, id: str) -> Batch:
         """Raises BatchNotFound."""
-        return (await self.load(owner, id))[0]
+        return (await self._load(owner, id))[0].batch
 
-    async def load(self, owner: str, id: str) -> tuple[Batch, int]:
-        """Return a batch and its revision. Raises BatchNotFound."""
+    async def _load(self, owner: str, id: str) -> tuple[Owned, int]:
         record = await self._records().get(self._key(owner, id)) if _ID.fullmatch(id) else None
         if record is None:
             raise BatchNotFound(id)
-        return _owned.decode(record.value).batch, record.revision
+        return _owned.decode(record.value), record.revision
 
     async def change(self, owner: str, id: str, change: Callable[[Batch], Batch]) -> Batch:
         """Replace a batch that has not ended by `change` of it as it is then. Raises BatchNotFound, InvalidRequest."""
+
+        def changed(owned: Owned) -> Owned:
+            batch = change(owned.batch)
+            return owned if batch is owned.batch else replace(owned, batch=batch)
+
+        return (await self._change(owner, id, changed)).batch
+
+    async def attempt(self, owner: str, id: str) -> int:
+        """Count an attempt to carry out a segment; return how many there were since one was carried out. Raises BatchNotFound."""
+        return (await self._change(owner, id, lambda owned: replace(owned, attempts=owned.attempts + 1))).attempts
+
+    async def succeeded(self, owner: str, id: str, change: Callable[[Batch], Batch]) -> Batch:
+        """Do as `change` after an attempt that succeeded."""
+        return (await self._change(owner, id, lambda owned: replace(owned, batch=change(owned.batch), attempts=0))).batch
+
+    async def _change(self, owner: str, id: str, change: Callable[[Owned], Owned]) -> Owned:
         for _ in range(_ATTEMPTS):
-            batch, revision = await self.load(owner, id)
-            changed = batch if batch.status in ENDED else change(batch)
-            if changed is batch:
-                return batch
-            data = msgspec.json.encode(Owned(owner, changed))
-            if await self._records().put(self._key(owner, id), data, last=revision) is not None:
+            owned, revision = await self._load(owner, id)
+            changed = owned if owned.batch.status in ENDED else change(owned)
+            if changed is owned:
+                return owned
+            if await self._records().put(self._key(owner, id), msgspec.json.encode(changed), last=revision) is not None:
                 return changed
         raise InvalidRequest(f"batch '{id}' changes too fast; try again")
 
@@ -273,10 +304,10 @@ class Batches:
             await self._records().delete(key)
         await self._records().delete(self._waiting_key(owner, id))
 
-    async def segments(self, id: str) -> dict[int, Segment]:
-        """Return the results that there are, by the number of the segment."""
+    async def segments(self, id: str, hold: Callable[[int], None]) -> dict[int, Segment]:
+        """Return the results that there are, by the number of the segment; `hold` as for `RecordStore.get`."""
         keys = await self._records().keys(self._segment_key(id, "*"))
-        records = [(int(key.rpartition(".")[2]), await self._records().get(key)) for key in keys]
+        records = [(int(key.rpartition(".")[2]), await self._records().get(key, hold)) for key in keys]
         return {number: _segments.decode(record.value) for number, record in records if record is not None}
 
     async def put_segment(self, id: str, number: int, segment: Segment) -> bool:

@@ -12,12 +12,12 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge
-from dynamo.common.messaging.records import RecordStore
+from dynamo.common.messaging.records import Content, RecordStore
 from dynamo.common.names import encode
+from dynamo.frontend.api.declaration import MAX_FILE_BYTES
 from dynamo.frontend.api.openai.owners import owner_token
 from dynamo.frontend.api.openai.quota import StoredBytes
 
-MAX_FILE_BYTES = 64 << 20
 MAX_FILES = 10_000
 """Of one key."""
 _ID = re.compile(r"file-[0-9a-f]{32}")
@@ -84,12 +84,19 @@ class Files:
             raise FileNotFound(id)
         return _decoder.decode(record.value)
 
-    async def content(self, owner: str, id: str) -> bytes:
-        """Raises FileNotFound."""
-        record = await self._records().get(self._content_key(owner, id)) if _ID.fullmatch(id) else None
+    async def content(self, owner: str, id: str, hold: Callable[[int], None]) -> bytes:
+        """Return the whole content, whose size `hold` is called with before it is read. Raises FileNotFound."""
+        record = await self._records().get(self._content_key(owner, id), hold) if _ID.fullmatch(id) else None
         if record is None:
             raise FileNotFound(id)
         return record.value
+
+    async def open(self, owner: str, id: str) -> Content:
+        """Return the content, to be read in pieces. Raises FileNotFound."""
+        content = await self._records().open(self._content_key(owner, id)) if _ID.fullmatch(id) else None
+        if content is None:
+            raise FileNotFound(id)
+        return content
 
     async def delete(self, owner: str, id: str) -> None:
         """Raises FileNotFound."""

@@ -11,7 +11,9 @@ from email.utils import collapse_rfc2231_value
 from dynamo.common.errors import InvalidRequest
 
 _MAX_PARTS = 32
-_MAX_HEADER_BYTES = 8 * 1024
+_MAX_HEADER_BYTES = 2 * 1024
+_MAX_PARAMETERS = 32
+"""The parser of `email` takes time by the square of their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,8 @@ class Part:
 def parse_form(content_type: str, body: bytes) -> dict[str, Part]:
     """Return the fields of a form by name, the first of each. Raises InvalidRequest."""
     header = Message()
-    header["content-type"] = content_type
-    boundary = header.get_param("boundary")
+    header["content-type"] = content_type[:_MAX_HEADER_BYTES]
+    boundary = _parameter(header, "content-type", "boundary")
     if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or not 1 <= len(boundary) <= 70:
         raise InvalidRequest(f"the content type is {content_type[:80]!r}; it must be 'multipart/form-data' with a boundary")
     parts: dict[str, Part] = {}
@@ -48,10 +50,20 @@ def _parts(body: bytes, delimiter: bytes) -> Iterator[Part]:
         if body[start : start + 2] != b"\r\n" or head_end < 0 or end < head_end:
             raise InvalidRequest("the body is not a complete multipart/form-data form")
         head = HeaderParser().parsestr(body[start + 2 : head_end + 4].decode(errors="replace"))
-        name, filename = (head.get_param(key, header="content-disposition") for key in ("name", "filename"))
+        name, filename = (_parameter(head, "content-disposition", key) for key in ("name", "filename"))
         if not isinstance(name, str):
             raise InvalidRequest("a part of the form has no name")
         yield Part(name, "" if filename is None else collapse_rfc2231_value(filename), body[head_end + 4 : end])
         position = end + 2
     else:
         raise InvalidRequest(f"the form has more than {_MAX_PARTS} parts")
+
+
+def _parameter(message: Message, header: str, name: str) -> str | tuple[str | None, str | None, str] | None:
+    """Return a parameter of a header, as `Message.get_param` does. Raises InvalidRequest."""
+    if message.get(header, "").count(";") > _MAX_PARAMETERS:
+        raise InvalidRequest(f"{header} has more than {_MAX_PARAMETERS} parameters")
+    try:
+        return message.get_param(name, header=header)
+    except (TypeError, ValueError) as error:  # of parameters in numbered pieces, of which some have no number or a long one
+        raise InvalidRequest(f"{header} has malformed parameters") from error

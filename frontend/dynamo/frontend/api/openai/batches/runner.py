@@ -1,8 +1,9 @@
 """Carries out batches: each by the frontend that holds its lease, line by line through the handlers that serve requests.
 
-A frontend that dies leaves its lease to another one, which goes on with the segments that have no results yet. Lines have the
-lowest priority, and wait while the fleet or the key's limits refuse them. Whatever changes a batch from outside, as cancelling
-does, is seen when the next segment has its results.
+A frontend that dies leaves its lease to another one, which goes on with the segments that have no results yet. The ledger has
+what the lines of a segment used when its results are kept, and so each line once. Lines have the lowest priority, and wait while
+the fleet or the key's limits refuse them. Whatever changes a batch from outside, as cancelling does, is seen when the next
+segment has its results, or while its lines wait for the limits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +23,9 @@ from msgspec.structs import replace
 
 from dynamo.common.asgi import Message
 from dynamo.common.background import Tasks, awaited
-from dynamo.common.errors import DynamoError, Unauthenticated, Unavailable
+from dynamo.common.errors import DynamoError, Forbidden, Overloaded, Unauthenticated, Unavailable
+from dynamo.common.messaging.key_values import DamagedRecord
+from dynamo.frontend.api.calls import TIMEOUT
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.batches.batch import (
@@ -39,9 +45,11 @@ from dynamo.frontend.api.openai.batches.batch import (
     result_file_id,
 )
 from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
+from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.fair_slots import FairSlots
 
 log = logging.getLogger(__name__)
@@ -53,17 +61,23 @@ SHARED_BATCHES = 2
 LINES_AT_ONCE = 64
 """Of all its batches; those of several keys in turn."""
 MAX_RESULT_CHARS = 64 << 20
-"""Of one batch, after which no further segment is carried out: the results are put together in memory."""
+"""Of one batch, after which no further line is carried out: the results are put together in memory."""
+MAX_ATTEMPTS = 10
+"""To carry out a segment, after which its batch fails: it may be what ends frontends, or find no room in the store."""
 POLL_S = 5.0
 CREATED_WITHIN_S = 120
 """After a batch waits, its record is written; otherwise it will never be."""
 _REFUSED = frozenset({429, 503, 529})
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _RETRIES = 20
+"""While the fleet refuses a line. For the limits of its key it waits until they have room, or the batch expires."""
 _PRIORITY = b"-1000"
+_NOT_REACHED = "the batch ended before this request was carried out"
 
-FindAccount = Callable[[str], Account]
-"""Returns the account of a key by its name. Raises Unauthenticated if there is no such key any more."""
+FindAccount = Callable[[str, Surface], Account]
+"""Returns the account of a key by its name. Raises Unauthenticated if there is no such key, Forbidden if it lacks the scope."""
+Hold = Callable[[int], None]
+"""Counts bytes as held for a batch, before they are read where they are many. Raises Overloaded."""
 
 
 class BatchRunner:
@@ -91,6 +105,9 @@ class BatchRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._owners: dict[str, str] = {}
         """Of the batches that are carried out here."""
+        self._last_start: dict[str, int] = {}
+        """For each owner with waiting batches, which of all starts here was its last one."""
+        self._starts = 0
         self._lines = FairSlots(LINES_AT_ONCE)
         self._poke = asyncio.Event()
 
@@ -117,15 +134,28 @@ class BatchRunner:
             await self._tasks.close()
 
     async def _look(self) -> None:
-        for waiting in await self._batches.waiting():
-            owner, id = waiting.owner, waiting.id
-            if len(self._running) >= MAX_BATCHES:
+        queues: dict[str, deque[Waiting]] = {}
+        for waiting in sorted(await self._batches.waiting(), key=lambda waiting: waiting.since):
+            if waiting.id not in self._running:
+                queues.setdefault(waiting.owner, deque()).append(waiting)
+        self._last_start = {owner: self._last_start.get(owner, 0) for owner in queues}
+        while queues and len(self._running) < MAX_BATCHES:
+            owner = min(queues, key=self._fair_share)
+            if (
+                self._fair_share(owner)[0] and len(self._running) >= SHARED_BATCHES
+            ):  # it has the fewest, so each other owner has some, too
                 return
-            if id in self._running or (owner in self._owners.values() and len(self._running) >= SHARED_BATCHES):
-                continue
-            if await self._leases().take(id):
-                self._owners[id] = owner
-                self._running[id] = self._tasks.start(self._carry_out(waiting), f"batch {id}")
+            waiting = queues[owner].popleft()
+            if not queues[owner]:
+                del queues[owner]
+            if await self._leases().take(waiting.id):
+                self._last_start[owner] = self._starts = self._starts + 1
+                self._owners[waiting.id] = owner
+                self._running[waiting.id] = self._tasks.start(self._carry_out(waiting), f"batch {waiting.id}")
+
+    def _fair_share(self, owner: str) -> tuple[int, int]:
+        """Owners with the fewest batches here come first, and of these the one that has waited longest for its last start."""
+        return sum(other == owner for other in self._owners.values()), self._last_start[owner]
 
     def _stop_all(self) -> None:
         for task in self._running.values():
@@ -137,7 +167,11 @@ class BatchRunner:
             log.info("batch %s is carried out here", id)
             batch = await self._batches.read(owner, id)
             if batch.status not in ENDED:
-                batch = await self._worked_on(owner, batch)
+                with self._settings.capacity.holding() as occupied:
+                    try:
+                        batch = await self._worked_on(owner, batch, occupied.hold)
+                    except DamagedRecord as error:  # its input or results, which will not get better
+                        batch = await self._failed(owner, batch, [Problem(str(error), code="damaged_record")])
             self._metrics.batch_ended(batch.status)
             await self._batches.done(owner, id)
             self.poke()  # there is room for another one
@@ -153,16 +187,15 @@ class BatchRunner:
             except DynamoError as error:
                 log.debug("the lease of batch %s could not be given back: %s", id, error)
 
-    async def _worked_on(self, owner: str, batch: Batch) -> Batch:
-        """Return the batch at its end."""
+    async def _worked_on(self, owner: str, batch: Batch, hold: Hold) -> Batch:
+        """Return the batch at its end. `hold` counts what it has in memory. Raises Overloaded, Unavailable."""
         now = self._batches.now
         try:
-            account = self._account(owner)
-            content = await self._files.content(owner, batch.input_file_id)
-            lines = await self._settings.offload.run(parse_lines, content, batch.endpoint)
+            account = self._account(owner, self._operations[batch.endpoint].declared.surface)
+            lines = await self._lines_of(owner, batch, hold)
         except InvalidBatch as error:
             return await self._failed(owner, batch, error.problems)
-        except (FileNotFound, Unauthenticated) as error:
+        except (FileNotFound, Unauthenticated, Forbidden) as error:
             return await self._failed(owner, batch, [Problem(str(error))])
 
         def started(batch: Batch) -> Batch:
@@ -170,14 +203,24 @@ class BatchRunner:
             return replace(batch, status="in_progress", in_progress_at=now) if batch.status == "validating" else batch
 
         batch = await self._batches.change(owner, batch.id, started)
-        done = await self._batches.segments(batch.id)
+        done = await self._batches.segments(batch.id, hold)
         for number in range(-(-len(lines) // SEGMENT_LINES)):
             if batch.status != "in_progress" or self._batches.now >= batch.expires_at or _is_full(done):
                 break
             if number not in done:
-                done[number] = await self._segment(account, batch, number, lines)
+                if await self._batches.attempt(owner, batch.id) > MAX_ATTEMPTS:
+                    message = (
+                        f"lines {number * SEGMENT_LINES + 1} and following were carried out {MAX_ATTEMPTS} times without results"
+                    )
+                    return await self._failed(owner, batch, [Problem(message, code="too_many_attempts")])
+                room = _Room(MAX_RESULT_CHARS - sum(segment.chars for segment in done.values()), hold)
+                done[number] = await self._segment(account, batch, number, lines, room)
                 batch = await self._count(owner, batch, [segment.counts for segment in done.values()])
         return batch if batch.status in ENDED else await self._finish(owner, batch, lines, done)
+
+    async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[Line]:
+        content = await self._files.content(owner, batch.input_file_id, hold)
+        return await self._settings.offload.run(parse_lines, content, batch.endpoint)
 
     async def _count(self, owner: str, batch: Batch, counts: Collection[RequestCounts]) -> Batch:
         completed, failed = sum(each.completed for each in counts), sum(each.failed for each in counts)
@@ -185,7 +228,7 @@ class BatchRunner:
         def counted(batch: Batch) -> Batch:
             return replace(batch, request_counts=RequestCounts(batch.request_counts.total, completed, failed))
 
-        return await self._batches.change(owner, batch.id, counted)
+        return await self._batches.succeeded(owner, batch.id, counted)
 
     async def _finish(self, owner: str, batch: Batch, lines: Sequence[Line], done: Mapping[int, Segment]) -> Batch:
         """Write the files of a batch, whether or not it has all its results; return it as it is then."""
@@ -206,7 +249,7 @@ class BatchRunner:
 
         def ended(batch: Batch) -> Batch:
             batch = replace(batch, output_file_id=ids.get("output"), error_file_id=ids.get("error"), finalizing_at=now)
-            if not missing:
+            if not missing and all(segment.is_complete for segment in done.values()):
                 return replace(batch, status="completed", completed_at=now)
             if batch.status == "cancelling":
                 return replace(batch, status="cancelled", cancelled_at=now)
@@ -223,39 +266,77 @@ class BatchRunner:
             owner, batch.id, lambda batch: replace(batch, status="failed", failed_at=now, errors=Problems(problems))
         )
 
-    async def _segment(self, account: Account, batch: Batch, number: int, lines: Sequence[Line]) -> Segment:
-        """Carry out a segment, keep its results, and return them. Raises Unavailable if others have done so."""
+    async def _segment(self, account: Account, batch: Batch, number: int, lines: Sequence[Line], room: _Room) -> Segment:
+        """Carry out a segment, keep its results, and return them. Raises Unavailable if others have done so, and Overloaded."""
         own = lines[number * SEGMENT_LINES : (number + 1) * SEGMENT_LINES]
-        tasks = [awaited(self._line(account, batch, line)) for line in own]
+        turns = AdmissionTurns(partial(self._is_wanted, account.name, batch.id), POLL_S)
+        tasks = [awaited(self._line(account, batch, line, turns, room)) for line in own]
         try:
-            results = await asyncio.gather(*tasks)
+            outcomes = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        outputs = [text for is_good, text in results if is_good]
-        errors = [text for is_good, text in results if not is_good]
-        counts = RequestCounts(len(own), len(outputs), len(errors))
+        outputs = [outcome.text for outcome in outcomes if outcome.is_good]
+        errors = [outcome.text for outcome in outcomes if not outcome.is_good]
+        abandoned = sum(outcome.account is None for outcome in outcomes)
+        counts = RequestCounts(len(own), len(outputs), len(errors) - abandoned)
         segment = Segment("".join(outputs), "".join(errors), counts)
         if not await self._batches.put_segment(batch.id, number, segment):
             raise Unavailable("another frontend carries it out")
+        for outcome in outcomes:
+            if outcome.account is not None:
+                outcome.account.settle()
         self._metrics.batch_lines(completed=counts.completed, failed=counts.failed)
         return segment
 
-    async def _line(self, account: Account, batch: Batch, line: Line) -> tuple[bool, str]:
-        """Return whether a line went well, and its result."""
-        pause_s = FIRST_PAUSE_S
-        operation = self._operations[batch.endpoint]
-        for _ in range(_RETRIES):
-            async with self._lines.slot(account):
-                status, response = await self._call(account, operation, bytes(line.body), _line_id(batch.id, line))
-            if status not in _REFUSED or self._batches.now + pause_s >= batch.expires_at:
-                break
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
-        return status < 400, _result(batch.id, line, (status, response))
+    async def _is_wanted(self, owner: str, id: str) -> bool:
+        try:
+            return (await self._batches.read(owner, id)).status == "in_progress"
+        except Unavailable:
+            return True
+        except BatchNotFound:
+            return False
 
-    async def _call(self, account: Account, operation: Operation, body: bytes, request_id: str) -> tuple[int, bytes]:
-        """Return the status and body of the response to a request that no client sent."""
+    async def _line(self, account: Account, batch: Batch, line: Line, turns: AdmissionTurns, room: _Room) -> _Outcome:
+        operation = self._operations[batch.endpoint]
+        pause_s, retries = FIRST_PAUSE_S, 0
+        while True:
+            async with turns.turn() as end_turn, self._lines.slot(account):
+                if not turns.is_wanted:
+                    return _Outcome(_result(batch.id, line, None, "batch_cancelled"), is_good=False, account=None)
+                if room.is_full:
+                    return _Outcome(_result(batch.id, line, None, "output_too_large"), is_good=False, account=None)
+                line_account = LineAccount(account, end_turn)
+                timeout_s = max(1, batch.expires_at - self._batches.now)
+                request_id = _line_id(batch.id, line)
+                exchange, response = await self._call(line_account, operation, bytes(line.body), request_id, timeout_s)
+                if exchange.limited_s:
+                    turns.refused(exchange.limited_s)
+                else:
+                    turns.ended()
+            status = exchange.status or 500
+            if status not in _REFUSED or self._batches.now + (exchange.limited_s or pause_s) >= batch.expires_at:
+                break
+            if not exchange.limited_s:
+                retries += 1
+                if retries == _RETRIES:
+                    break
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+        if not room.take(len(response)):
+            text = _result(
+                batch.id, line, None, "output_too_large", "the results of the batch leave no room for that of this request"
+            )
+            return _Outcome(text, is_good=False, account=line_account)
+        return _Outcome(_result(batch.id, line, (status, response)), is_good=status < 400, account=line_account)
+
+    async def _call(
+        self, account: Account, operation: Operation, body: bytes, request_id: str, timeout_s: int
+    ) -> tuple[Exchange, bytes]:
+        """Return the exchange, and the body of the response, of a request that no client sent.
+
+        It is one of the operation like any other, within all that this declares; its deadline is that of the batch.
+        """
         pieces: list[bytes] = []
         never = asyncio.Event()
         messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -273,17 +354,66 @@ class BatchRunner:
             (b"content-type", b"application/json"),
             (b"x-request-id", request_id.encode()),
             (b"x-dynamo-request-priority", _PRIORITY),
+            (TIMEOUT.encode(), b"%d" % (timeout_s * 1000)),
         ]
         path = operation.path
         scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
         exchange = Exchange(scope, receive, send, self._settings)
         exchange.account, exchange.endpoint, exchange.errors = account, operation.endpoint, operation.errors
-        await exchange.run(operation.handle)
-        return exchange.status or 500, b"".join(pieces)
+        exchange.declared = operation.declared
+
+        async def handle(exchange: Exchange) -> None:
+            self._account(account.name, operation.declared.surface)  # the key file may have changed since the batch was begun
+            await operation.handle(exchange)
+
+        try:
+            exchange.occupancy = occupied = self._settings.capacity.enter()
+        except Overloaded as error:
+            await exchange.fail(error)
+            return exchange, b"".join(pieces)
+        try:
+            await exchange.run(handle)
+        finally:
+            occupied.leave()
+        return exchange, b"".join(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What became of a line."""
+
+    text: str
+    """Its line in the output or error file."""
+    is_good: bool
+    account: LineAccount | None
+    """To be settled when the result is kept; None: the line was not carried out, since the batch was cancelled."""
+
+
+class _Room:
+    """The room that the results of a batch may still take."""
+
+    def __init__(self, left: int, hold: Hold) -> None:
+        """`left`: how many bytes they may still take; `hold` counts them."""
+        self._left = left
+        self._hold = hold
+        self.is_full = False
+        """Whether a result did not fit; no further one is made then."""
+
+    def take(self, size: int) -> bool:
+        """Return whether a result fits, and count it if it does. Raises Overloaded."""
+        if size > self._left:
+            self.is_full = True
+            return False
+        self._left -= size
+        self._hold(size)
+        return True
 
 
 def _is_full(done: Mapping[int, Segment]) -> bool:
-    return sum(segment.chars for segment in done.values()) > MAX_RESULT_CHARS
+    """Return whether results did not fit: lines were not carried out, though the batch was not cancelled."""
+    return sum(segment.chars for segment in done.values()) > MAX_RESULT_CHARS or not all(
+        segment.is_complete for segment in done.values()
+    )
 
 
 def _code_of_missing(batch: Batch, done: Mapping[int, Segment]) -> str:
@@ -297,12 +427,12 @@ def _line_id(batch: str, line: Line) -> str:
     return f"batch_req_{hashlib.sha256(f'{batch} {line.custom_id}'.encode()).hexdigest()[:32]}"
 
 
-def _result(batch: str, line: Line, response: tuple[int, bytes] | None, code: str = "") -> str:
-    """Return a line of the output or error file; without a response, one that was not carried out."""
+def _result(batch: str, line: Line, response: tuple[int, bytes] | None, code: str = "", why: str = _NOT_REACHED) -> str:
+    """Return a line of the output or error file; without a response, one of an error."""
     id = _line_id(batch, line)
     result: dict[str, Any] = {"id": id, "custom_id": line.custom_id, "response": None, "error": None}
     if response is None:
-        result["error"] = {"code": code, "message": "the batch ended before this request was carried out"}
+        result["error"] = {"code": code, "message": why}
     else:
         status, body = response
         result["response"] = {"status_code": status, "request_id": id, "body": Raw(body)}

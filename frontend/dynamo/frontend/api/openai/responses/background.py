@@ -12,12 +12,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from dynamo.common.background import Tasks, awaited
 from dynamo.common.errors import Code, DynamoError, Overloaded, Unavailable
+from dynamo.frontend.api.capacity import Occupancy
+from dynamo.frontend.api.declaration import TEXT, within
 from dynamo.frontend.api.openai.responses.events import ResponseObject
 from dynamo.frontend.api.openai.responses.storage import Item
 from dynamo.frontend.api.openai.responses.stored import BEAT_S, StoredResponses
@@ -25,6 +28,9 @@ from dynamo.frontend.api.statuses import log_failure, public_message
 
 log = logging.getLogger(__name__)
 
+IN_BACKGROUND = replace(TEXT, deadline_s=86_400.0)
+"""A response in the background is admitted and charged as any other; it is a request of its own, with all that its request held,
+until it is stored."""
 MAX_RUNNING = 256
 _ATTEMPTS = 6
 """To write a response, while JetStream is away; the pause between two doubles."""
@@ -71,12 +77,17 @@ class BackgroundResponses:
         self._starting = 0
         """Those whose first record is being written."""
 
-    async def start(self, owner: str, response: ResponseObject, items: Sequence[Item], generate: Generate) -> ResponseObject:
+    async def start(
+        self, owner: str, response: ResponseObject, items: Sequence[Item], generate: Generate, occupied: Occupancy
+    ) -> ResponseObject:
         """Store `response` as one that is queued once `generate` is admitted, and let `generate` replace it.
+
+        `occupied` is left when that has ended, or if this raises.
 
         Raises Overloaded, Unavailable, and what keeps `generate` from being admitted.
         """
         if len(self._tasks) + self._starting >= MAX_RUNNING:
+            occupied.leave()
             raise Overloaded(f"{MAX_RUNNING} responses are being generated in the background already")
         self._starting += 1
         stages = Stages()
@@ -90,12 +101,14 @@ class BackgroundResponses:
         except BaseException:
             work.cancel()
             await asyncio.wait({work})
+            occupied.leave()
             raise
         finally:
             self._starting -= 1
         assert revision is not None, "the id is new"
         stages.stored()
-        self._tasks.start(self._run(owner, response, revision, stages, work), f"response {response.id}")
+        running = self._tasks.start(self._run(owner, response, revision, stages, work), f"response {response.id}")
+        running.add_done_callback(lambda _: occupied.leave())
         return response
 
     async def drain(self, timeout_s: float) -> None:
@@ -158,7 +171,8 @@ class BackgroundResponses:
 async def _outcome(response: ResponseObject, stages: Stages, generate: Generate) -> ResponseObject:
     """Return the response at its end. Raises what keeps it from being admitted."""
     try:
-        return await generate(stages)
+        async with within(IN_BACKGROUND.deadline_s):
+            return await generate(stages)
     except Exception as error:
         if not stages.is_admitted.done():
             raise

@@ -52,49 +52,44 @@ class ConversationOperations:
     async def create(self, exchange: Exchange) -> None:
         exchange.caller()
         request = await self._create.read(exchange)
-        with exchange.account.occupy():
-            items = await self._to_store(exchange, request.items or [], [])
-            created = await self._conversations.create(exchange.account.name, items, request.metadata or {})
+        items = await self._to_store(exchange, request.items or [], [])
+        created = await self._conversations.create(exchange.account.name, items, request.metadata or {})
         await exchange.respond(encode(created))
 
     async def read(self, exchange: Exchange) -> None:
-        with exchange.account.occupy():
-            conversation = await self._conversations.read(exchange.account.name, exchange.parameters["id"])
+        conversation = await self._conversations.read(exchange.account.name, exchange.parameters["id"], exchange.hold)
         await exchange.respond(encode(conversation))
 
     async def update(self, exchange: Exchange) -> None:
         exchange.caller()
         request = await self._update.read(exchange)
-        with exchange.account.occupy():
-            updated = await self._conversations.update(exchange.account.name, exchange.parameters["id"], request.metadata)
+        updated = await self._conversations.update(
+            exchange.account.name, exchange.parameters["id"], request.metadata, exchange.hold
+        )
         await exchange.respond(encode(updated))
 
     async def delete(self, exchange: Exchange) -> None:
         exchange.caller()
         id = exchange.parameters["id"]
-        with exchange.account.occupy():
-            await self._conversations.delete(exchange.account.name, id)
+        await self._conversations.delete(exchange.account.name, id, exchange.hold)
         await exchange.respond(encode({"id": id, "object": "conversation.deleted", "deleted": True}))
 
     async def add_items(self, exchange: Exchange) -> None:
         exchange.caller()
         request = await self._add.read(exchange)
         id = exchange.parameters["id"]
-        with exchange.account.occupy():
-            refers = any(item.type == "item_reference" for item in request.items)
-            items = await self._to_store(exchange, request.items, await self._items(exchange) if refers else [])
-            await self._conversations.add(exchange.account.name, id, items)
+        refers = any(item.type == "item_reference" for item in request.items)
+        items = await self._to_store(exchange, request.items, await self._items(exchange) if refers else [])
+        await self._conversations.add(exchange.account.name, id, items, exchange.hold)
         await exchange.respond(encode(listed(items)))
 
     async def items(self, exchange: Exchange) -> None:
-        with exchange.account.occupy():
-            items = await self._items(exchange)
+        items = await self._items(exchange)
         await exchange.respond(encode(page_of_query(items, exchange.query)))
 
     async def item(self, exchange: Exchange) -> None:
         wanted = exchange.parameters["item"]
-        with exchange.account.occupy():
-            found = [item for item in await self._items(exchange) if item.get("id") == wanted]
+        found = [item for item in await self._items(exchange) if item.get("id") == wanted]
         if not found:
             raise NotFound(f"item '{wanted[:80]}' is not found in the conversation")
         await exchange.respond(encode(found[0]))
@@ -102,8 +97,7 @@ class ConversationOperations:
     async def delete_item(self, exchange: Exchange) -> None:
         exchange.caller()
         id, item = exchange.parameters["id"], exchange.parameters["item"]
-        with exchange.account.occupy():
-            conversation = await self._conversations.delete_item(exchange.account.name, id, item)
+        conversation = await self._conversations.delete_item(exchange.account.name, id, item, exchange.hold)
         await exchange.respond(encode(conversation))
 
     @property

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from dynamo.common.errors import NotFound, Overloaded
+from dynamo.common.work import hold_nothing
 from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded, parse_items, split_items
 
 _ID = re.compile(r"conv_[0-9a-f]{32}")
@@ -73,22 +74,20 @@ class Conversations:
                 await storage.written(owner, id, len(data))
             return shown
 
-    async def read(self, owner: str, id: str) -> ConversationObject:
+    async def read(self, owner: str, id: str, hold: Hold = hold_nothing) -> ConversationObject:
         """Raises ConversationNotFound."""
         with self._storage.counted("read_conversation"):
-            return (await self._load(owner, id))[0].shown
+            return (await self._load(owner, id, hold))[0].shown
 
-    async def items(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
-        """Return all items, oldest first. Raises ConversationNotFound.
-
-        `hold` is called with the number of bytes that they take, before they are parsed.
-        """
+    async def items(self, owner: str, id: str, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
+        """Return all items, oldest first. Raises ConversationNotFound."""
         with self._storage.counted("read_conversation"):
-            stored, *_ = await self._load(owner, id)
-            hold(len(memoryview(stored.items)))
-            return await parse_items(stored.items)
+            stored, *_ = await self._load(owner, id, hold)
+            return await parse_items(stored.items, hold)
 
-    async def add(self, owner: str, id: str, items: Sequence[Item], *, is_bounded: bool = True) -> None:
+    async def add(
+        self, owner: str, id: str, items: Sequence[Item], hold: Hold = hold_nothing, *, is_bounded: bool = True
+    ) -> None:
         """Add items at the end, if `is_bounded` within what the key may store.
 
         Raises ConversationNotFound, PayloadTooLarge; Overloaded if others write all the time.
@@ -98,9 +97,9 @@ class Conversations:
         def change(stored: _Stored) -> _Stored:
             return msgspec.structs.replace(stored, items=_joined(stored.items, added))
 
-        await self._change("add_items", owner, id, change, is_bounded=is_bounded)
+        await self._change("add_items", owner, id, change, hold, is_bounded=is_bounded)
 
-    async def delete_item(self, owner: str, id: str, item_id: str) -> ConversationObject:
+    async def delete_item(self, owner: str, id: str, item_id: str, hold: Hold = hold_nothing) -> ConversationObject:
         """Delete an item. Raises ConversationNotFound; NotFound if there is no such item."""
 
         def change(stored: _Stored) -> _Stored:
@@ -110,31 +109,38 @@ class Conversations:
                 raise NotFound(f"item '{item_id[:80]}' is not found in conversation '{id}'")
             return msgspec.structs.replace(stored, items=Raw(msgspec.json.encode(rest)))
 
-        return await self._change("delete_item", owner, id, change)
+        return await self._change("delete_item", owner, id, change, hold)
 
-    async def update(self, owner: str, id: str, metadata: Mapping[str, str]) -> ConversationObject:
+    async def update(self, owner: str, id: str, metadata: Mapping[str, str], hold: Hold = hold_nothing) -> ConversationObject:
         """Replace the metadata. Raises ConversationNotFound."""
 
         def change(stored: _Stored) -> _Stored:
             return msgspec.structs.replace(stored, shown=msgspec.structs.replace(stored.shown, metadata=dict(metadata)))
 
-        return await self._change("update_conversation", owner, id, change)
+        return await self._change("update_conversation", owner, id, change, hold)
 
-    async def delete(self, owner: str, id: str) -> None:
+    async def delete(self, owner: str, id: str, hold: Hold = hold_nothing) -> None:
         """Delete a conversation with its items. Raises ConversationNotFound."""
         storage = self._storage
         with storage.counted("delete_conversation"):
-            await self._load(owner, id)
+            await self._load(owner, id, hold)
             await storage.records.delete(storage.key(id))
             await storage.deleted(owner, id)
 
     async def _change(
-        self, operation: str, owner: str, id: str, change: Callable[[_Stored], _Stored], *, is_bounded: bool = True
+        self,
+        operation: str,
+        owner: str,
+        id: str,
+        change: Callable[[_Stored], _Stored],
+        hold: Hold = hold_nothing,
+        *,
+        is_bounded: bool = True,
     ) -> ConversationObject:
         storage = self._storage
         with storage.counted(operation):
             for _ in range(_ATTEMPTS):
-                stored, revision, before = await self._load(owner, id)
+                stored, revision, before = await self._load(owner, id, hold)
                 await asyncio.sleep(0)  # both take a while if the conversation is large
                 changed = change(stored)
                 data = bounded(msgspec.json.encode(changed))
@@ -144,10 +150,10 @@ class Conversations:
                         return changed.shown
             raise Overloaded(f"conversation '{id}' changes too fast; try again")
 
-    async def _load(self, owner: str, id: str) -> tuple[_Stored, int, int]:
+    async def _load(self, owner: str, id: str, hold: Hold) -> tuple[_Stored, int, int]:
         """Return a conversation, its revision and its length in bytes."""
         storage = self._storage
-        record = await storage.records.get(storage.key(id)) if _ID.fullmatch(id) else None
+        record = await storage.records.get(storage.key(id), hold) if _ID.fullmatch(id) else None
         if record is None:
             raise ConversationNotFound(id)
         stored = _decoder.decode(record.value)

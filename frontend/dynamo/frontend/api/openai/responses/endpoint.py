@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from dynamo.common.background import awaited
 from dynamo.common.errors import Code, DynamoError, EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.calls import Caller
-from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.capacity import Occupancy
+from dynamo.frontend.api.declaration import Charge
+from dynamo.frontend.api.http.exchange import EventStream, Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
@@ -29,6 +32,8 @@ from dynamo.frontend.api.openai.responses.storage import Item, ItemIds
 from dynamo.frontend.api.openai.responses.stored import new_response_id
 from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, session_of
 from dynamo.frontend.api.statuses import log_failure, public_message
+from dynamo.frontend.api.text.gathering import Gathering
+from dynamo.frontend.api.text.model_names import described_model
 from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
@@ -103,7 +108,8 @@ class Responses:
             added=added,
         )
         if request.background:
-            response = await self._start(work, caller)
+            assert exchange.occupancy is not None, "requests to models are counted"
+            response = await self._start(work, caller, exchange.occupancy.handed_over())
             return await (self.follow(exchange, id) if request.stream else exchange.respond(encode(response)))
 
         async def attempt(model: str, caller: Caller) -> None:
@@ -135,12 +141,14 @@ class Responses:
         request = await self._reader.read(exchange)
         request = msgspec.structs.replace(request, store=False, background=None)
         continued, *_ = await self._with_history(exchange, request, new_response_id())
-        with exchange.account.occupy(), fields_named(_FIELDS):
+        with fields_named(_FIELDS):
             chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, continued.to_chat), exchange.account)
-            card = edge.plane.card(exchange.account, chat.model_name)
+            model = described_model(edge.plane, exchange.account, chat.model)
+            chat = msgspec.structs.replace(chat, model=model)
+            card = edge.plane.card(exchange.account, model)
             is_large = exchange.has_large_body
             prepared = await edge.offload.run_if(is_large, chat_to_text, chat, card, edge.parsers, edge.limits)
-            text = await edge.plane.text_model(exchange.account, chat.model_name)
+            text = await edge.plane.text_model(exchange.account, model)
             rendered = await text.render(prepared.texts[0])
             tokens = await text.tokenizer.encode(rendered, special_tokens=False)
         await exchange.respond(msgspec.json.encode(InputTokens(input_tokens=len(tokens))))
@@ -161,22 +169,24 @@ class Responses:
         new: list[Item] = [*await edge.offload.run_if(exchange.has_large_body, request.items, ids)]
         if not reads:
             return request, new, new
-        with exchange.account.occupy():  # what is read may be far larger than the request, which is not admitted yet
+        has_place = exchange.declared.charge is Charge.WORK
+        # What is read may be far larger than the request, which is not admitted yet.
+        with nullcontext() if has_place else exchange.account.occupy():
             history: list[dict[str, Any]] = []
             if request.previous_response_id:
-                history = await stored.history(owner, request.previous_response_id, exchange.hold)
+                history = await stored.history(owner, request.previous_response_id, exchange.hold_stored)
             elif request.conversation_id is not None:
-                history = await stored.conversations.items(owner, request.conversation_id, exchange.hold)
-            new = await stored.resolved(owner, new, history, ids, exchange.hold)
+                history = await stored.conversations.items(owner, request.conversation_id, exchange.hold_stored)
+            new = await stored.resolved(owner, new, history, ids, exchange.hold_stored)
         items: list[Item] = [*history, *new]
         return await edge.offload.run(request.with_items, items), items if is_stored else None, new
 
-    async def _start(self, work: _Work, caller: Caller) -> ResponseObject:
+    async def _start(self, work: _Work, caller: Caller, occupied: Occupancy) -> ResponseObject:
         """Begin a response in the background, and return it as it is then. Raises what keeps the request from being admitted."""
         edge, chat = self._edge, work.chat
         assert edge.background is not None and work.items is not None
         progress = caller.progress or Progress()
-        detached = msgspec.structs.replace(caller, progress=progress, deadline=None, explanation=None)
+        detached = msgspec.structs.replace(caller, progress=progress, deadline=None, explanation=None, hold=occupied.hold)
 
         async def generate(stages: Stages) -> ResponseObject:
             async def attempt(model: str, caller: Caller) -> ResponseObject:
@@ -198,7 +208,7 @@ class Responses:
         plane.described(account, chat.model_name)  # what is not there fails now
         queued = msgspec.structs.replace(work.response(chat.model_name), status="queued")
         events = EventLog(edge.background.stored, work.owner, queued)
-        return await edge.background.start(work.owner, queued, work.items, generate)
+        return await edge.background.start(work.owner, queued, work.items, generate, occupied)
 
     @asynccontextmanager
     async def _generating(self, work: _Work, model: str, caller: Caller) -> AsyncIterator[tuple[Generation, _Feeder]]:
@@ -214,7 +224,7 @@ class Responses:
                 if request.wants_logprobs:
                     texts = TokenTexts((await edge.plane.text_model(work.account, model)).tokenizer)
                 parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
-                yield generation, _Feeder(work.response(model), request, parser, texts)
+                yield generation, _Feeder(work.response(model), request, parser, texts, Gathering(caller.hold))
 
     async def _complete(self, work: _Work, generation: Generation, feeder: _Feeder) -> ResponseObject:
         """Return the whole response, stored if it is to be."""
@@ -223,12 +233,10 @@ class Responses:
 
     async def _stream(self, exchange: Exchange, work: _Work, generation: Generation, feeder: _Feeder) -> None:
         writer = feeder.writer
-        reason = None
         async with exchange.events() as stream:
             try:
-                while deltas := await generation.read():
-                    reason = feeder.add(deltas) or reason
-                    await stream.write(writer.take())
+                # In a task of its own: a token wakes that one, and not all coroutines that wait for the end of the stream.
+                reason = await awaited(_write_parts(stream, generation, feeder))
                 response = writer.finish(_finished(reason), generation.summary, self._edge.clock())
                 response = await self._save(work, response)
                 writer.end(response)
@@ -266,6 +274,15 @@ class Responses:
             await stored.conversations.add(work.owner, id, [*work.added, *response.output], is_bounded=False)
 
 
+async def _write_parts(stream: EventStream, generation: Generation, feeder: _Feeder) -> FinishReason | None:
+    """Write the events before the last ones; return why the response has ended."""
+    reason, writer = None, feeder.writer
+    while deltas := await generation.read():
+        reason = feeder.add(deltas) or reason
+        await stream.write(writer.take())
+    return reason
+
+
 async def _read_all(
     generation: Generation, feeder: _Feeder, clock: Callable[[], float], on_events: Callable[[bytes], None] | None = None
 ) -> ResponseObject:
@@ -285,9 +302,15 @@ class _Feeder:
     """Parses deltas and hands their parts to a writer."""
 
     def __init__(
-        self, response: ResponseObject, request: ResponsesRequest, parser: OutputParser | None, texts: TokenTexts | None
+        self,
+        response: ResponseObject,
+        request: ResponsesRequest,
+        parser: OutputParser | None,
+        texts: TokenTexts | None,
+        gathering: Gathering,
     ) -> None:
-        """`texts` is for log probabilities; None: there are none."""
+        """`texts` is for log probabilities; None: there are none. `gathering`: the last event has the whole response."""
+        self._gathering = gathering
         self.writer = ResponseWriter(response, stream=bool(request.stream), is_created=bool(request.background))
         self._parser = parser
         self._texts = texts
@@ -297,7 +320,8 @@ class _Feeder:
         """Of tokens whose text the parser holds back."""
 
     def add(self, deltas: list[TextDelta]) -> FinishReason | None:
-        """Return the reason if the deltas end the response."""
+        """Return the reason if the deltas end the response. Raises Overloaded."""
+        self._gathering.add(deltas)
         reason = None
         for delta in deltas:
             parts: Sequence[Part] = [Content(delta.text)] if delta.text else []

@@ -45,6 +45,8 @@ class EventLog:
         """What is being written: the same bytes again after a failure, which may have been that of the confirmation only."""
         self._written = 0
         """Events in chunks that were written."""
+        self._is_failing = False
+        """The last attempt to write failed."""
         self._bytes = self._counted_bytes = 0
         """Of these, and of those that the key's limit counts already."""
 
@@ -80,8 +82,11 @@ class EventLog:
             if self._bytes - self._counted_bytes >= (1 if is_last else _COUNTED_BYTES):
                 await self._stored.count_events(self._owner, self._id, self._bytes, self._counted_bytes)
                 self._counted_bytes = self._bytes
+            self._is_failing = False
         except Unavailable as error:
-            log.warning("events of response %s cannot be stored now: %s", self._id, error)
+            if not self._is_failing:  # it is tried ten times a second
+                log.warning("events of response %s cannot be stored now: %s", self._id, error)
+            self._is_failing = True
 
 
 async def follow(stored: StoredResponses, owner: str, id: str, first: int) -> AsyncGenerator[bytes, None]:

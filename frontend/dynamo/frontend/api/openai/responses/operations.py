@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
+from dynamo.frontend.api.declaration import TEXT, Charge, Reads
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.response_objects import InputTokens
+from dynamo.frontend.api.openai.responses.background import IN_BACKGROUND
 from dynamo.frontend.api.openai.responses.conversation_operations import (
     AddItems,
     ConversationOperations,
@@ -20,6 +24,10 @@ from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
 from dynamo.frontend.api.openai.responses.stored_operations import StoredOperations
 
 Describe = Callable[..., Operation]
+
+STORED = replace(TEXT, reads=Reads.LITTLE, copies=1, charge=Charge.WORK, deadline_s=300.0)
+"""What reads or changes what a key has stored."""
+WRITTEN = replace(STORED, reads=TEXT.reads, copies=TEXT.copies)
 
 
 def response_operations(edge: Edge, infer: Describe, tokens: Describe) -> list[Operation]:
@@ -45,13 +53,21 @@ def response_operations(edge: Edge, infer: Describe, tokens: Describe) -> list[O
         infer(
             method="GET",
             path="/v1/responses/{id}",
+            declared=replace(STORED, deadline_s=IN_BACKGROUND.deadline_s),  # it may be followed to its end
             handle=stored.read,
             summary="A stored response",
             response=ResponseObject,
         ),
-        infer(method="DELETE", path="/v1/responses/{id}", handle=stored.delete, summary="Delete a stored response"),
+        infer(
+            method="DELETE",
+            path="/v1/responses/{id}",
+            declared=STORED,
+            handle=stored.delete,
+            summary="Delete a stored response",
+        ),
         infer(
             path="/v1/responses/{id}/cancel",
+            declared=replace(STORED, charge=Charge.CALL),  # those that follow it may have all places of the key
             handle=stored.cancel,
             summary="Cancel a response in the background",
             response=ResponseObject,
@@ -59,29 +75,40 @@ def response_operations(edge: Edge, infer: Describe, tokens: Describe) -> list[O
         infer(
             method="GET",
             path="/v1/responses/{id}/input_items",
+            declared=STORED,
             handle=stored.items,
             summary="The conversation that a stored response continues",
         ),
-        *_conversation_operations(ConversationOperations(edge), infer),
+        *_conversation_operations(ConversationOperations(edge), partial(infer, declared=STORED)),
     ]
 
 
-def _conversation_operations(handlers: ConversationOperations, infer: Describe) -> list[Operation]:
+def _conversation_operations(handlers: ConversationOperations, operation: Describe) -> list[Operation]:
     one, items, item = "/v1/conversations/{id}", "/v1/conversations/{id}/items", "/v1/conversations/{id}/items/{item}"
     shown = ConversationObject
     return [
-        infer(
+        operation(
             path="/v1/conversations",
+            declared=WRITTEN,
             handle=handlers.create,
             summary="Begin a conversation that is stored",
             request=CreateConversation,
             response=shown,
         ),
-        infer(method="GET", path=one, handle=handlers.read, summary="A conversation", response=shown),
-        infer(path=one, handle=handlers.update, summary="Set its metadata", request=UpdateConversation, response=shown),
-        infer(method="DELETE", path=one, handle=handlers.delete, summary="Delete a conversation with its items"),
-        infer(path=items, handle=handlers.add_items, summary="Add items to a conversation", request=AddItems),
-        infer(method="GET", path=items, handle=handlers.items, summary="The items of a conversation"),
-        infer(method="GET", path=item, handle=handlers.item, summary="An item of a conversation"),
-        infer(method="DELETE", path=item, handle=handlers.delete_item, summary="Delete an item", response=shown),
+        operation(method="GET", path=one, handle=handlers.read, summary="A conversation", response=shown),
+        operation(
+            path=one,
+            declared=WRITTEN,
+            handle=handlers.update,
+            summary="Set its metadata",
+            request=UpdateConversation,
+            response=shown,
+        ),
+        operation(method="DELETE", path=one, handle=handlers.delete, summary="Delete a conversation with its items"),
+        operation(
+            path=items, declared=WRITTEN, handle=handlers.add_items, summary="Add items to a conversation", request=AddItems
+        ),
+        operation(method="GET", path=items, handle=handlers.items, summary="The items of a conversation"),
+        operation(method="GET", path=item, handle=handlers.item, summary="An item of a conversation"),
+        operation(method="DELETE", path=item, handle=handlers.delete_item, summary="Delete an item", response=shown),
     ]

@@ -14,6 +14,8 @@ import msgspec
 from dynamo.common.errors import DynamoError, PayloadTooLarge
 from dynamo.common.messaging.records import RecordStore
 from dynamo.common.names import encode
+from dynamo.common.work import hold_nothing
+from dynamo.frontend.api.http.json_scan import VALUE_BYTES
 from dynamo.frontend.api.openai.owners import owner_token
 from dynamo.frontend.api.openai.quota import StoredBytes
 from dynamo.frontend.metrics import FrontendMetrics
@@ -23,10 +25,13 @@ MAX_BYTES = 16 << 20
 
 Item = Mapping[str, Any]
 Hold = Callable[[int], None]
-"""Counts bytes as held for a request. Raises Overloaded."""
+"""Counts bytes as held for a request, before they are read where they are many. Raises Overloaded."""
 
 _BRIEF_BYTES = 64 * 1024
 """Of items that are parsed before others have their turn."""
+_FIELD = b'":'
+_FEW_FIELDS = 1024
+"""So many are not worth counting."""
 _array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _item_decoder = msgspec.json.Decoder(dict[str, Any])
 
@@ -109,8 +114,11 @@ def split_items(array: bytes | msgspec.Raw) -> list[msgspec.Raw]:
     return _array_decoder.decode(array)
 
 
-async def parse_items(array: bytes | msgspec.Raw) -> list[dict[str, Any]]:
-    """Return the items of a JSON array. What takes long is parsed piece by piece, so that the event loop goes on meanwhile."""
+async def parse_items(array: bytes | msgspec.Raw, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
+    """Return the items of a JSON array. What takes long is parsed piece by piece, so that the event loop goes on meanwhile.
+
+    `hold` is called with what is built of each item's fields, before it is. Raises what that raises.
+    """
     items: list[dict[str, Any]] = []
     await asyncio.sleep(0)  # to find where items begin takes a while, too
     unbroken_bytes = 0
@@ -118,8 +126,11 @@ async def parse_items(array: bytes | msgspec.Raw) -> list[dict[str, Any]]:
         if unbroken_bytes > _BRIEF_BYTES:
             unbroken_bytes = 0
             await asyncio.sleep(0)
-        items.append(_item_decoder.decode(item))
-        unbroken_bytes += len(memoryview(item))
+        data = bytes(memoryview(item))
+        if (fields := data.count(_FIELD)) > _FEW_FIELDS:
+            hold(VALUE_BYTES * fields)
+        items.append(_item_decoder.decode(data))
+        unbroken_bytes += len(data)
     return items
 
 

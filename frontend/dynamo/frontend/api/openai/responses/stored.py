@@ -2,8 +2,9 @@
 
 A response has two records: the response itself, and the items that it responded to, those of earlier responses included, so
 that a conversation goes on with one read. A response that is generated in the background is stored at its beginning, and its
-frontend writes it again every few seconds: one that is silent for longer has died. Each write is made only if the record is as
-the writer left it; so a response that was cancelled or deleted elsewhere stays so, and its frontend learns of it.
+frontend writes it again every few seconds: one that is silent for longer, by the clock of the store, has died. Each write is made
+only if the record is as the writer left it; so a response that was cancelled or deleted elsewhere stays so, and its frontend
+learns of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
-from dynamo.common.messaging.records import RecordStore
+from dynamo.common.messaging.records import Record, RecordStore
+from dynamo.common.work import hold_nothing
 from dynamo.frontend.api.openai.quota import StoredBytes
 from dynamo.frontend.api.openai.responses.conversations import Conversations
 from dynamo.frontend.api.openai.responses.events import ResponseObject
@@ -59,7 +61,7 @@ class _Stored(Struct, frozen=True):
     """The name of the API key; empty without one."""
     response: dict[str, Any]
     written_at: float
-    """Unix time, seconds."""
+    """Unix time of the writer. Nothing is compared with it: frontends of former versions need the field."""
 
 
 _decoder = msgspec.json.Decoder(_Stored)
@@ -93,7 +95,7 @@ class StoredResponses:
         if store is None:
             return self._by_default and self._storage.records.is_ready
         if store and not self._storage.records.is_ready:
-            raise Unavailable("responses cannot be stored now: JetStream does not respond")
+            raise Unavailable("responses cannot be stored now: JetStream is away, or takes no writes")
         return store
 
     async def may_store(self, owner: str, store: bool | None) -> bool:
@@ -143,20 +145,24 @@ class StoredResponses:
     async def running_revision(self, owner: str, id: str) -> int | None:
         """Return the revision of a response that is being generated; None if it was cancelled or deleted."""
         try:
-            stored, revision = await self._load(owner, id)
+            stored, record = await self._load(owner, id)
         except ResponseNotFound:
             return None
-        return revision if stored.response["status"] in RUNNING else None
+        return record.revision if stored.response["status"] in RUNNING else None
 
-    async def read(self, owner: str, id: str) -> dict[str, Any]:
+    async def read(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
         """Return a response. Raises ResponseNotFound."""
         with self._storage.counted("read"):
-            return await self.current(owner, id)
+            return await self.current(owner, id, hold)
 
-    async def current(self, owner: str, id: str) -> dict[str, Any]:
+    async def current(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
         """Return a response, without counting that as an operation. Raises ResponseNotFound."""
-        stored, _ = await self._load(owner, id)
-        return self._shown(stored)
+        stored, record = await self._load(owner, id, hold)
+        response = stored.response
+        if response["status"] in RUNNING and await self._storage.records.age_s(record) > LOST_S:
+            error = {"code": "server_error", "message": "the frontend that generated the response has ended"}
+            response |= {"status": "failed", "error": error}
+        return response
 
     async def add_events(self, id: str, first: int, events: bytes, count: int) -> None:
         """Write a chunk of the events of a response; `first` is the number of the first of these `count`."""
@@ -186,37 +192,30 @@ class StoredResponses:
         if await self._storage.records.get(self._storage.key(id)) is None:
             await self._delete_events(owner, id)
 
-    async def items(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
-        """Return what a response responded to, from the beginning of the conversation. Raises ResponseNotFound.
-
-        `hold` is called with the number of bytes that they take, before they are parsed.
-        """
+    async def items(self, owner: str, id: str, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
+        """Return what a response responded to, from the beginning of the conversation. Raises ResponseNotFound."""
         with self._storage.counted("read"):
-            await self._load(owner, id)
-            record = await self._storage.records.get(self._items_key(id))
+            await self._load(owner, id, hold)
+            record = await self._storage.records.get(self._items_key(id), hold)
             if record is None:
                 raise ResponseNotFound(id)
-            hold(len(record.value))
-            return await parse_items(record.value)
+            return await parse_items(record.value, hold)
 
-    async def history(self, owner: str, id: str, hold: Hold = lambda size_bytes: None) -> list[dict[str, Any]]:
-        """Return all items up to the end of a response; `hold` as for `items`.
-
-        Raises ResponseNotFound; InvalidRequest if it has not ended well.
-        """
-        response = await self.read(owner, id)
+    async def history(self, owner: str, id: str, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
+        """Return all items up to the end of a response. Raises ResponseNotFound; InvalidRequest if it has not ended well."""
+        response = await self.read(owner, id, hold)
         if response["status"] not in ("completed", "incomplete"):
             raise InvalidRequest(f"response '{id}' is {response['status']}; only one that ended can be continued")
         output: list[dict[str, Any]] = response["output"]
         return [*await self.items(owner, id, hold), *output]
 
     async def resolved(
-        self, owner: str, items: Sequence[Item], history: Sequence[Item], ids: ItemIds, hold: Hold = lambda size_bytes: None
+        self, owner: str, items: Sequence[Item], history: Sequence[Item], ids: ItemIds, hold: Hold = hold_nothing
     ) -> list[Item]:
         """Return items with each reference replaced by the item that it names, in `history` or in a stored response.
 
         Those that are there already become copies with ids of their own, since lists are paged by ids. Raises NotFound,
-        PayloadTooLarge, and InvalidRequest for references to too many responses; `hold` as for `items`.
+        PayloadTooLarge, and InvalidRequest for references to too many responses.
         """
         named: dict[Any, Item] = {item.get("id"): item for item in history}
         taken = set(named)
@@ -241,21 +240,22 @@ class StoredResponses:
                     sizes[id] = len(msgspec.json.encode(item))
                 referenced_bytes += sizes[id]
                 check_size(referenced_bytes)
+                hold(sizes[id])
             resolved.append({**item, "id": ids.new(item["type"])} if item["id"] in taken else item)
             taken.add(item["id"])
         return resolved
 
     async def _all_items(self, owner: str, id: str, hold: Hold) -> list[dict[str, Any]]:
         try:
-            response = await self.read(owner, id)
+            response = await self.read(owner, id, hold)
             return [*await self.items(owner, id, hold), *response["output"]]
         except ResponseNotFound:
             return []
 
-    async def delete(self, owner: str, id: str) -> None:
+    async def delete(self, owner: str, id: str, hold: Hold = hold_nothing) -> None:
         """Delete a response. Raises ResponseNotFound."""
         with self._storage.counted("delete"):
-            await self._load(owner, id)
+            await self._load(owner, id, hold)
             await self._storage.records.delete(self._storage.key(id))
             await self._storage.records.delete(self._items_key(id))
             for of_it in (id, f"{id}-items"):
@@ -263,19 +263,22 @@ class StoredResponses:
             await self._delete_events(owner, id)
             self._changes().announce(id)
 
-    async def cancel(self, owner: str, id: str) -> dict[str, Any]:
-        """End a response in the background, and return it as it is then. Raises ResponseNotFound, InvalidRequest."""
+    async def cancel(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
+        """End a response in the background, and return it as it is then. Raises ResponseNotFound, InvalidRequest.
+
+        One whose frontend seems to have died is ended as well: it may only be slow.
+        """
         with self._storage.counted("cancel"):
             for _ in range(_ATTEMPTS):
-                stored, revision = await self._load(owner, id)
-                response = self._shown(stored)
+                stored, record = await self._load(owner, id, hold)
+                response = stored.response
                 if not response["background"]:
                     raise InvalidRequest("Cannot cancel a synchronous response.")
                 if response["status"] not in RUNNING:
                     return response
                 response["status"] = "cancelled"
                 data = msgspec.json.encode(_Stored(owner, response, self._storage.clock()))
-                if await self._storage.records.put(self._storage.key(id), data, last=revision) is not None:
+                if await self._storage.records.put(self._storage.key(id), data, last=record.revision) is not None:
                     self._changes().announce(id)
                     return response
             raise InvalidRequest(f"response '{id}' changes too fast to be cancelled; try again")
@@ -285,21 +288,14 @@ class StoredResponses:
             await self._storage.records.delete(self._events_key(id, first))
         await self._storage.deleted(owner, f"{id}-events")
 
-    async def _load(self, owner: str, id: str) -> tuple[_Stored, int]:
-        record = await self._storage.records.get(self._storage.key(id)) if _ID.fullmatch(id) else None
+    async def _load(self, owner: str, id: str, hold: Hold = hold_nothing) -> tuple[_Stored, Record]:
+        record = await self._storage.records.get(self._storage.key(id), hold) if _ID.fullmatch(id) else None
         if record is None:
             raise ResponseNotFound(id)
         stored = _decoder.decode(record.value)
         if stored.owner != owner:
             raise ResponseNotFound(id)
-        return stored, record.revision
-
-    def _shown(self, stored: _Stored) -> dict[str, Any]:
-        response = dict(stored.response)
-        if response["status"] in RUNNING and self._storage.clock() - stored.written_at > LOST_S:
-            error = {"code": "server_error", "message": "the frontend that generated the response has ended"}
-            response |= {"status": "failed", "error": error}
-        return response
+        return stored, record
 
     def _items_key(self, id: str) -> str:
         return self._storage.key(f"{id}.items")

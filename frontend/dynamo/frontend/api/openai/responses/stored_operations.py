@@ -25,28 +25,23 @@ class StoredOperations:
     async def read(self, exchange: Exchange) -> None:
         if exchange.query.get("stream", "").lower() == "true":
             first = _first_event(exchange.query.get("starting_after"))
-            with exchange.account.occupy():
-                return await self._responses.follow(exchange, exchange.parameters["id"], first)
-        with exchange.account.occupy():
-            response = await self._stored.read(exchange.account.name, exchange.parameters["id"])
+            return await self._responses.follow(exchange, exchange.parameters["id"], first)
+        response = await self._stored.read(exchange.account.name, exchange.parameters["id"], exchange.hold)
         await exchange.respond(encode(response))
 
     async def delete(self, exchange: Exchange) -> None:
         exchange.caller()
         id = exchange.parameters["id"]
-        with exchange.account.occupy():
-            await self._stored.delete(exchange.account.name, id)
+        await self._stored.delete(exchange.account.name, id, exchange.hold)
         await exchange.respond(encode({"id": id, "object": "response", "deleted": True}))
 
     async def cancel(self, exchange: Exchange) -> None:
         exchange.caller()
-        # Without a place of the key's: those that follow the response may have taken all of them.
-        response = await self._stored.cancel(exchange.account.name, exchange.parameters["id"])
+        response = await self._stored.cancel(exchange.account.name, exchange.parameters["id"], exchange.hold)
         await exchange.respond(encode(response))
 
     async def items(self, exchange: Exchange) -> None:
-        with exchange.account.occupy():
-            items = await self._stored.items(exchange.account.name, exchange.parameters["id"], exchange.hold)
+        items = await self._stored.items(exchange.account.name, exchange.parameters["id"], exchange.hold)
         await exchange.respond(encode(page_of_query(items, exchange.query)))
 
 

@@ -26,7 +26,7 @@ from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError, InvalidRequest, PayloadTooLarge, Unsupported, release
 from dynamo.common.tensors import Buffer
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.rpc.handlers import HandlerFunction, PendingMessage
+from dynamo.frontend.api.rpc.handlers import PendingMessage
 from dynamo.frontend.api.rpc.http2.frames import DataSink
 from dynamo.frontend.api.rpc.http2.headers import ACCEPTED_ENCODINGS, CallHeaders, Metadata
 from dynamo.frontend.api.rpc.http2.messages import (
@@ -41,6 +41,7 @@ from dynamo.frontend.api.rpc.http2.messages import (
 )
 from dynamo.frontend.api.rpc.http2.sender import Outgoing, Sender
 from dynamo.frontend.api.rpc.http2.windows import Pace, ReceiveWindow
+from dynamo.frontend.api.rpc.operation import Handler
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, OverloadStatus
 
@@ -65,11 +66,12 @@ class ClientGone(grpc.aio.BaseError):
 class Method:
     """A method that the server has."""
 
-    function: HandlerFunction
+    handle: Handler
     reads_stream: bool
     writes_stream: bool
     reads_late: bool
     """The handler checks the caller before it reads the message of a unary call."""
+    max_message_bytes: int
 
 
 class CallHost(Protocol):
@@ -164,7 +166,7 @@ class Call:
         self.is_half_closed = False
         """The client has sent all."""
         self.is_cancelled = False
-        """Nobody waits for a response any more."""
+        """The caller waits for no response any more."""
         self.content_bytes = 0
         """Received in DATA frames."""
         self._host = host
@@ -223,7 +225,7 @@ class Call:
         self._wake()
 
     def cancel(self) -> None:
-        """Nobody waits for the response: send nothing more, and end the handler."""
+        """The caller waits for no response: send nothing more, and end the handler."""
         self.is_cancelled = True
         self._host.sender.drop(self.out)
         self._stop()
@@ -275,7 +277,7 @@ class Call:
     # Called by the reader of messages
 
     def admit_message(self, size: int) -> bool:
-        limit = self._host.options.max_message_bytes
+        limit = self._method.max_message_bytes
         if size > limit:
             return self._refuse(PayloadTooLarge(f"the message has {size} bytes; messages are limited to {limit}"))
         if self._method.reads_stream:
@@ -347,7 +349,7 @@ class Call:
         try:
             if not method.reads_stream and not isinstance(request, PendingMessage):
                 self._release(self._held_bytes)  # from here on the handler counts the message
-            response = await method.function(request, self)  # type: ignore[arg-type]  # it has what handlers use
+            response = await method.handle(request, self)  # type: ignore[arg-type]  # it has what handlers use
             del request
             if self.out.is_over:
                 return  # the handler has not minded that it was cancelled
@@ -421,7 +423,7 @@ class Call:
             raise InvalidRequest("a message is marked as compressed, but the call has no grpc-encoding")
         if encoding not in (GZIP, DEFLATE):
             raise Unsupported(f"grpc-encoding {encoding[:40]!r} is not supported; it must be one of {ACCEPTED_ENCODINGS}")
-        limit, size = self._host.options.max_message_bytes, 0
+        limit, size = self._method.max_message_bytes, 0
         pieces: list[bytes] = []
         try:
             steps = inflate_steps(message, encoding)

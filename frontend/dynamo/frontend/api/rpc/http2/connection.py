@@ -6,7 +6,8 @@ What a client may cost is bounded, with a key or without:
 |---|---|---|
 | header blocks | `max_metadata_bytes`, encoded and decoded | GOAWAY |
 | updates of the header table's size at the start of a block | 2 | GOAWAY |
-| calls at once, those that were reset and whose handlers still run included | `max_concurrent_streams` | RST_STREAM |
+| calls at once | `max_concurrent_streams` | RST_STREAM |
+| calls at once with those that were reset and whose handlers still run | twice `max_concurrent_streams` | RST_STREAM |
 | streams that were reset, by the client or for a fault of its | `_RESETS` at once, `_RESETS_PER_S` on average | GOAWAY |
 | SETTINGS | `_SETTINGS` at once, one a second on average | GOAWAY |
 | frames without content between two that have some | `_IDLE_FRAMES` a second | GOAWAY |
@@ -313,8 +314,6 @@ class Connection(asyncio.BufferedProtocol):
         self._ends_at = float("inf")
         if self._drains_at is not None or self._closing_at is not None:
             return
-        if not self._has_settings:
-            return self._close()
         self._drains_at = monotonic() + _DRAIN_S
         first = frames.encode_goaway(frames.MAX_STREAM_ID, ErrorCode.NO_ERROR)
         self.sender.control(first + frames.encode_frame(frames.PING, 0, 0, _DRAIN))
@@ -426,7 +425,7 @@ class Connection(asyncio.BufferedProtocol):
             self._block = None
             self._block_received(self._block_stream, bytes(block), ends=self._block_ends)
         elif not payload:
-            self._idle_frames += 100  # nobody has a reason to send an empty one
+            self._idle_frames += 100  # no client has a reason to send an empty one
             if self._idle_frames > _IDLE_FRAMES:
                 raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "there are many empty CONTINUATION frames")
 
@@ -444,7 +443,7 @@ class Connection(asyncio.BufferedProtocol):
         except MalformedRequest as error:
             _log.debug("%r sent a malformed request: %s", self, error)
             return self._reset(stream, ErrorCode.PROTOCOL_ERROR)
-        if stream > self._last_served or len(self._calls) >= self.options.max_concurrent_streams:
+        if stream > self._last_served or self._is_full():
             return self._reset(stream, ErrorCode.REFUSED_STREAM)
         if ends and headers.content_length:
             return self._reset(stream, ErrorCode.PROTOCOL_ERROR)
@@ -454,6 +453,17 @@ class Connection(asyncio.BufferedProtocol):
         if method is None or refusal is not None:
             return self._refuse(out, refusal or _NOT_FOUND, ends=ends)
         self._open(Call(self, stream, headers, method, out, self.stream_window_bytes), headers, ends=ends)
+
+    def _is_full(self) -> bool:
+        """Whether the client has as many calls as it may.
+
+        It does not count those that it has reset, and may open others at once, while their handlers have yet to end. Those that
+        are refused would fail: clients retry a refused call once.
+        """
+        limit = self.options.max_concurrent_streams
+        if len(self._calls) < limit:
+            return False
+        return len(self._calls) >= 2 * limit or sum(not call.is_cancelled for call in self._calls.values()) >= limit
 
     def _open(self, call: Call, headers: CallHeaders, *, ends: bool) -> None:
         self._calls[call.stream] = call
@@ -642,18 +652,21 @@ class Connection(asyncio.BufferedProtocol):
         self.sender.control(frames.encode_goaway(self._last_stream, code, text))
         self.sender.flush()
         self._closing_at = self._now
-        if self._transport.can_write_eof():
-            self._transport.write_eof()  # closed with unread data, the connection would be reset, and the GOAWAY lost
-        else:
-            self._transport.close()
+        self._end_writing()
         for call in list(self._calls.values()):
             call.cancel()
 
     def _close(self) -> None:
-        """Close when all that was sent has left."""
+        """Close when the client has: what it still sends would reset the connection, and it would lose what it has not read."""
         self._closing_at = self._now
         self.sender.flush()
-        self._transport.close()
+        self._end_writing()
+
+    def _end_writing(self) -> None:
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
 
     # Called by calls
 

@@ -173,7 +173,7 @@ class DataSink(Protocol):
 
 
 class _Discard:
-    """A sink for what nobody needs."""
+    """A sink for what is not needed."""
 
     def feed(self, data: memoryview) -> None:
         pass

@@ -51,6 +51,9 @@ class _Gone(asyncio.Transport):
     def write(self, data: Buffer) -> None:
         pass
 
+    def can_write_eof(self) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 
@@ -129,7 +132,7 @@ class Sender:
         """Those that wait, and whose own window is open, in the order of their turns."""
 
     def close(self) -> None:
-        """Nothing is sent any more, and nobody is told of ends."""
+        """Nothing is sent any more, and ends are not reported."""
         self._ended = _ignore
         self._transport = GONE
         self._unsent.clear()

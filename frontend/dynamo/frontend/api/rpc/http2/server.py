@@ -1,6 +1,6 @@
 """A gRPC port on the event loop: its listener, its connections, and how it stops.
 
-server = Http2Server(options, methods, capacity)
+server = Http2Server(options, operations, capacity)
 await server.listen(listener, tls)
 await server.stop(grace_s=30)
 """
@@ -11,18 +11,19 @@ import asyncio
 import random
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from time import monotonic
 from typing import Final
 
 import grpc
 
+from dynamo.common.accepting import Descriptors, TlsListener, close_listener, raise_open_files
 from dynamo.common.background import start
-from dynamo.common.http_server import OTHER_FILES, ConnectionObserver, raise_open_files
+from dynamo.common.http_server import ConnectionObserver
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.rpc.handlers import Handlers, function_of
+from dynamo.frontend.api.declaration import LITTLE_BYTES, Reads
 from dynamo.frontend.api.rpc.http2.call import Call, Method
 from dynamo.frontend.api.rpc.http2.connection import (
     CONNECTION_WINDOW_BYTES,
@@ -32,11 +33,11 @@ from dynamo.frontend.api.rpc.http2.connection import (
 )
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines, Ending
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory, PlainMemory
+from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
 _CHECK_S: Final = 1.0
 _BACKLOG: Final = 2048
-_HANDSHAKE_S: Final = 10.0
 _READ_BYTES: Final = 256 * 1024
 _LAST_WRITES_S: Final = 2.0
 """For clients to take the last responses, after the last call has ended."""
@@ -50,17 +51,19 @@ class Http2Server:
     def __init__(
         self,
         options: GrpcOptions,
-        services: Mapping[str, Handlers],
+        operations: Iterable[GrpcOperation],
         capacity: Capacity,
         *,
         guarded: bool = False,
         memory: SharedMemory | None = None,
         overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
         observer: ConnectionObserver | None = None,
+        descriptors: Descriptors | None = None,
     ) -> None:
         """`guarded`: handlers check their caller before they read, so that messages are taken only after that.
 
         `memory`: where large messages are received, so that they need not be copied for workers of this host.
+        `descriptors` are shared with the other servers of the process.
         """
         self.options = options
         self.capacity = capacity
@@ -68,7 +71,7 @@ class Http2Server:
         self.inflating = asyncio.Lock()
         self._memory = memory
         self._observer = observer
-        self.methods = _methods(services, guarded=guarded)
+        self.methods = _methods(operations, options, guarded=guarded)
         self.connection_window_bytes = options.initial_connection_window_size or CONNECTION_WINDOW_BYTES
         window = options.initial_stream_window_size or STREAM_WINDOW_BYTES
         self.stream_window_bytes = min(window, GUARDED_WINDOW_BYTES) if guarded else window
@@ -76,7 +79,9 @@ class Http2Server:
         self.port = 0
         self._loop = asyncio.get_running_loop()
         self.deadlines = Deadlines(self._loop, _expired)
-        self._max_connections = min(options.max_connections, max(16, raise_open_files() - OTHER_FILES))
+        self._descriptors = descriptors or Descriptors(raise_open_files())
+        self._handshakes: set[Connection] = set()
+        """Those whose TLS handshakes have not ended."""
         self.connections: dict[Connection, float] = {}
         """With the time at which they were opened."""
         self._empty = asyncio.Event()
@@ -84,19 +89,19 @@ class Http2Server:
         self._empty.set()
         self.calls: set[Call] = set()
         """Those whose handlers run."""
-        self._listener: asyncio.Server | None = None
+        self._listener: asyncio.Server | TlsListener[Connection] | None = None
         self._checks: asyncio.Task[None] | None = None
+        self._is_stopping = False
         self._stopped = False
+        """No connection is served any more."""
 
     async def listen(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
         self.port = listener.getsockname()[1]
-        self._listener = await self._loop.create_server(
-            lambda: Connection(self),
-            sock=listener,
-            ssl=tls,
-            backlog=_BACKLOG,
-            ssl_handshake_timeout=None if tls is None else _HANDSHAKE_S,
-        )
+        if tls is not None:
+            listener.listen(_BACKLOG)
+            self._listener = TlsListener(listener, tls, self._accepted, self._failed)
+        else:
+            self._listener = await self._loop.create_server(lambda: Connection(self), sock=listener, backlog=_BACKLOG)
         self._checks = start(self._check(), "checks of gRPC connections")
 
     async def _check(self) -> None:
@@ -108,11 +113,11 @@ class Http2Server:
 
     async def stop(self, grace_s: float | None) -> None:
         """Stop accepting calls, let running ones finish for `grace_s` seconds, then end them. Idempotent."""
-        if self._stopped:
+        if self._is_stopping:
             return
-        self._stopped = True
+        self._is_stopping = True
         if self._listener is not None:
-            self._listener.close()
+            await close_listener(self._listener)
         for connection in list(self.connections):
             connection.start_draining()
         if grace_s:
@@ -123,6 +128,7 @@ class Http2Server:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WRITES_S if grace_s else 0):
                 await self._empty.wait()
+        self._stopped = True
         for connection in list(self.connections):
             connection.abort()
         if self._checks is not None:
@@ -136,6 +142,23 @@ class Http2Server:
         if tasks:
             await asyncio.wait(tasks)
 
+    # Called by the listener
+
+    def _accepted(self) -> Connection | None:
+        if not self._has_room():
+            return None
+        connection = Connection(self)
+        self._handshakes.add(connection)
+        return connection
+
+    def _failed(self, connection: Connection) -> None:
+        if connection in self._handshakes:
+            self._handshakes.remove(connection)
+            self._descriptors.give_back()
+
+    def _has_room(self) -> bool:
+        return len(self.connections) + len(self._handshakes) < self.options.max_connections and self._descriptors.take()
+
     # Called by connections
 
     def allocate(self, size: int) -> MessageMemory:
@@ -144,22 +167,30 @@ class Http2Server:
         return PlainMemory(size) if room is None else room
 
     def max_age_s(self) -> float:
-        """Return the age at which a new connection is drained."""
+        """Return the age at which a new connection is drained: at once if the server stops meanwhile."""
+        if self._is_stopping:
+            return 0.0
         age_s = self.options.max_connection_age_s
         return float("inf") if age_s is None else age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
 
     def opened(self, connection: Connection) -> bool:
         """Count a new connection; False if there are too many, or the server has stopped, as it may during a handshake."""
+        if connection in self._handshakes:
+            self._handshakes.remove(connection)
+        elif not self._has_room():
+            return False
         self.connections[connection] = self._loop.time()
         self._empty.clear()
         if self._observer is not None:
             self._observer.opened()
-        return not self._stopped and len(self.connections) <= self._max_connections
+        return not self._stopped
 
     def closed(self, connection: Connection) -> None:
         opened_at = self.connections.pop(connection, None)
-        if opened_at is not None and self._observer is not None:
-            self._observer.closed(self._loop.time() - opened_at)
+        if opened_at is not None:
+            self._descriptors.give_back()
+            if self._observer is not None:
+                self._observer.closed(self._loop.time() - opened_at)
         if not self.connections:
             self._empty.set()
 
@@ -175,14 +206,19 @@ def _expired(call: Ending) -> None:
     call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of the call has passed")
 
 
-def _methods(services: Mapping[str, Handlers], *, guarded: bool) -> dict[bytes, Method]:
+def _methods(operations: Iterable[GrpcOperation], options: GrpcOptions, *, guarded: bool) -> dict[bytes, Method]:
     return {
-        f"/{service}/{name}".encode(): Method(
-            function=function_of(handler),
-            reads_stream=handler.request_streaming,
-            writes_stream=handler.response_streaming,
+        operation.path.encode(): Method(
+            handle=operation.handle,
+            reads_stream=operation.reads_stream,
+            writes_stream=operation.writes_stream,
             reads_late=guarded,
+            max_message_bytes=_message_limit(operation.declared.reads, options),
         )
-        for service, handlers in services.items()
-        for name, handler in handlers.items()
+        for operation in operations
     }
+
+
+def _message_limit(reads: Reads, options: GrpcOptions) -> int:
+    """Return the largest message of a method."""
+    return min(LITTLE_BYTES, options.max_message_bytes) if reads is Reads.LITTLE else options.max_message_bytes

@@ -58,7 +58,7 @@ class Pair:
 
     async def until_lent(self, count: int) -> None:
         """Wait until so many bodies of the frontend are in use."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while True:
                 self.frontend.sweep()
                 if len(self.frontend.arena) == count:
@@ -80,7 +80,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 async def served(folder: Path, pair: Pair, execute: str, config: str = X_TO_Y) -> AsyncIterator[RepositoryModels]:
     """Serve `model`, whose method `execute` is given, with the worker's shared memory; the body may take 30 seconds."""
     python_model(folder, "model", HEAD + execute, config)
-    async with opened(folder, "model", memory=pair.worker) as models, asyncio.timeout(30):
+    async with opened(folder, "model", memory=pair.worker) as models, asyncio.timeout(120):
         yield models
 
 
@@ -277,6 +277,27 @@ async def test_room_for_outputs_comes_back_after_errors_cancellations_and_deaths
         wrong[0] = -1
         with pytest.raises(EngineError, match="ended with status 3"):
             await respond(models, {"x": wrong})
+        await asyncio.sleep(0)  # the event loop keeps what woke this task up
+        pair.worker.sweep()
+        assert pair.worker.used_bytes == 0
+
+
+async def test_room_for_outputs_of_rescheduled_requests_comes_back(tmp_path: Path, pair: Pair) -> None:
+    execute = """
+    def execute(self, requests):
+        self.calls = getattr(self, "calls", 0) + 1
+        [x] = [r.inputs()[0].as_numpy() for r in requests]
+        if self.calls <= 3 or self.calls % 10 == 0:
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])]
+        requests[0].set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+        return [None]
+"""
+    iterative = "sequence_batching { iterative_sequence: true }"
+    async with served(tmp_path, pair, execute, f"{X_TO_Y} {iterative}") as models:
+        for _ in range(3):
+            await warm(models, pair)
+        for _ in range(3):
+            np.testing.assert_array_equal(await respond(models, {"x": values()}), values())
         await asyncio.sleep(0)  # the event loop keeps what woke this task up
         pair.worker.sweep()
         assert pair.worker.used_bytes == 0

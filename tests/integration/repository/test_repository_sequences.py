@@ -17,7 +17,8 @@ import pytest
 from google.protobuf import text_format
 from onnx import TensorProto, helper
 
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded
+from dynamo.common.tensor_request import SEQUENCE_OWNER
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context, RequestTimings
 from dynamo.worker.repository.execution import ModelRequest, ModelResult
@@ -263,6 +264,42 @@ async def test_a_defect_fails_the_batch_and_leaves_the_sequence_usable(tmp_path:
     await model.close()
 
 
+class Listing:
+    """An instance whose state is the ids and the values that its sequence has had."""
+
+    async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
+        return [
+            ModelResult({name: request.inputs[name] for name in ("ID", "START")}, {"owner": request.context.request_id})
+            for request in requests
+        ]
+
+    async def close(self) -> None:
+        return None
+
+
+async def test_a_sequence_is_joined_by_its_owner_alone_and_the_model_gets_the_id_as_it_was_sent(tmp_path: Path) -> None:
+    config = ModelConfig(name="owned")
+    text_format.Parse(f"sequence_batching {{ max_sequence_idle_microseconds: 60000000 {CONTROLS} }}", config)
+    model = SequenceModel(config, [Listing(), Listing()], tmp_path)
+
+    async def send(owner: str, **flags: bool) -> ModelResult:
+        context = Context(owner, headers={SEQUENCE_OWNER: owner} if owner else {})
+        return await model.respond(ModelRequest({}, context, (), {"sequence_id": 42, **flags}))
+
+    await send("op", sequence_start=True)
+    for other in "bob", "":
+        with pytest.raises(UnknownSequence):
+            await send(other)
+        with pytest.raises(UnknownSequence):
+            await send(other, sequence_end=True)
+    await send("bob", sequence_start=True)
+    await send("bob", sequence_end=True)
+    result = await send("op")
+    assert result.outputs["ID"].tolist() == [42]
+    assert result.outputs["START"].tolist() == [0], "it goes on"
+    await model.close()
+
+
 class Recorder:
     """An instance that responds at once, and keeps the time and the ids of each batch; None is a row without a request."""
 
@@ -278,6 +315,32 @@ class Recorder:
 
     async def close(self) -> None:
         return None
+
+
+async def test_equal_ids_of_two_owners_are_never_on_one_instance_at_once(tmp_path: Path) -> None:
+    config = ModelConfig(name="owned", max_batch_size=2)
+    text_format.Parse("sequence_batching { max_sequence_idle_microseconds: 60000000 }", config)
+    recorder = Recorder()
+    model = SequenceModel(config, [recorder], tmp_path)
+
+    async def send(owner: str, id: int, **flags: bool) -> None:
+        context = Context(f"{owner}{id}", headers={SEQUENCE_OWNER: owner})
+        await model.respond(ModelRequest({}, context, (), {"sequence_id": id, **flags}))
+
+    await send("op", 1, sequence_start=True)
+    with pytest.raises(Overloaded, match="sequence id 1 of model 'owned' is in use on all instances"):
+        await send("bob", 1, sequence_start=True)
+    await send("op", 2, sequence_start=True)
+    waiting = [asyncio.create_task(send(owner, 3, sequence_start=True)) for owner in ("op", "bob")]
+    await asyncio.sleep(0)
+    await send("op", 1, sequence_end=True)
+    await waiting[0]
+    await send("op", 2, sequence_end=True)
+    assert model.waiting == 1, "there is a slot, beside its namesake"
+    await send("op", 3, sequence_end=True)
+    await waiting[1]
+    await model.close()
+    assert [id for _, ids in recorder.batches for id in ids if id] == ["op1", "op2", "op1", "op3", "op2", "op3", "bob3"]
 
 
 async def batches_of(batching: str, arrivals: Sequence[float]) -> list[tuple[float, list[str | None]]]:

@@ -195,7 +195,7 @@ async def test_an_execution_that_waits_when_its_model_is_closed_is_cancelled_and
         ([], [needs("R", 1), needs("R", 1, anywhere=True)], 'Resource "R" is present as both global and device-specific'),
     ],
 )
-def test_a_model_whose_resources_nobody_provides_is_refused_and_forgotten(
+def test_a_model_whose_resources_no_worker_provides_is_refused_and_forgotten(
     available: list[str], groups: list[str], reason: str
 ) -> None:
     limiter = RateLimiter(provided(*available))

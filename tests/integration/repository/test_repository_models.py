@@ -285,7 +285,7 @@ async def test_a_step_that_fails_fails_the_request(tmp_path: Path) -> None:
     onnx_model(tmp_path / "two", dims=("n",))
     ensemble(tmp_path, step("bad", {"x": "x"}, {"y": "b"}), step("two", {"x": "b"}, {"y": "y"}))
     async with opened(tmp_path, "both", default_max_batch_size=0) as models:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             with pytest.raises(DynamoError, match="ZeroDivisionError"):
                 await infer(models, "both", x(1))
 
@@ -402,7 +402,7 @@ class TritonPythonModel:
 
 async def test_unloading_lets_accepted_requests_finish(tmp_path: Path) -> None:
     folder = python_model(tmp_path, "slow", SLOW)
-    async with opened(tmp_path, "slow") as models, asyncio.timeout(30):
+    async with opened(tmp_path, "slow") as models, asyncio.timeout(120):
         open_request = asyncio.create_task(infer(models, "slow", x(5)))
         while not (folder / "begun").exists():
             await asyncio.sleep(0.005)
@@ -519,7 +519,7 @@ async def test_polling_continues_after_errors_of_the_file_system(tmp_path: Path)
     service = Service([])
     control = RepositoryControl(engine, service, register)
     try:
-        async with asyncio.timeout(20), running(control.watch(0.01), "repository"):
+        async with asyncio.timeout(120), running(control.watch(0.01), "repository"):
             while not service.models:
                 await published.wait()
                 published.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import encode_bytes
+from dynamo.common.tensors import bytes_array, encode_bytes
+from dynamo.common.work import finish
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository import wire
@@ -80,6 +83,26 @@ async def test_models_echo_each_datatype(tmp_path: Path, datatype: str, raw: byt
             await engine.respond(request("FP32", [3], raw), Context("r"))
     finally:
         await engine.close()
+
+
+async def test_long_strings_that_become_arrays_here_are_read_beside_other_requests(tmp_path: Path) -> None:
+    batching = "max_batch_size: 1 sequence_batching { max_sequence_idle_microseconds: 60000000 }"
+    python_model(tmp_path, "echo", ECHO, X_TO_Y.replace("FP32", "STRING") + batching)
+    engine = RepositoryEngine(RepositorySettings(folders=(tmp_path,), copies=tmp_path / "copies"))
+    await engine.start()
+    raw = encode_bytes([b""] * 299_999 + [b"a"])
+    starts = request("BYTES", [1, 300_000], raw)
+    starts.head.parameters["sequence_id"].int64_param = 7
+    starts.head.parameters["sequence_start"].bool_param = True
+    begun = time.thread_time()
+    finish(bytes_array(raw, 300_000))
+    alone_s = time.thread_time() - begun
+    responding = asyncio.create_task(engine.respond(starts, Context("r")))
+    begun = time.thread_time()
+    await asyncio.sleep(0)
+    assert time.thread_time() - begun < alone_s / 2, "the first turn reads some of them"
+    assert [bytes(given) for given in (await responding).raw_outputs] == [raw]
+    await engine.close()
 
 
 async def test_outputs_in_shared_memory_are_passed_on_to_the_next_model(tmp_path: Path) -> None:

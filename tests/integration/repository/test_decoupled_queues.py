@@ -103,7 +103,7 @@ async def queued(models: RepositoryModels, value: float, **parameters: int) -> a
 async def test_priorities_order_the_requests_of_a_decoupled_model(tmp_path: Path) -> None:
     config = f"{DECOUPLED} dynamic_batching {{ priority_levels: 3 default_priority_level: 2 }}"
     folder = python_model(tmp_path, "slow", SLOW, config)
-    async with opened(tmp_path, "slow") as models, asyncio.timeout(30):
+    async with opened(tmp_path, "slow") as models, asyncio.timeout(120):
         first = await begin(models, folder, 0)
         others = [await queued(models, value, priority=priority) for value, priority in ((1, 3), (2, 0), (3, 1))]
         (folder / "go").touch()
@@ -114,7 +114,7 @@ async def test_priorities_order_the_requests_of_a_decoupled_model(tmp_path: Path
 async def test_the_queue_of_a_decoupled_model_has_limits_and_ends_with_its_execute_or_process(tmp_path: Path) -> None:
     policy = "default_timeout_microseconds: 60000000 allow_timeout_override: true max_queue_size: 1"
     folder = python_model(tmp_path, "slow", SLOW, f"{DECOUPLED} dynamic_batching {{ default_queue_policy {{ {policy} }} }}")
-    async with opened(tmp_path, "slow") as models, asyncio.timeout(30):
+    async with opened(tmp_path, "slow") as models, asyncio.timeout(120):
         first = await begin(models, folder, 0)
         with pytest.raises(QueueTimeout):
             await infer(models, "slow", x(1), parameters={"timeout": 1000})
@@ -144,7 +144,7 @@ async def when_started_again(models: RepositoryModels) -> dict[str, Any]:
 
 async def test_responses_keep_the_order_of_requests_with_preserve_ordering(tmp_path: Path) -> None:
     folder = python_model(tmp_path, "slow", SLOW, f"{DECOUPLED} dynamic_batching {{ preserve_ordering: true }}")
-    async with opened(tmp_path, "slow") as models, asyncio.timeout(30):
+    async with opened(tmp_path, "slow") as models, asyncio.timeout(120):
         tasks = [await begin(models, folder, value) for value in (100, 1, 101)]
         ended: list[asyncio.Task[dict[str, Any]]] = []
         for task in tasks:
@@ -191,7 +191,7 @@ async def parts(models: RepositoryModels, value: float) -> list[float]:
 
 async def test_a_decoupled_model_gets_batches_and_responds_to_each_request_by_itself(tmp_path: Path) -> None:
     python_model(tmp_path, "batched", BATCHED, DECOUPLED + TOGETHER)
-    async with opened(tmp_path, "batched") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "batched") as models, asyncio.timeout(120):
         responses = await asyncio.gather(*(parts(models, value) for value in (2, 1, 3)))
         assert models.find("batched").waiting("1") == 0
     assert responses == [[300, 301], [310], [320, 321, 322]]
@@ -205,14 +205,14 @@ async def test_a_caller_that_leaves_a_decoupled_batch_leaves_the_others_their_re
         async with aclosing(models.run("batched", "", request)) as responses:  # type: ignore[type-var]
             return float((await anext(responses)).outputs["y"][0, 0])
 
-    async with opened(tmp_path, "batched") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "batched") as models, asyncio.timeout(120):
         assert await asyncio.gather(parts(models, 1), first_part(400), parts(models, 2)) == [[300], 310, [320, 321]]
         assert await asyncio.gather(*(parts(models, 1) for _ in range(3))) == [[300], [310], [320]], "its slot is free again"
 
 
 async def test_requests_of_a_decoupled_batch_are_retried_one_by_one(tmp_path: Path) -> None:
     folder = python_model(tmp_path, "batched", BATCHED, DECOUPLED + TOGETHER)
-    async with opened(tmp_path, "batched") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "batched") as models, asyncio.timeout(120):
         left = asyncio.create_task(parts(models, 9))
         others = [asyncio.create_task(parts(models, 1))]
         await until(lambda: models.find("batched").waiting("1") == 2)
@@ -222,7 +222,7 @@ async def test_requests_of_a_decoupled_batch_are_retried_one_by_one(tmp_path: Pa
     assert (folder / "died").exists() and left.cancelled()
 
 
-async def test_single_responses_keep_the_order_of_requests_and_a_caller_that_leaves_holds_up_nobody() -> None:
+async def test_single_responses_keep_the_order_of_requests_and_a_caller_that_leaves_holds_up_no_other() -> None:
     order, first_ends, ended = ResponseOrder(), asyncio.Event(), list[str]()
 
     async def response(name: str) -> ModelResult:

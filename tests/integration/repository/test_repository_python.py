@@ -156,7 +156,7 @@ async def test_a_rescheduled_request_is_executed_again_until_it_is_responded_to(
 """
     )
     python_model(tmp_path, "again", code, DECOUPLED if decoupled else X_TO_Y)
-    async with opened(tmp_path, "again") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "again") as models, asyncio.timeout(120):
         counts = await asyncio.gather(*(infer(models, "again", x(count)) for count in (50, 3, 1, 20)))
     assert [response["y"] for response in counts] == [[50, 0], [3, 0], [1, 0], [20, 0]]
 
@@ -176,7 +176,7 @@ async def test_a_rescheduled_request_ends_when_its_caller_leaves(tmp_path: Path)
     python_model(tmp_path, "forever", code)
     async with opened(tmp_path, "forever") as models:
         forever = asyncio.create_task(infer(models, "forever", x(1)))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             assert await infer(models, "forever", x(0)) == {"y": [5.0]}, "others are executed in between"
             forever.cancel()
             assert await infer(models, "forever", x(0)) == {"y": [5.0]}
@@ -388,7 +388,7 @@ async def test_a_decoupled_model_sees_that_its_request_was_cancelled(tmp_path: P
             async for _ in responses:
                 break
         [noticed] = await infer_all(models, "endless", x(-1))
-        await asyncio.wait_for(models.find("endless").drained(), 10)
+        await asyncio.wait_for(models.find("endless").drained(), 120)
     assert noticed.outputs["y"].tolist() == [1.0]
 
 
@@ -411,7 +411,7 @@ async def test_async_models_work_and_decoupled_ones_run_concurrently(tmp_path: P
         self.count += 1
         if self.count == 2:
             self.both.set()
-        await asyncio.wait_for(self.both.wait(), 20)
+        await asyncio.wait_for(self.both.wait(), 120)
         r.get_response_sender().send(pb_utils.InferenceResponse([tensor(self.count)]), flags=1)
 """
     )
@@ -522,7 +522,7 @@ async def test_a_model_calls_and_queries_others_while_it_is_initialized_and_fina
     )
     folder = python_model(tmp_path, "caller", code)
     python_model(tmp_path, "double")
-    async with opened(tmp_path, "double") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "double") as models, asyncio.timeout(120):
         await models.load_model(LoadRequest(model="caller"))
         assert await infer(models, "caller", x(0)) == {"y": [6.0]}
         await models.unload_model("caller")
@@ -612,7 +612,7 @@ async def test_a_process_that_dies_fails_its_request_and_is_started_again(tmp_pa
         with pytest.raises(EngineError, match="ended with status 3"):
             await infer(models, "mortal", x(-1))
         after = None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while after is None:
                 try:
                     after = await infer(models, "mortal", x(1))
@@ -677,7 +677,7 @@ async def test_a_base_exception_of_a_model_fails_the_request_and_the_process_goe
 """
     )
     python_model(tmp_path, "odd", code)
-    async with opened(tmp_path, "odd") as models, asyncio.timeout(30):
+    async with opened(tmp_path, "odd") as models, asyncio.timeout(120):
         before = await infer(models, "odd", x(1))
         with pytest.raises(EngineError, match=error.partition("(")[0].removeprefix("asyncio.")):
             await infer(models, "odd", x(-1))
@@ -723,7 +723,7 @@ async def test_an_unforeseen_error_of_a_called_model_reaches_the_caller(tmp_path
     environments = Environments(ContentCache(tmp_path, 0), 0)
     model = await PythonBackend(BrokenModels(error), environments).open(Version("caller", "1", config, folder))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             [response] = [await model.respond(ModelRequest(x(1), Context("r")))]
     finally:
         await model.close()
@@ -748,7 +748,7 @@ async def test_a_slow_reader_delays_no_other_stream_of_its_process_and_stops_its
     python_model(tmp_path, "threaded", HEAD + THREADED, DECOUPLED)
     async with (
         opened(tmp_path, "threaded") as models,
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         closing(models.run("threaded", "", ModelRequest(x(-5000), Context("slow")))) as slow,
     ):
         await anext(slow)
@@ -778,7 +778,7 @@ async def test_a_model_that_does_not_read_what_it_called_stops_the_called_model(
     )
     python_model(tmp_path, "caller", code)
     python_model(tmp_path, "threaded", HEAD + THREADED, DECOUPLED)
-    async with opened(tmp_path, "caller", "threaded") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "caller", "threaded") as models, asyncio.timeout(120):
         response = await infer(models, "caller", x(1))
     beside, sent, total = response["y"]
     assert (beside, total) == (2000, 5000)
@@ -824,7 +824,7 @@ async def test_responses_that_a_caller_leaves_unread_are_cancelled(tmp_path: Pat
     )
     python_model(tmp_path, "caller", code)
     python_model(tmp_path, "endless", endless, DECOUPLED)
-    async with opened(tmp_path, "caller", "endless") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "caller", "endless") as models, asyncio.timeout(120):
         assert await infer(models, "caller", x(1)) == {"y": [1.0]}
 
 
@@ -844,7 +844,7 @@ async def test_a_model_that_ignores_its_slow_reader_fails_that_request_alone(tmp
     python_model(tmp_path, "async", code, DECOUPLED)
     async with (
         opened(tmp_path, "async") as models,
-        asyncio.timeout(60),
+        asyncio.timeout(120),
         closing(models.run("async", "", ModelRequest(x(MAX_UNREAD + 500), Context("slow")))) as slow,
     ):
         await anext(slow)

@@ -1,0 +1,124 @@
+"""How the lines of a batch use the account of their key: admitted in turn, and in its ledger once their results are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from dynamo.frontend.security.accounts import Account, RateLimit, Ticket
+from dynamo.frontend.security.ledger import Usage
+
+
+class LineAccount:
+    """The account of a key, for one request of a batch. The limits of the key apply at once; `settle` writes into its ledger.
+
+    What a line uses is not billed unless its result is kept: the line is carried out again then.
+    """
+
+    def __init__(self, account: Account, admitted: Callable[[], None]) -> None:
+        """`admitted` is called whenever the key's limits have admitted a part of the request."""
+        self._account = account
+        self._admitted = admitted
+        self._used: list[tuple[str, Usage]] = []
+
+    @property
+    def name(self) -> str:
+        return self._account.name
+
+    @property
+    def weight(self) -> float:
+        return self._account.weight
+
+    @property
+    def max_priority(self) -> int:
+        return self._account.max_priority
+
+    def isolate(self, cache_salt: str) -> str:
+        return self._account.isolate(cache_salt)
+
+    def permits(self, model: str) -> bool:
+        return self._account.permits(model)
+
+    def permit(self, model: str) -> None:
+        self._account.permit(model)
+
+    def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
+        ticket = self._account.admit(model, request, sequences)
+        self._admitted()
+        return ticket
+
+    def occupy(self) -> Ticket:
+        return self._account.occupy()
+
+    def take_tokens(self, tokens: int) -> None:
+        self._account.take_tokens(tokens)
+
+    def record(self, model: str, usage: Usage) -> None:
+        self._used.append((model, usage))
+
+    def settle(self) -> None:
+        """Write what the request used into the ledger of the key."""
+        for model, usage in self._used:
+            self._account.record(model, usage)
+
+    def rate_limits(self) -> Sequence[RateLimit]:
+        return self._account.rate_limits()
+
+
+class AdmissionTurns:
+    """Lines of a batch are admitted one after another, and when the limits of their key refuse one, the next ones wait as well.
+
+    Otherwise all of them would try again at the same time, and all but one be refused again.
+    """
+
+    def __init__(self, is_wanted: Callable[[], Awaitable[bool]], look_s: float) -> None:
+        """`is_wanted` says whether the batch is still to be carried out, and is called every `look_s` while its lines wait."""
+        self.is_wanted = True
+        """Once it is not, no line waits for the limits any more."""
+        self._look = is_wanted
+        self._look_s = look_s
+        self._lock = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._room_at = 0.0
+        """When the limits have room again, on the loop's clock, as they said when they refused a line last."""
+        self._has_room = asyncio.Event()
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Callable[[], None]]:
+        """Let the body make a request when its turn has come and the limits may have room, or when the batch `is_wanted` no more.
+
+        The next one has its turn when the function that this yields is called, at the latest when the body ends.
+        """
+        await self._lock.acquire()
+        has_turn = True
+
+        def end_turn() -> None:
+            nonlocal has_turn
+            if has_turn:
+                has_turn = False
+                self._lock.release()
+
+        try:
+            await self._room()
+            yield end_turn
+        finally:
+            end_turn()
+
+    async def _room(self) -> None:
+        while self.is_wanted and (left_s := self._room_at - self._loop.time()) > 0:
+            self._has_room.clear()
+            try:
+                async with asyncio.timeout(min(left_s, self._look_s)):
+                    await self._has_room.wait()
+            except TimeoutError:
+                self.is_wanted = await self._look()
+
+    def refused(self, wait_s: float) -> None:
+        """The limits refused a request, and have room for it in so many seconds."""
+        self._room_at = self._loop.time() + wait_s
+
+    def ended(self) -> None:
+        """A request has ended, and given back what it held of the limits."""
+        self._room_at = 0.0
+        self._has_room.set()

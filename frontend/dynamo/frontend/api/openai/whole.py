@@ -1,0 +1,72 @@
+"""Whole responses, whose choices may be long together: each is encoded, and counts as held, by itself, and they are not joined.
+
+Text that is repeated in front of each choice is bounded, and held for all of them, before anything is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from dynamo.common.errors import PayloadTooLarge
+from dynamo.frontend.api.http.exchange import JSON, Exchange
+from dynamo.frontend.api.openai.chunks import encode
+from dynamo.frontend.api.openai.vectors import with_rows
+from dynamo.frontend.preprocess.offload import Offload, P
+
+LONG_CHARS = 64 * 1024
+"""Text of this length is not encoded on the event loop."""
+_BRIEF_BYTES = 64 * 1024
+"""Choices of this size together are not worth counting one by one."""
+
+
+async def hold_echo(exchange: Exchange, offload: Offload, echo: Sequence[str], n: int) -> None:
+    """Count what repeating each text in `echo` for `n` choices takes as JSON.
+
+    Raises PayloadTooLarge for more than the largest body, and Overloaded.
+    """
+    size = 0
+    for text in echo:
+        size += n * len(await offload.run_if(len(text) > LONG_CHARS, encode, text))
+    most = exchange.settings.options.max_body_bytes
+    if size > most:
+        raise PayloadTooLarge(f"'echo' repeats {size} bytes in the choices; at most {most} are allowed", param="echo")
+    if size > _BRIEF_BYTES:
+        exchange.hold(size)
+
+
+class WholeResponse:
+    """One response, to which choices are added in their order."""
+
+    def __init__(self, exchange: Exchange, offload: Offload) -> None:
+        self._exchange = exchange
+        self._offload = offload
+        self._choices: list[bytes] = []
+        self._size = 0
+
+    @property
+    def count(self) -> int:
+        """Number of choices so far."""
+        return len(self._choices)
+
+    async def add(self, is_long: bool, choice: Callable[P, Struct], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Add the choice that `choice` returns, beside the event loop if `is_long`. Raises Overloaded."""
+        data = await self._offload.run_if(is_long, _encoded, choice, *args, **kwargs)
+        if self._size + len(data) > _BRIEF_BYTES:
+            self._exchange.hold(len(data) if self._size > _BRIEF_BYTES else self._size + len(data))
+        self._size += len(data)
+        self._choices.append(data)
+
+    async def send(self, describe: Callable[[Any], Struct]) -> None:
+        """Send the response; `describe` gets what stands for its choices."""
+        if self._size <= _BRIEF_BYTES:
+            return await self._exchange.respond(encode(describe([Raw(choice) for choice in self._choices])))
+        array = [part for choice in self._choices for part in (b",", choice)]
+        array[0] = b"["
+        await self._exchange.respond_in_pieces(with_rows([*array, b"]"], describe), (JSON,), held_bytes=self._size)
+
+
+def _encoded(choice: Callable[P, Struct], /, *args: P.args, **kwargs: P.kwargs) -> bytes:
+    return encode(choice(*args, **kwargs))

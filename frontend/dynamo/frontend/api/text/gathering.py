@@ -1,0 +1,38 @@
+"""What a whole response is put together from, which counts against `--max-buffered-size` as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dynamo.frontend.preprocess.text import TextDelta
+
+_STEP_BYTES = 64 * 1024
+"""Counted at once, so that a short response is not counted."""
+_PIECE_BYTES = 64
+"""What a piece of text takes beside its characters."""
+_TOKEN_BYTES = 36
+_LOGPROB_BYTES = 120
+"""What a token with its log probability takes, where they are kept as objects."""
+
+
+class Gathering:
+    """Counts the deltas that one request keeps until its response is complete."""
+
+    __slots__ = ("_hold", "_uncounted_bytes")
+
+    def __init__(self, hold: Callable[[int], None]) -> None:
+        """`hold` counts bytes until the end of the request, and raises Overloaded."""
+        self._hold = hold
+        self._uncounted_bytes = 0
+
+    def add(self, deltas: Sequence[TextDelta]) -> None:
+        """Count deltas that are to be kept. Raises Overloaded."""
+        size = self._uncounted_bytes
+        for delta in deltas:
+            size += _PIECE_BYTES + len(delta.text) + _TOKEN_BYTES * len(delta.tokens)
+            if delta.logprobs is not None:
+                size += _LOGPROB_BYTES * sum(map(len, delta.logprobs))
+        if size > _STEP_BYTES:
+            self._hold(size)
+            size = 0
+        self._uncounted_bytes = size

@@ -1,0 +1,480 @@
+"""What every operation of every protocol declares, proven for each of them: who may use it, and what one request may cost."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from dynamo.frontend.api.calls import TIMEOUT
+from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.declaration import LITTLE_BYTES, Charge, shown
+from dynamo.frontend.api.http.app import HttpApp
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.rpc.bounded import bounded
+from dynamo.frontend.api.rpc.operation import GrpcOperation
+from dynamo.frontend.config import HttpOptions
+from dynamo.frontend.security.accounts import KeyAccount
+from dynamo.frontend.security.keys import Limits, entry_for, make_key
+from dynamo.frontend.security.ledger import Usage
+from dynamo.frontend.security.surfaces import Scope, Surface
+from dynamo.protos import inference_pb2 as pb
+from tests.support.edge import open_edge
+from tests.support.every_operation import (
+    ALLOWED,
+    CONFINED,
+    GRPC,
+    HTTP,
+    SHAPES,
+    TENSORS_IN_JSON,
+    Asked,
+    BackgroundEntry,
+    BatchEntry,
+    Client,
+    Elsewhere,
+    Entry,
+    Frontend,
+    GrpcContext,
+    HttpEntry,
+    Leaving,
+    Outcome,
+    Sender,
+    fail,
+    hold,
+    largest_response,
+    open_frontend,
+)
+from tests.support.fakes import tensor_card
+from tests.support.held import slowness
+from tests.support.waiting import until, until_free
+
+TO_MODELS = ("infer", "generate", "generate_stream")
+NAMES = [*HTTP, *GRPC, BatchEntry.name, BackgroundEntry.name]
+REQUESTS = [
+    *(
+        f"POST /v1/{word}"
+        for word in ("chat/completions", "completions", "responses", "messages", "embeddings", "rerank", "score")
+    ),
+    *(f"POST {path}" for path in ("/v1/classify", "/v2/rerank", "/rerank", "/score", "/classify", "/pooling", "/invocations")),
+    *(f"POST /v2/models/{{model:path}}{version}/{word}" for version in ("", "/versions/{version}") for word in TO_MODELS),
+    *(f"/inference.GRPCInferenceService/{method}" for method in ("ModelInfer", "ModelStreamInfer")),
+    BatchEntry.name,
+    BackgroundEntry.name,
+]
+"""Those that are requests to models, written down once more."""
+WAITING = [
+    "POST /v1/unload_lora_adapter",
+    "POST /v1/conversations",
+    "GET /v2/models/stats",
+    *(f"GET /v2/models/{{model:path}}{version}/stats" for version in ("", "/versions/{version}")),
+    *(f"{method} /v1/files" for method in ("POST", "GET")),
+    *(f"{method} /v1/files/{{id}}" for method in ("GET", "DELETE")),
+    "GET /v1/files/{id}/content",
+    *(f"{method} /v1/batches" for method in ("POST", "GET")),
+    "GET /v1/batches/{id}",
+    "POST /v1/batches/{id}/cancel",
+    *(
+        f"POST /v2/repository/{named}models/{{model:path}}/{what}"
+        for named in ("", "{repository}/")
+        for what in ("load", "unload")
+    ),
+    *(f"/inference.GRPCInferenceService/{what}" for what in ("ModelStatistics", "RepositoryModelLoad", "RepositoryModelUnload")),
+]
+"""Others that wait for stores and workers, if they are requested as they are here."""
+EVERY = pytest.mark.parametrize("name", NAMES)
+EVERY_OTHER = pytest.mark.parametrize("name", [name for name in NAMES if name not in REQUESTS])
+EVERY_REQUEST = pytest.mark.parametrize("name", REQUESTS)
+PLACES = 4
+"""Requests at once that each key has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """A file of keys, each with all models unless it is `confined`."""
+
+    file: Path
+    headers: dict[str, dict[str, str]]
+    """That show the key with a name."""
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    """Keys with the names of scopes, and one that may use everything of models with certain names."""
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    made = {name: make_key() for name in (*Scope, "confined")}
+    limits = Limits(requests_per_s=1000, tokens_per_minute=1_000_000, concurrent_requests=PLACES)
+    entries = [entry_for(made[scope], scope.value, scopes=[scope], limits=limits) for scope in Scope]
+    file.write_text("".join([*entries, entry_for(made["confined"], "confined", scopes=[Scope.ADMIN], models=[CONFINED])]))
+    return Keys(file, {str(name): {"x-api-key": key} for name, key in made.items()})
+
+
+def entry_of(front: Frontend, name: str) -> Entry:
+    return next(entry for entry in front.entries if entry.name == name)
+
+
+def is_open(entry: Entry) -> bool:
+    return entry.declared.surface is Surface.HEALTH
+
+
+async def test_every_operation_has_a_request_here() -> None:
+    async with open_frontend() as front:
+        names = [entry.name for entry in front.entries]
+    assert len(names) == len(set(names)) == len(NAMES)
+    assert set(names) == set(NAMES)
+
+
+# Who may use it
+
+
+@EVERY
+async def test_without_a_key_nothing_but_health_is_served(name: str, keys: Keys) -> None:
+    async with open_frontend(keys.file) as front:
+        entry = entry_of(front, name)
+        statuses = [(await entry.send(front, headers=shown)).status for shown in ({}, {"x-api-key": "wrong" * 10})]
+        assert is_open(entry) or statuses == [401, 401]
+        assert is_open(entry) or not front.client.streams
+
+
+@EVERY
+async def test_a_key_is_served_if_one_of_its_scopes_is_that_of_the_operation_and_refused_otherwise(name: str, keys: Keys) -> None:
+    async with open_frontend(keys.file) as front:
+        entry = entry_of(front, name)
+        for scope in sorted(Scope, key=lambda scope: entry.declared.surface in ALLOWED[scope]):
+            is_allowed = is_open(entry) or entry.declared.surface in ALLOWED[scope]
+            assert is_allowed or not front.client.streams
+            outcome = await entry.send(front, headers=keys.headers[scope], owner=scope)
+            assert outcome.status in (SERVED if is_allowed else [403]), scope
+
+
+SERVED = (200, 308, 400, 404, 501, 503)
+"""Where there is nothing of a name or id, that is the response."""
+
+
+@EVERY
+async def test_a_model_that_a_key_may_not_use_is_forbidden_by_whichever_name_and_whether_or_not_it_exists(
+    name: str, keys: Keys
+) -> None:
+    async with open_frontend(keys.file) as front:
+        entry = entry_of(front, name)
+        if entry.kind is None or is_open(entry):
+            return
+        names = [entry.kind.hidden, "nowhere", *([entry.kind.alias] if entry.knows_aliases else ())]
+        for model in names:
+            assert (await entry.send(front, model, keys.headers["confined"], owner="confined")).status == 403, model
+        assert not front.client.streams
+        assert (await entry.send(front, headers=keys.headers["confined"], owner="confined")).status in SERVED
+
+
+@EVERY
+async def test_a_name_of_operators_is_known_wherever_a_model_is_asked_for(name: str, keys: Keys) -> None:
+    async with open_frontend(keys.file) as front:
+        entry = entry_of(front, name)
+        if entry.kind is not None and entry.knows_aliases:
+            outcome = await entry.send(front, entry.kind.alias, keys.headers[Scope.ADMIN], owner=Scope.ADMIN)
+            assert outcome.status == 200, outcome.body
+
+
+# What it is charged
+
+
+class Spent:
+    """What a key uses up."""
+
+    def __init__(self) -> None:
+        self.records: list[Usage] = []
+
+    def record(self, key: str, model: str, usage: Usage) -> None:
+        self.records.append(usage)
+
+    def of(self, account: KeyAccount) -> tuple[float, float, int]:
+        """Return the calls, requests and requests at once that count."""
+        use = account.use()
+        assert use.calls is not None and use.requests is not None
+        return use.calls.taken, use.requests.taken, use.in_use
+
+    def settled(self, account: KeyAccount, *, errors: int = 0) -> bool:
+        """Return whether one request is in the ledger, and its tokens, no more and no less, were taken from the key's."""
+        total, tokens = Usage(), account.use().tokens
+        for usage in self.records:
+            total.add(usage)
+        assert tokens is not None
+        charged = total.prompt_tokens + total.completion_tokens == tokens.taken
+        return charged and (total.requests, total.errors, account.sequences) == (1, errors, 0)
+
+
+@asynccontextmanager
+async def charged(keys: Keys, name: str) -> AsyncIterator[tuple[Frontend, Entry, KeyAccount, Spent]]:
+    """A frontend with one operation, the account of a key that may use it, and what is charged to that."""
+    spent = Spent()
+    async with open_frontend(keys.file, recorded=spent.record) as front:
+        yield front, entry_of(front, name), front.account(Scope.ADMIN), spent
+
+
+@EVERY
+async def test_an_operation_that_is_served_is_charged_as_it_declares(name: str, keys: Keys) -> None:
+    async with charged(keys, name) as (front, entry, account, spent):
+        await entry.send(front, headers=keys.headers[Scope.ADMIN], owner=Scope.ADMIN)
+        charges = {Charge.NOTHING: (0, 0, 0), Charge.CALL: (1, 0, 0), Charge.WORK: (1, 0, 0), Charge.REQUESTS: (0, 1, 0)}
+        assert spent.of(account) == charges[entry.declared.charge]
+        assert spent.settled(account) == (entry.declared.charge is Charge.REQUESTS)
+        assert (name in REQUESTS) == (entry.declared.charge is Charge.REQUESTS)
+        await until_free(front.capacity)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != BatchEntry.name])
+async def test_an_operation_counts_among_the_requests_at_once_as_it_declares(name: str, keys: Keys) -> None:
+    async with charged(keys, name) as (front, entry, account, spent):
+        with ExitStack() as places:
+            for _ in range(PLACES):
+                places.enter_context(account.occupy())
+            outcome = await entry.send(front, headers=keys.headers[Scope.ADMIN], owner=Scope.ADMIN)
+            assert (outcome.status == 429) == (entry.declared.charge in (Charge.WORK, Charge.REQUESTS))
+            assert spent.of(account)[1] == 0 and not spent.records and not front.requests
+        await until_free(front.capacity)
+
+
+async def test_a_line_of_a_batch_waits_until_its_key_may_have_another_request_at_once(keys: Keys) -> None:
+    async with charged(keys, BatchEntry.name) as (front, entry, account, spent):
+        with ExitStack() as places:
+            for _ in range(PLACES):
+                places.enter_context(account.occupy())
+            sending = asyncio.ensure_future(entry.send(front, owner=Scope.ADMIN))
+            for _ in range(500):
+                await asyncio.sleep(0)
+            assert not sending.done() and not spent.records and not front.requests
+        assert (await sending).status == 200
+        assert len(spent.records) == 1
+        await until_free(front.capacity)
+
+
+@EVERY_REQUEST
+@pytest.mark.parametrize("behaviour", ["fails", "moves"])
+async def test_a_request_is_settled_once_when_its_engine_fails_or_it_moves_to_another(
+    name: str, behaviour: str, keys: Keys
+) -> None:
+    async with charged(keys, name) as (front, entry, account, spent):
+        front.engine.behaves = [fail] if behaviour == "fails" else [front.engine.die, front.engine.serve]
+        outcome = await entry.send(front, headers=keys.headers[Scope.ADMIN], owner=Scope.ADMIN)
+        assert (outcome.status == 200) == (behaviour == "moves")
+        assert len(front.requests) == (1 if behaviour == "fails" else 2)
+        await until(lambda: not account.sequences)
+        assert spent.settled(account, errors=int(behaviour == "fails"))
+        await until_free(front.capacity)
+
+
+# Who leaves
+
+
+@EVERY_REQUEST
+async def test_a_request_is_stopped_within_a_step_and_settled_once_when_its_caller_leaves(name: str, keys: Keys) -> None:
+    async with charged(keys, name) as (front, entry, account, spent):
+        front.engine.behaves = [hold]
+        leaving = Leaving()
+        sending = asyncio.create_task(entry.send(front, headers=keys.headers[Scope.ADMIN], owner=Scope.ADMIN, leaving=leaving))
+        [stream] = await front.client.opened_streams(1)
+        assert account.sequences == 1 and front.capacity.requests >= 1
+        leaving.leave()
+        if entry.declared.deadline_s is None:  # a response in the background is cancelled by a request of its own
+            for _ in range(TURNS):
+                await asyncio.sleep(0)
+            assert stream.cancelled
+        assert (await sending).status == 499
+        await until(lambda: stream.cancelled)
+        await until_free(front.capacity)
+        if name == BatchEntry.name:  # it is carried out again elsewhere, and settled then
+            assert not spent.records and not account.sequences
+        else:
+            assert spent.settled(account, errors=1)
+
+
+@EVERY_OTHER
+async def test_whatever_else_waits_for_others_is_stopped_within_a_step_when_its_caller_leaves(name: str) -> None:
+    async with open_frontend(is_alone=True) as front:
+        entry, leaving = entry_of(front, name), Leaving()
+        sending = asyncio.create_task(entry.send(front, leaving=leaving))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert sending.done() == (name not in WAITING)
+        await stopped(sending, leaving)
+        await until_free(front.capacity)
+
+
+@EVERY_OTHER
+async def test_work_on_a_long_request_is_stopped_within_a_step_when_its_caller_leaves(name: str) -> None:
+    async with open_frontend() as front:
+        for shape in SHAPES:
+            for largest, turns in product(entry_of(front, name).largest(front, shape, HttpOptions()), (1, 10, 100, 1000)):
+                leaving = Leaving()
+                sending = asyncio.create_task(largest(leaving=leaving))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                await stopped(sending, leaving)
+        await until_free(front.capacity)
+
+
+async def stopped(sending: asyncio.Task[Outcome], leaving: Leaving) -> None:
+    """Have the caller of a request leave, unless that has ended, and check that it ends."""
+    if not sending.done():
+        leaving.leave()
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        assert sending.done() and sending.result().status == 499
+
+
+TURNS = 20
+"""Of the event loop, in which nothing waits for time or for others."""
+
+
+# What it holds
+
+AT_ONCE = 12
+MAX_TURN_S = 0.05
+"""CPU time of one turn of the event loop, on the machine of `held.py`."""
+TRIES = 3
+JSON_BYTES, TENSOR_BYTES = 128 * 1024, 512 * 1024
+SMALL = HttpOptions(
+    max_json_bytes=JSON_BYTES, max_tensor_json_bytes=TENSOR_BYTES // 2, max_body_bytes=TENSOR_BYTES, max_json_values=23_438
+)
+"""Bounds with the proportions of the defaults."""
+_SLACK_BYTES = 80 * 1024
+"""What one request takes whatever it is, caches that it fills included."""
+
+
+@EVERY
+async def test_the_largest_requests_together_take_no_more_than_is_held_for_them(name: str) -> None:
+    async with open_frontend(http=SMALL, records=Elsewhere()) as front:
+        front.engine.behaves = [hold]
+        entry = entry_of(front, name)
+        largest = {shape: senders for shape in SHAPES if (senders := entry.largest(front, shape, SMALL, AT_ONCE))}
+        excess = {shape: await excess_bytes(front, senders) for shape, senders in largest.items()}
+        assert {shape: size for shape, size in excess.items() if size > AT_ONCE * _SLACK_BYTES} == {}
+
+
+async def excess_bytes(front: Frontend, senders: Sequence[Sender]) -> int:
+    """Return how much more requests take at once than is held for them."""
+    await until_free(front.capacity)
+    front.capacity.peak_bytes, sent = 0, len(front.requests)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        requests = [asyncio.create_task(send()) for send in senders]
+
+        def all_wait() -> bool:
+            ended = sum(request.done() for request in requests)
+            return ended == len(requests) or ended + len(front.requests) - sent >= AT_ONCE
+
+        await until(all_wait)
+        taken_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        for request in requests:
+            request.cancel()
+        await asyncio.wait(requests)
+    return taken_bytes - front.capacity.peak_bytes
+
+
+# How long it holds the event loop
+
+
+@EVERY
+async def test_the_most_expensive_request_holds_the_event_loop_for_short_turns(name: str) -> None:
+    async with open_frontend() as front:
+        front.engine.behaves = [hold]
+        entry = entry_of(front, name)
+        largest = [(shape, send) for shape in SHAPES for send in entry.largest(front, shape, HttpOptions())]
+        held = [(shape, await held_s(front, send)) for shape, send in largest]
+        assert [(shape, seconds) for shape, seconds in held if seconds > MAX_TURN_S] == []
+
+
+@pytest.mark.parametrize("shape", [*TENSORS_IN_JSON, "tensors"])
+async def test_the_most_expensive_response_in_json_holds_the_event_loop_for_short_turns(shape: str) -> None:
+    response = largest_response(shape)
+    async with open_frontend() as front:
+        front.engine.behaves = [lambda stream: stream.end(response)]
+        entry = entry_of(front, "POST /v2/models/{model:path}/infer")
+        assert (await entry.send(front)).status == 200
+        assert await held_s(front, partial(entry.send, front), until_sent=False) <= MAX_TURN_S
+
+
+async def held_s(front: Frontend, send: Sender, *, until_sent: bool = True) -> float:
+    """Return for how long a request holds the event loop at most, in seconds of the machine for which bounds are chosen.
+
+    The best of some tries: a collection of garbage may fall into one.
+    """
+    longest_s = float("inf")
+    for _ in range(TRIES):
+        longest_s = min(longest_s, await longest_turn_s(front, send, until_sent=until_sent))
+        if longest_s <= MAX_TURN_S:
+            return longest_s
+    return longest_s / slowness()
+
+
+async def longest_turn_s(front: Frontend, send: Sender, *, until_sent: bool) -> float:
+    """Return the most CPU time that the thread of the event loop takes in one turn, until a request waits for its engine."""
+    longest_s, sent = 0.0, len(front.requests)
+    request = asyncio.ensure_future(send())
+    while not request.done() and not (until_sent and len(front.requests) > sent):
+        begun = time.thread_time()
+        await asyncio.sleep(0)
+        longest_s = max(longest_s, time.thread_time() - begun)
+    request.cancel()
+    await asyncio.wait([request])
+    return longest_s
+
+
+# When it ends, and what it may read
+
+
+@pytest.mark.parametrize(("limit_s", "headers"), [(0.001, {}), (60.0, {TIMEOUT: "1"}), (None, {TIMEOUT: "1"})])
+async def test_what_is_no_request_ends_at_the_sooner_of_its_own_deadline_and_its_callers(
+    limit_s: float | None, headers: dict[str, str]
+) -> None:
+    async def wait(exchange: Exchange) -> None:
+        await asyncio.Event().wait()
+
+    declared = replace(shown(Surface.METADATA), deadline_s=limit_s)
+    operation = Operation(method="GET", path="/wait", declared=declared, errors=OPENAI_ERRORS, handle=wait)
+    client = Client(b"")
+    scope = {"type": "http", "method": "GET", "path": "/wait", "raw_path": b"/wait"}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await HttpApp([operation])({**scope, "headers": encoded}, client.receive, client.send)  # type: ignore[arg-type]
+    assert client.status == 504
+
+
+async def test_a_grpc_call_ends_at_the_deadline_that_its_method_declares() -> None:
+    async def wait(request: object, context: object) -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError("nothing is set")
+
+    operation = GrpcOperation(path="/a.B/C", declared=replace(shown(Surface.METADATA), deadline_s=0.001), handle=wait)
+    [method] = bounded([operation], Capacity())
+    context = GrpcContext([], {})
+    with pytest.raises(grpc.aio.AbortError):
+        await method.handle(b"", context)
+    assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_settings_are_small_on_both_ports() -> None:
+    async with open_frontend() as front:
+        logging = entry_of(front, "POST /v2/logging")
+        assert isinstance(logging, HttpEntry)
+        body = {"log_info": True, "padding": "x" * LITTLE_BYTES}
+        assert (await logging.send_asked(front, Asked(body=body))).status == 413
+    async with open_edge(tensor_card()) as edge:
+        ready = pb.ModelReadyRequest(name="adder").SerializeToString()
+        assert pb.ModelReadyResponse.FromString(await edge.call("ModelReady", ready)).ready
+        with pytest.raises(grpc.aio.AioRpcError, match=f"messages are limited to {LITTLE_BYTES}"):
+            await edge.call("ModelReady", ready + bytes([0xFA, 0x7F, 0x80, 0x80, 0x04]) + bytes(LITTLE_BYTES))

@@ -1,0 +1,73 @@
+"""Keeps the files of a worker's models, tokenizers and templates, in the object store, where frontends read them.
+
+A model whose files are not stored is not offered to frontends, and holds up no other one: models without files need no store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from dynamo.common.errors import Unavailable
+from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.store import FileStore
+from dynamo.worker.serve import ServedModel
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
+
+
+class ModelFiles:
+    """The files of the models of one worker."""
+
+    def __init__(self, models: Sequence[ServedModel], nats: Connection) -> None:
+        self.are_stored = asyncio.Event()
+        """Set once every model's files have been stored."""
+        self._waiting = {model.card.name for model in models if model.files}
+        """Models whose files have never been stored."""
+        self._store = FileStore(nats, Path())  # only reading needs its cache on disk
+        self._reconnected = asyncio.Event()
+        nats.on_reconnect(self._reconnected.set)
+
+    def is_waiting(self, model: str) -> bool:
+        """Return whether the files of a model have not been stored yet."""
+        return model in self._waiting
+
+    async def store(self, models: Sequence[ServedModel]) -> list[ServedModel]:
+        """Try once to store the files of each model; return the models for which that failed."""
+        failed = [model for model in models if not await self._is_stored(model)]
+        if not self._waiting:
+            self.are_stored.set()
+        return failed
+
+    async def keep_stored(self, models: Callable[[], Sequence[ServedModel]], renew: Callable[[], Awaitable[object]]) -> None:
+        """Store what is not stored yet, and everything again after each reconnect, until cancelled: NATS may have lost its data.
+
+        `renew` is called when further models may be offered.
+        """
+        while True:
+            left = [model for model in models() if self._reconnected.is_set() or self.is_waiting(model.card.name)]
+            self._reconnected.clear()
+            pause_s = _FIRST_PAUSE_S
+            while left:
+                waiting = len(self._waiting)
+                left = await self.store(left)
+                if len(self._waiting) < waiting:
+                    await renew()
+                if left:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await self._reconnected.wait()
+
+    async def _is_stored(self, model: ServedModel) -> bool:
+        try:
+            for data in model.files:
+                await self._store.put(data)
+        except Unavailable as error:
+            log.warning("model %s waits for its files to be stored: %s", model.card.name, error)
+            return False
+        self._waiting.discard(model.card.name)
+        return True
