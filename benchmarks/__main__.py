@@ -8,9 +8,12 @@ NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). W
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+
+from dynamo.common.interpreter import interpreter
 
 NAMES = (
     "bus",
@@ -33,6 +36,7 @@ _TIMED = ("kserve", "http", "router_peer")
 
 def main(arguments: list[str]) -> int:
     """Exit status: 0 if every benchmark ran to its end."""
+    print(f"{interpreter()}, {os.cpu_count()} processors", flush=True)
     if arguments[:1] and arguments[0] in NAMES:
         return _run(arguments[0], arguments[1:])
     if "--triton" in (argument.partition("=")[0] for argument in arguments):

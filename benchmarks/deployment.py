@@ -20,7 +20,7 @@ from dynamo.local.servers import EtcdServer, NatsServer, free_ports
 from dynamo.protos.inference_pb2 import ModelReadyRequest, ModelReadyResponse
 
 HERE = Path(__file__).parent
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 400
 PACED_TOKENS_PER_S = 40
 
 
@@ -108,10 +108,11 @@ async def ours(
     name: str = "",
     worker_command: Sequence[str] = (),
     nats_batch: bool = True,
+    source_roots: Sequence[Path] = (),
 ) -> AsyncIterator[System]:
     """This project's frontend and workers; the latter run `worker_command` where one is given.
 
-    `more_frontends` are the gRPC servers of further frontends.
+    `more_frontends` are the gRPC servers of further frontends. With `source_roots` the code is there instead of in this checkout.
     """
     async with AsyncExitStack() as stack:
         folder, etcd, nats = await stack.enter_async_context(bus("ours", nats_batch=nats_batch))
@@ -121,6 +122,8 @@ async def ours(
             "DYN_NATS_SERVERS": nats.url,
             "DYN_LOG": "warning",
         }
+        if source_roots:
+            env["PYTHONPATH"] = os.pathsep.join(map(str, source_roots))
         servers = (grpc_server, *more_frontends)
         ports = free_ports(2 * len(servers))
         doors = list(zip(ports[::2], ports[1::2], strict=True))
@@ -242,7 +245,7 @@ async def ready(port: int, model: str) -> None:
 
 async def http_ready(port: int) -> None:
     """Returns when some model is listed over HTTP. Raises TimeoutError."""
-    request = b"GET /v1/models HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    request = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     async with asyncio.timeout(START_TIMEOUT_S):
         while True:
             try:

@@ -49,6 +49,8 @@ class Case:
     paced: bool = False
     at_once: bool = False
     """Of a paced case: all clients send at the same moment, again and again, instead of each at its own."""
+    tokens: int = TOKENS
+    """Of a response; a single one is no stream."""
 
 
 CASES = (
@@ -65,7 +67,9 @@ CASES = (
 def http_request(case: Case, model: str, words: Sequence[str], rng: random.Random) -> bytes:
     text = "".join(f" {word}" for word in rng.choices(words, k=case.prompt_tokens))
     prompt = {"messages": [{"role": "user", "content": text}]} if case.chat else {"prompt": text}
-    settings = {"max_tokens": TOKENS, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    settings: dict[str, object] = {"max_tokens": case.tokens, "ignore_eos": True}
+    if case.tokens > 1:
+        settings |= {"stream": True, "stream_options": {"include_usage": True}}
     body = json.dumps({"model": model, **settings, **prompt}).encode()
     path = "/v1/chat/completions" if case.chat else "/v1/completions"
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -77,7 +81,7 @@ async def run(case: Case, system: System, words: Sequence[str], seconds: float) 
     rng = random.Random(7)
     model = "m" if system.name.startswith("peer") else "paced" if case.paced else "sim"
     requests = [http_request(case, model, words, rng) for _ in range(_PROMPTS)]
-    connections = [await connect(system.http_port, TOKENS) for _ in range(case.concurrency)]
+    connections = [await connect(system.http_port, case.tokens) for _ in range(case.concurrency)]
     result = Result(case.name, system.name, 0, 0.0)
     loop = asyncio.get_running_loop()
 
@@ -97,7 +101,7 @@ async def run(case: Case, system: System, words: Sequence[str], seconds: float) 
                 continue
             result.done += 1
             result.latencies_s.append(response.ended_at - response.sent_at)
-            result.first_s.append(response.first_at - response.sent_at)
+            result.first_s.append((response.first_at or response.ended_at) - response.sent_at)
             result.pieces += response.pieces
 
     async def load(duration: float, record: bool) -> None:

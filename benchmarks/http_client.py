@@ -1,4 +1,4 @@
-"""A lean HTTP/1.1 client for streamed responses, so that a benchmark measures servers and not its client."""
+"""A lean HTTP/1.1 client for streams and whole responses, so that a benchmark measures servers and not its client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import cast
 
-_LENGTH = re.compile(rb"content-length: *(\d+)")
+_LENGTH = re.compile(rb"\ncontent-length: *(\d+)")
 _EVENT = b"data: {"
 _TAIL_BYTES = 1000
 
@@ -84,7 +84,8 @@ class HttpConnection(asyncio.Protocol):
         if self._left is not None:
             self._left -= len(data)
         if self._left == 0 or (self._left is None and self._tail.endswith(b"\r\n0\r\n\r\n")):
-            whole = response.status == 200 and b"[DONE]" in self._tail and self._expected in self._tail
+            is_over = self._left == 0 or b"[DONE]" in self._tail
+            whole = response.status == 200 and is_over and self._expected in self._tail
             self._end("" if whole else f"{response.status} {self._tail[-160:].decode(errors='replace')}")
 
     def _end(self, error: str) -> None:
@@ -95,7 +96,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 async def connect(port: int, tokens: int, *, acknowledge_at_once: bool = False) -> HttpConnection:
-    """A connection on which every response must be a stream of so many tokens.
+    """A connection on which every response must have so many tokens, in a stream or as a whole.
 
     `acknowledge_at_once` keeps a server from waiting that sets no TCP_NODELAY.
     """

@@ -7,18 +7,21 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds, user and system, that a process has used, all its threads together."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    """CPU seconds, user and system, that the threads of a process have used, without those that have ended."""
+    nanoseconds = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            nanoseconds += int((thread / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def children(pid: int) -> list[int]:

@@ -1,0 +1,123 @@
+"""Counts what simulated processes do, while it is told to.
+
+Per process: calls of Python functions, resumptions of generators and coroutines included; calls of functions written in C;
+bytecode instructions, on Python 3.12 and later; `sends` and `receives`, the system calls of sockets; messages and bytes that it
+sends to NATS. Of all processes together: `garbage`, objects in cycles, which only the garbage collector frees.
+
+What stands in for kernel, network, etcd and nats-server does not count, nor does asyncio's loop, which is uvloop's in production.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from tests.simulation.clock import current_process
+
+ALL = "all"
+"""Stands for all processes together."""
+_ROOT = Path(__file__).parents[2]
+_FOREIGN = (
+    *(f"{_ROOT / folder}/" for folder in ("benchmarks", "tests")),
+    *(str(Path(asyncio.__file__).with_name(f"{module}.py")) for module in ("base_events", "events", "selector_events")),
+)
+"""Files that stand in for something else, or only measure."""
+
+
+class Count:
+    """Counts by process and figure, and calls by process and function, while `window` is open."""
+
+    def __init__(self) -> None:
+        self.figures: defaultdict[tuple[str, str], int] = defaultdict(int)  # a Counter would count its own calls
+        self.functions: defaultdict[tuple[str, str], int] = defaultdict(int)
+        """Calls of each function, named by its file and qualified name."""
+        self._names: dict[int, str] = {}
+        """By the identity of a function's code; empty: it does not count."""
+        self._codes: list[CodeType] = []
+        """Those of `_names`, so that no other gets the same identity."""
+        self._is_open = False
+
+    def add(self, figure: str, amount: int = 1) -> None:
+        """Count for the process whose code runs."""
+        process = current_process()
+        if self._is_open and process is not None:
+            self.figures[process.name, figure] += amount
+
+    def add_to(self, process: str, figure: str) -> None:
+        """Count one for a process by its name."""
+        if self._is_open:
+            self.figures[process, figure] += 1
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Count during the body. Needs the garbage collector to be disabled."""
+        gc.collect()
+        gc.freeze()  # so that the next collection looks only at what the body leaves
+        self._is_open = True
+        _watch_instructions(self._instruction)
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            _watch_instructions(None)
+            self._is_open = False
+        self.figures[ALL, "garbage"] += gc.collect()
+
+    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event not in ("call", "c_call"):
+            return
+        name = self._name(frame.f_code)
+        process = current_process()
+        if not name or process is None:
+            return
+        if event == "call":
+            self.figures[process.name, "calls"] += 1
+            self.functions[process.name, name] += 1
+        else:
+            self.figures[process.name, "C calls"] += 1
+
+    def _instruction(self, code: CodeType, offset: int) -> Any:
+        if not self._name(code):
+            return getattr(sys, "monitoring").DISABLE  # noqa: B009  # of Python 3.12
+        process = current_process()
+        if process is not None:
+            self.figures[process.name, "instructions"] += 1
+        return None
+
+    def _name(self, code: CodeType) -> str:
+        name = self._names.get(id(code))
+        if name is None:
+            name = "" if code.co_filename.startswith(_FOREIGN) else f"{_short(code.co_filename)}:{code.co_qualname}"
+            self._names[id(code)] = name
+            self._codes.append(code)
+        return name
+
+
+def _watch_instructions(callback: Any) -> None:
+    monitoring: Any = getattr(sys, "monitoring", None)
+    if monitoring is None:
+        return
+    tool, event = monitoring.PROFILER_ID, monitoring.events.INSTRUCTION
+    if callback is None:
+        monitoring.set_events(tool, 0)
+        monitoring.free_tool_id(tool)
+    else:
+        monitoring.use_tool_id(tool, "costs")
+        monitoring.register_callback(tool, event, callback)
+        monitoring.set_events(tool, event)
+
+
+def _short(file: str) -> str:
+    """Return a file's path from its package on."""
+    for folder in ("/site-packages/", "/dynamo/"):
+        if folder in file:
+            return file.rpartition(folder)[2]
+    return Path(file).name

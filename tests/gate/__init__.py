@@ -1,0 +1,1 @@
+"""The gate: everything that has to be green before a change lands, by `.ci/run`. docs/testing.md has what it runs."""
