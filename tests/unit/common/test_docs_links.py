@@ -34,7 +34,7 @@ FLAGS_OF_OTHERS = {
     " --router-predicted-ttl-secs --serve-indexer --use-remote-indexer",
     "Triton": "--backend-config --cache-config --disable-auto-complete-config --exit-timeout-secs",
     "kubectl, helm, docker": "--all --build-arg --for --from-file --from-literal --set --target --timeout",
-    "pytest, py-spy": "--pdb --pid",
+    "pytest, hypothesis, py-spy": "--hypothesis-profile --pdb --pid",
     "curl, etcdctl, pip, venv, mypy": "--cacert --cert --copies --prefix --no-deps --strict",
 }
 VARIABLES_OF_OTHERS = {
