@@ -15,7 +15,7 @@ _GARBAGE_BYTES = 64 * 2**20
 _RESIDENT = pytest.StashKey[int]()
 """Bytes that the process held after garbage was collected last."""
 
-# No test asserts a time, and a busy machine is not a failure. Each run has the same examples: `--hypothesis-profile new` has others.
+# No test asserts a time: a busy machine is no failure. Each run has the same examples; `--hypothesis-profile new` has others.
 settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dynamo", settings.get_profile("new"), derandomize=True)
 settings.load_profile("dynamo")
