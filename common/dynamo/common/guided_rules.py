@@ -43,7 +43,8 @@ _LENGTHS = frozenset({"minLength", "maxLength"})
 _COUNTED = _ITEMS | _LENGTHS | {"multipleOf"}
 _DATA = frozenset({"const", "enum", "default", "examples"})
 _MAX_LEVELS = 200
-_REPETITION = r"\{ *(\d*) *(,?) *(\d*) *\}"
+# Possessive: a run of n spaces could otherwise be divided among its parts in n^3 ways, and digits in n.
+_REPETITION = r"\{ *+(\d*+) *+(,?+) *+(\d*+) *+\}"
 _ATOM = re.compile(rf"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|{_REPETITION}|[()|*+?]|.", re.DOTALL)
 _REPEATED = re.compile(_REPETITION)
 

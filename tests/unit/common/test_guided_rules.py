@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -106,3 +107,18 @@ def test_a_schema_of_any_size_takes_bounded_work() -> None:
 @given(st.text("(a|b){129,}*[]\\?+^-", max_size=200))
 def test_no_pattern_takes_more_work_than_its_characters(pattern: str) -> None:
     assert calls_to_check({"regex": pattern}) <= _CALLS_PER_VALUE * (len(pattern) + 1)
+
+
+@pytest.mark.parametrize("run", [" ", "1"], ids=["spaces", "digits"])
+@pytest.mark.parametrize(
+    "guided",
+    [
+        lambda text: {"grammar": 'root ::= "a"' + text},
+        lambda text: {"regex": "a" + text},
+        lambda text: {"json_schema": {"pattern": "a" + text}},
+    ],
+    ids=["grammar", "regex", "schema"],
+)
+def test_a_repetition_that_is_never_closed_is_read_once(guided: Callable[[str], dict[str, Any]], run: str) -> None:
+    """Were its parts tried in all ways, this would take days."""
+    check_guided(guided("{" + run * 9000))
