@@ -127,9 +127,13 @@ class RequestChecker:
             self._passed = head, size
 
     def _check_repeated(self, head: ModelInferRequest, kind: str, names: Sequence[str]) -> None:
-        if len(set(names)) != len(names):
-            name = next(name for position, name in enumerate(names) if name in names[:position])
-            raise _refusal(head, f"{kind} '{name}' already exists in request")
+        if len(set(names)) == len(names):
+            return
+        seen: set[str] = set()
+        for name in names:
+            if name in seen:
+                raise _refusal(head, f"{kind} '{name}' already exists in request")
+            seen.add(name)
 
     def _check_data(self, request: TensorRequest) -> None:
         """Check that each input has data, in one form; that the data is right is checked later."""
