@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dynamo.frontend.api.declaration import TEXT, Charge, Declaration, OtherSites, Reads, changed, shown
+from dynamo.frontend.api.declaration import TEXT, Reads, changed, shown
 from dynamo.frontend.security.surfaces import Surface
 
-INFER = Declaration(
-    surface=Surface.INFERENCE,
-    is_action=False,
-    reads=Reads.TENSORS,
-    copies=1,
-    charge=Charge.REQUESTS,
-    deadline_s=None,
-    other_sites=OtherSites.REFUSED,
-)
+INFER = replace(TEXT, reads=Reads.TENSORS, copies=1)
 REST_INFER = replace(INFER, copies=2)
 """Over HTTP the message for workers is made beside the body."""
 GENERATE = TEXT
