@@ -15,12 +15,13 @@ import httpx2
 import numpy as np
 import pytest
 
+from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import inference_pb2 as pb
 from tests.integration.test_kserve_grpc import run_client
 from tests.support.doors import KeyFile
 from tests.support.fleet import SERVICE
 from tests.support.processes import FrontendProcess, frontend, worker
-from tests.support.repositories import EXAMPLES, X_TO_Y, python_model
+from tests.support.repositories import EXAMPLES, X_TO_Y, ensemble, python_model, step
 from tests.support.servers import EtcdServer, NatsServer, free_ports
 from tests.support.waiting import until
 
@@ -187,6 +188,41 @@ async def test_a_key_of_a_model_that_calls_another_reaches_that_only_through_it(
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await infer(request.SerializeToString(), metadata=(("x-api-key", key),))
             assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_a_key_of_a_part_does_not_change_it_under_an_ensemble_that_the_key_may_not_use(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    python_model(tmp_path / "models", "part")
+    ensemble(tmp_path / "models", step("part", {"x": "x"}, {"y": "y"}))
+    keys = KeyFile(tmp_path / "keys.yaml", {})
+    of_part = keys.add("part", Scope.INFER, Scope.REPOSITORY, models=("part",))
+    of_both = keys.add("both", Scope.INFER, Scope.REPOSITORY, models=("part", "both"))
+    path = "/v2/repository/models/part"
+    async with (
+        worker(
+            etcd_server, nats_server, namespace, "--model-repository", str(tmp_path / "models"), *EXPLICIT, "--load-model", "both"
+        ),
+        frontend(etcd_server.endpoint, nats_server.url, namespace, "--api-keys-file", str(keys.path)) as front,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as client,
+        connect(front) as channel,
+    ):
+        await front.serves("both", key=of_both)
+        calls = (
+            ("RepositoryModelLoad", pb.RepositoryModelLoadRequest(model_name="part")),
+            ("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name="part")),
+        )
+        for verb, (name, message) in zip(("load", "unload"), calls, strict=True):
+            refused = await client.post(f"{path}/{verb}", json={}, headers={"x-api-key": of_part})
+            assert (verb, refused.status_code) == (verb, 403), refused.text
+            with pytest.raises(grpc.aio.AioRpcError, match="part of ensembles that the API key may not use") as error:
+                await channel.unary_unary(SERVICE + name)(message.SerializeToString(), metadata=(("x-api-key", of_part),))
+            assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        x = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [3.0]}]}
+        served = await client.post("/v2/models/both/infer", json=x, headers={"x-api-key": of_both})
+        assert served.status_code == 200, served.text
+        unloaded = await client.post(f"{path}/unload", json={}, headers={"x-api-key": of_both})
+        assert unloaded.status_code == 200, unloaded.text
 
 
 async def test_tritons_clients_load_and_unload(

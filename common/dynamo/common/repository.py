@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -115,6 +116,14 @@ _FILES, _MAP, _BYTES = msgspec.msgpack.encode("files"), b"\xdf", b"\xc6"
 """In MessagePack: the name of a member, and what precedes the size of a map and of bytes."""
 
 
+ALL_MODELS = ("*",)
+
+
+def matches(model: str, patterns: Iterable[str]) -> bool:
+    """Return whether one of the shell-style patterns of a key matches the name of a model."""
+    return any(fnmatchcase(model, pattern) for pattern in patterns)
+
+
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Body of `repository_load`."""
 
@@ -125,6 +134,8 @@ class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The model's files by their paths in its folder, instead of those in the repository."""
     path: str = ""
     """A folder or an object-store URL that holds the model, instead of the one in the repository."""
+    permitted: tuple[str, ...] = ALL_MODELS
+    """Patterns of the models that the caller may use: a model that an ensemble needs is not changed without the right to that."""
 
     def encoded(self, files: Files) -> list[Buffer]:
         """Return the body of this request with `files`, whose contents are not copied; it has none of its own."""
@@ -145,6 +156,8 @@ class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     model: str
     dependents: bool = False
     """Also the models that an ensemble is made of."""
+    permitted: tuple[str, ...] = ALL_MODELS
+    """Patterns of the models that the caller may use: no other one is unloaded."""
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):

@@ -335,6 +335,33 @@ async def test_models_that_were_loaded_for_their_own_sake_stay_when_their_ensemb
         assert {name for (name, _), state in states(models).items() if state == "READY"} == {"two", "three"}
 
 
+async def test_a_model_is_changed_only_for_callers_that_may_use_every_ensemble_with_it(tmp_path: Path) -> None:
+    onnx_model(tmp_path / "two", dims=("n",))
+    ensemble(tmp_path, step("two", {"x": "x"}, {"y": "y"}), name="inner")
+    ensemble(tmp_path, step("inner", {"x": "x"}, {"y": "y"}), name="outer")
+    async with opened(tmp_path, "outer", default_max_batch_size=0) as models:
+        for permitted in (("two",), ("two", "inner"), ("two", "outer")):
+            with pytest.raises(Forbidden, match="model 'two' is part of ensembles that the API key may not use"):
+                await models.unload_model("two", permitted=permitted)
+            with pytest.raises(Forbidden, match="may not use"):
+                await models.load_model(LoadRequest(model="two", config='{"backend": "onnxruntime"}', permitted=permitted))
+        assert await infer(models, "outer", x(3)) == {"y": [6.0]}
+        await models.unload_model("two", permitted=("two", "*er"))
+        with pytest.raises(Forbidden, match="may not use"):  # the ensembles would come back with it
+            await models.load_model(LoadRequest(model="two", permitted=("two",)))
+        await models.load_model(LoadRequest(model="two", permitted=("two", "*er")))
+        assert await infer(models, "outer", x(3)) == {"y": [6.0]}
+
+
+async def test_models_that_the_caller_may_not_use_stay_when_their_ensemble_is_unloaded(tmp_path: Path) -> None:
+    for name in ("two", "three"):
+        onnx_model(tmp_path / name, dims=("n",))
+    ensemble(tmp_path, step("two", {"x": "x"}, {"y": "b"}), step("three", {"x": "b"}, {"y": "y"}))
+    async with opened(tmp_path, "both", default_max_batch_size=0) as models:
+        await models.unload_model("both", dependents=True, permitted=("both", "three"))
+        assert {name for (name, _), state in states(models).items() if state == "READY"} == {"two"}
+
+
 async def test_loading_a_model_again_brings_back_the_ensemble_that_was_unloaded_with_it(tmp_path: Path) -> None:
     for name in ("two", "three"):
         onnx_model(tmp_path / name, dims=("n",))

@@ -161,6 +161,7 @@ class Repository:
     async def load(self, account: Account, request: LoadRequest, files: Files = NO_FILES) -> None:
         """Load a model. Returns when every worker that has the model serves it; raises the DynamoError of one that fails."""
         account.permit(request.model)
+        request = msgspec.structs.replace(request, permitted=account.models)
         before = self._loaded()
         try:
             done = await self._send_to_all(request.model, LOAD, request.encoded(files))
@@ -171,6 +172,7 @@ class Repository:
     async def unload(self, account: Account, request: UnloadRequest) -> None:
         """Unload a model. Returns when no worker serves it and its accepted requests are done. Raises DynamoError."""
         account.permit(request.model)
+        request = msgspec.structs.replace(request, permitted=account.models)
         before = self._loaded()
         done = await self._send_to_all(request.model, UNLOAD, msgspec.msgpack.encode(request))
         await self._wait_until_visible(before, dict.fromkeys(((worker, request.model) for worker in done), False))

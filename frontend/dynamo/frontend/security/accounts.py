@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from hashlib import sha256
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
+from dynamo.common.repository import ALL_MODELS, matches
 from dynamo.frontend.security.keys import MAX_PRIORITY, ApiKey
 from dynamo.frontend.security.ledger import Ledger, Usage
 from dynamo.frontend.security.sharing import Fleet, KeyUse, RateMeter, Shares, SlotMeter
@@ -54,6 +54,11 @@ class Account(Protocol):
     @property
     def max_priority(self) -> int:
         """The highest priority that requests of this caller have."""
+        ...
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Patterns of the names of the models that this caller may use."""
         ...
 
     def isolate(self, cache_salt: str) -> str:
@@ -146,6 +151,10 @@ class KeyAccount:
     def max_priority(self) -> int:
         return self.key.max_priority
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        return self.key.models
+
     def isolate(self, cache_salt: str) -> str:
         if not self._salts:
             return ANONYMOUS.isolate(cache_salt)
@@ -224,11 +233,11 @@ class KeyAccount:
             raise Unauthenticated(f"the API key '{self.key.name}' has expired")
 
     def permits(self, model: str) -> bool:
-        if self.key.models == ("*",):
+        if self.key.models == ALL_MODELS:
             return True
         permitted = self._permitted.get(model)
         if permitted is None:
-            permitted = any(fnmatchcase(model, pattern) for pattern in self.key.models)
+            permitted = matches(model, self.key.models)
             if len(self._permitted) < 1024:  # clients choose these names
                 self._permitted[model] = permitted
         return permitted
@@ -449,6 +458,7 @@ class AnonymousAccount:
     name = ""
     weight = 1.0
     max_priority = MAX_PRIORITY
+    models = ALL_MODELS
 
     def isolate(self, cache_salt: str) -> str:
         # Salts of keys begin like this.

@@ -69,7 +69,8 @@ class RepositoryControl:
         """Respond to an `UnloadRequest` when the model is unloaded."""
         request = _decode(incoming, UnloadRequest)
         self._engine.models.check_on_request()
-        await self._ordered(self._engine.models.unload_model(request.model, dependents=request.dependents))
+        models = self._engine.models
+        await self._ordered(models.unload_model(request.model, dependents=request.dependents, permitted=request.permitted))
         incoming.end()
 
     async def _ordered(self, work: Coroutine[Any, Any, T]) -> T:

@@ -17,10 +17,28 @@ from pathlib import Path
 from typing import Protocol
 
 from dynamo.common.background import Tasks
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, Unavailable, Unsupported, from_wire
+from dynamo.common.errors import (
+    DynamoError,
+    EngineError,
+    Forbidden,
+    InvalidRequest,
+    ModelNotFound,
+    Unavailable,
+    Unsupported,
+    from_wire,
+)
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import check_name
-from dynamo.common.repository import MAX_REASON_CHARS, NOT_LOADED, UNLOADED, IndexEntry, LoadRequest, ModelState
+from dynamo.common.repository import (
+    ALL_MODELS,
+    MAX_REASON_CHARS,
+    NOT_LOADED,
+    UNLOADED,
+    IndexEntry,
+    LoadRequest,
+    ModelState,
+    matches,
+)
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.agents import run_agents
@@ -378,6 +396,7 @@ class RepositoryModels:
         """
         async with self._lock:
             self.rescan()
+            self._check_dependents(request.model, request.permitted)
             try:
                 loaded = await self._load(self._with_override(request), ())
                 self._wanted.add(request.model)
@@ -595,20 +614,45 @@ class RepositoryModels:
 
     # Unloading
 
-    async def unload_model(self, name: str, *, dependents: bool = False) -> None:
+    async def unload_model(self, name: str, *, dependents: bool = False, permitted: Collection[str] = ALL_MODELS) -> None:
         """Unload a model: return when it takes no requests and its open ones have ended or timed out. An unknown one is unloaded.
 
         Ensembles that need it are unloaded, too, and loaded again with it; with `dependents` also the models that were loaded
-        only because this ensemble needs them.
+        only because this ensemble needs them. The caller may use the models that `permitted` matches: no other one is unloaded.
+
+        Raises Forbidden if an ensemble would be.
         """
         async with self._lock:
             self.rescan()
+            self._check_dependents(name, permitted)
             self._suspended.discard(name)
             self._wanted.discard(name)
             if name in self._loaded or name in self._states:
-                await self._unload(name, UNLOADED, dependents=dependents)
+                await self._unload(name, UNLOADED, parts=permitted if dependents else ())
 
-    async def _unload(self, name: str, reason: str, *, dependents: bool = False) -> None:
+    def _check_dependents(self, name: str, permitted: Collection[str]) -> None:
+        """Raise Forbidden unless the caller may use every ensemble that needs a model, and those that need these in turn.
+
+        Ensembles that were unloaded with the model count, too: they come back with it. None is named, since the caller may not
+        know of it.
+        """
+        pending, seen = deque((name,)), {name}
+        while pending:
+            for other in self._ensembles_with(pending.popleft()) - seen:
+                if not matches(other, permitted):
+                    raise Forbidden(f"model '{name}' is part of ensembles that the API key may not use")
+                seen.add(other)
+                pending.append(other)
+
+    def _ensembles_with(self, name: str) -> set[str]:
+        configs = {other: model.config for other, model in self._loaded.items()}
+        for other in self._suspended - configs.keys():
+            if (config := self._loaded_config(other)) is not None:
+                configs[other] = config
+        return {other for other, config in configs.items() if name in models_in(config)}
+
+    async def _unload(self, name: str, reason: str, *, parts: Collection[str] = ()) -> None:
+        """`parts`: patterns of the models that are unloaded as well if only this ensemble needs them."""
         model = self._loaded.get(name)
         if model is None:
             self._states[name] = _State(reason=reason)
@@ -629,12 +673,11 @@ class RepositoryModels:
             self._sent.append(name)  # the index goes on to say that it is unloaded, so that frontends need not remember it
         self.rescan()
         log.info("model %s is unloaded", name)
-        if dependents:
-            for needed in models_in(model.config):
-                if needed not in self._loaded or needed in self._wanted:
-                    continue
-                if not any(needed in models_in(other.config) for other in self._loaded.values()):
-                    await self._unload(needed, UNLOADED, dependents=True)
+        for needed in models_in(model.config):
+            if needed not in self._loaded or needed in self._wanted or not matches(needed, parts):
+                continue
+            if not any(needed in models_in(other.config) for other in self._loaded.values()):
+                await self._unload(needed, UNLOADED, parts=parts)
         await self._publish()
 
     async def forget(self, name: str) -> None:

@@ -34,6 +34,10 @@ class LineAccount:
     def max_priority(self) -> int:
         return self._account.max_priority
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        return self._account.models
+
     def isolate(self, cache_salt: str) -> str:
         return self._account.isolate(cache_salt)
 
