@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
@@ -18,12 +19,25 @@ def resident_bytes() -> int:
 
 def kept_objects(root: object) -> int:
     """Return how many objects can be reached from `root`, itself included."""
+    return len(_reachable(root))
+
+
+def kept_bytes(root: object) -> int:
+    """Return how much the objects take that can be reached from `root`, itself included."""
+    return sum(map(sys.getsizeof, _reachable(root)))
+
+
+def _reachable(root: object) -> list[object]:
     seen: set[int] = set()
+    objects: list[object] = []
     waiting = [root]
     while waiting:
         item = waiting.pop()
         if id(item) in seen or isinstance(item, _SHARED):
             continue
         seen.add(id(item))
+        objects.append(item)
         waiting += gc.get_referents(item)
-    return len(seen)
+        if isinstance(item, dict):
+            waiting += item  # CPython leaves keys out that are all text
+    return objects

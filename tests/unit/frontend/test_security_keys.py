@@ -19,7 +19,7 @@ from dynamo.common.security.files import Watched
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount, Ticket
 from dynamo.frontend.security.keys import ApiKey, Limits, entry_for, make_key, parse_keys, read_keys
 from dynamo.frontend.security.surfaces import SCOPES, Scope, Surface, parse_restrictions
-from tests.support.memory import kept_objects
+from tests.support.memory import kept_bytes, kept_objects
 
 
 class Clock:
@@ -316,6 +316,15 @@ def test_names_that_callers_make_up_are_not_all_remembered() -> None:
     for number in range(5000):
         assert not team.permits(f"made-up-{number}")
     assert kept_objects(team) - before <= 1024
+
+
+def test_no_name_is_remembered_that_is_longer_than_names_of_models_are() -> None:
+    team = account(models=("llama-*",))
+    before = kept_bytes(team)
+    for number in range(100):
+        assert not team.permits(f"{number:08}" * 8192)
+        assert team.permits("llama-" + f"{number:08}" * 8192)
+    assert kept_bytes(team) - before < 65536
 
 
 def test_an_account_that_was_withdrawn_or_has_expired_admits_nothing_more() -> None:

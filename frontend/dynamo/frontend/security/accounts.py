@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
+from dynamo.common.names import MAX_NAME_CHARS
 from dynamo.common.repository import ALL_MODELS, matches
 from dynamo.frontend.security.keys import MAX_PRIORITY, ApiKey
 from dynamo.frontend.security.ledger import Ledger, Usage
@@ -238,7 +239,7 @@ class KeyAccount:
         permitted = self._permitted.get(model)
         if permitted is None:
             permitted = matches(model, self.key.models)
-            if len(self._permitted) < 1024:  # clients choose these names
+            if len(self._permitted) < 1024 and len(model) <= MAX_NAME_CHARS:  # clients choose these names, of any length
                 self._permitted[model] = permitted
         return permitted
 
