@@ -41,6 +41,7 @@ from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner, FindAccount
+from dynamo.frontend.api.openai.quota import COUNTED_S, StoredBytes
 from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
@@ -329,11 +330,12 @@ async def running(
     handle: Callable[[Exchange], Any],
     account: FindAccount = lambda name, surface: ANONYMOUS,
     capacity: Capacity | None = None,
+    quota: StoredBytes | None = None,
 ) -> AsyncIterator[Running]:
     records, now = FakeRecords(), [1000.0]
     store: Any = records
-    files = Files(lambda: store, "ns", lambda: now[0])
-    batches = Batches(lambda: store, "ns", lambda: now[0])
+    files = Files(lambda: store, "ns", lambda: now[0], quota)
+    batches = Batches(lambda: store, "ns", lambda: now[0], quota)
     leases = FreeLeases()
     operation = Operation(path=URL, declared=TEXT, errors=OPENAI_ERRORS, handle=handle)
     metrics = FrontendMetrics(CollectorRegistry())
@@ -637,6 +639,73 @@ async def test_a_batch_ends_when_its_results_get_too_large_and_keeps_them(monkey
     assert {error["error"]["code"] for error in errors} == {"output_too_large"} and len(errors) == SEGMENT_LINES + 1 - len(
         outputs
     )
+
+
+@pytest.mark.parametrize("is_counted_again", [False, True])
+async def test_batches_that_were_created_together_store_no_more_than_their_key_may(is_counted_again: bool) -> None:
+    now = [0.0]
+    quota = StoredBytes(lambda owner: 100_000, lambda: now[0])
+    served = 0
+
+    async def handle(exchange: Exchange) -> None:
+        nonlocal served
+        served += 1
+        if is_counted_again:
+            now[0] += COUNTED_S
+        await exchange.respond(json.dumps("x" * 1000).encode())
+
+    async with running(handle, quota=quota) as r:
+        batches = [await r.create(lines_of(SEGMENT_LINES)) for _ in range(6)]
+        ended = [await r.ended(batch) for batch in batches]
+        stored = [file.bytes for file in await r.files.owned_by("")]
+        outputs = [await r.results(batch.output_file_id) for batch in ended]
+        with pytest.raises(PayloadTooLarge):
+            await r.files.create("", "f", "batch", b"x" * 2000)
+    assert 50_000 < sum(stored) < 130_000, "the limit, and a short line of the error file for each of 64 lines"
+    assert {batch.status for batch in ended} <= {"completed", "failed"}
+    failed = [batch for batch in ended if batch.status == "failed"]
+    assert failed and all(batch.errors and batch.errors.data[0].code == "output_too_large" for batch in failed)
+    assert sum(map(len, outputs)) < 90 and served < 4 * SEGMENT_LINES
+
+
+async def test_the_results_of_a_batch_count_once_from_when_there_are_some_until_their_file_is_deleted() -> None:
+    quota, counts = StoredBytes(lambda owner: 200_000, lambda: 0.0), list[int]()
+    going_on = asyncio.Event()
+
+    async def room_of() -> int:
+        low, high = 0, 200_000
+        while low < high:
+            middle = (low + high + 1) // 2
+            try:
+                await quota.check("", middle)
+                low = middle
+            except PayloadTooLarge:
+                high = middle - 1
+        return low
+
+    async def handle(exchange: Exchange) -> None:
+        if await prompt_of(exchange) == SEGMENT_LINES:
+            counts.append(await room_of())
+            await going_on.wait()
+        await exchange.respond(json.dumps("x" * 1000).encode())
+
+    async with running(handle, quota=quota) as r:
+        batch = await r.create(lines_of(SEGMENT_LINES + 1))
+        before = await room_of()
+        r.runner.poke()
+        async with asyncio.timeout(120):
+            while not counts:
+                await asyncio.sleep(0)
+        going_on.set()
+        done = await r.ended(batch)
+        after = await room_of()
+        assert done.output_file_id is not None
+        size = (await r.files.read("", done.output_file_id)).bytes
+        await r.files.delete("", done.output_file_id)
+        deleted = await room_of()
+    assert (size * 9) // 10 < before - counts[0] < size
+    assert before - after == size
+    assert deleted == before
 
 
 async def test_a_batch_that_has_no_results_after_ten_attempts_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
-from dynamo.common.errors import InvalidRequest, NotFound, RateLimited
+from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, RateLimited, Unavailable
 from dynamo.common.messaging.records import RecordStore
 from dynamo.common.names import encode
 from dynamo.frontend.api.openai.owners import owner_token
@@ -115,6 +116,11 @@ class Segment(Struct, frozen=True):
     def chars(self) -> int:
         return len(self.outputs) + len(self.errors)
 
+    @property
+    def size_bytes(self) -> int:
+        """What it adds to the files."""
+        return len(self.outputs.encode()) + len(self.errors.encode())
+
 
 class Owned(Struct, frozen=True):
     owner: str
@@ -122,6 +128,14 @@ class Owned(Struct, frozen=True):
     batch: Batch
     attempts: int = 0
     """How often the segment that comes next was begun."""
+    results_bytes: int = 0
+    """Of the results that are kept and not in files yet."""
+
+
+class _Results(Struct, frozen=True):
+    """The part of `Owned` that is counted."""
+
+    results_bytes: int = 0
 
 
 class Waiting(Struct, frozen=True, kw_only=True):
@@ -152,6 +166,7 @@ _lines = msgspec.json.Decoder(Line)
 _flags = msgspec.json.Decoder(_Flags)
 _waiting = msgspec.json.Decoder(Waiting)
 _owned = msgspec.json.Decoder(Owned)
+_results = msgspec.json.Decoder(_Results)
 _segments = msgspec.json.Decoder(Segment)
 
 
@@ -261,30 +276,54 @@ class Batches:
             raise BatchNotFound(id)
         return _owned.decode(record.value), record.revision
 
-    async def change(self, owner: str, id: str, change: Callable[[Batch], Batch]) -> Batch:
-        """Replace a batch that has not ended by `change` of it as it is then. Raises BatchNotFound, InvalidRequest."""
+    async def may_store(self, owner: str) -> bool:
+        """Return whether a key may store more, or that cannot be known."""
+        try:
+            await self._quota.check(owner)
+        except PayloadTooLarge:
+            return False
+        except Unavailable:
+            pass
+        return True
+
+    def room(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
+        """Keep room for results until they are kept; see `StoredBytes.room`."""
+        return self._quota.room(owner, size_bytes)
+
+    async def change(self, owner: str, id: str, change: Callable[[Batch], Batch], *, filed_bytes: int = 0) -> Batch:
+        """Replace a batch that has not ended by `change` of it as it is then. Raises BatchNotFound, InvalidRequest.
+
+        `filed_bytes` of its results are in files now, and go on to count.
+        """
 
         def changed(owned: Owned) -> Owned:
             batch = change(owned.batch)
             return owned if batch is owned.batch else replace(owned, batch=batch)
 
-        return (await self._change(owner, id, changed)).batch
+        return (await self._change(owner, id, changed, filed_bytes)).batch
 
     async def attempt(self, owner: str, id: str) -> int:
         """Count an attempt to carry out a segment; return how many there were since one was carried out. Raises BatchNotFound."""
         return (await self._change(owner, id, lambda owned: replace(owned, attempts=owned.attempts + 1))).attempts
 
-    async def succeeded(self, owner: str, id: str, change: Callable[[Batch], Batch]) -> Batch:
-        """Do as `change` after an attempt that succeeded."""
-        return (await self._change(owner, id, lambda owned: replace(owned, batch=change(owned.batch), attempts=0))).batch
+    async def succeeded(self, owner: str, id: str, results_bytes: int, change: Callable[[Batch], Batch]) -> Batch:
+        """Do as `change` after an attempt that succeeded; there are results of so many bytes by now."""
 
-    async def _change(self, owner: str, id: str, change: Callable[[Owned], Owned]) -> Owned:
+        def changed(owned: Owned) -> Owned:
+            return replace(owned, batch=change(owned.batch), attempts=0, results_bytes=results_bytes)
+
+        return (await self._change(owner, id, changed)).batch
+
+    async def _change(self, owner: str, id: str, change: Callable[[Owned], Owned], filed_bytes: int = 0) -> Owned:
         for _ in range(_ATTEMPTS):
             owned, revision = await self._load(owner, id)
             changed = owned if owned.batch.status in ENDED else change(owned)
             if changed is owned:
                 return owned
+            if changed.batch.status in ENDED:  # its results are in files, or are dropped
+                changed = replace(changed, results_bytes=0)
             if await self._records().put(self._key(owner, id), msgspec.json.encode(changed), last=revision) is not None:
+                self._quota.add(owner, changed.results_bytes - owned.results_bytes + filed_bytes)
                 return changed
         raise InvalidRequest(f"batch '{id}' changes too fast; try again")
 
@@ -315,7 +354,8 @@ class Batches:
         return await self._records().put(self._segment_key(id, str(number)), msgspec.json.encode(segment), last=0) is not None
 
     async def _bytes_of(self, owner: str) -> int:
-        return sum(map(len, (await self._records().values(self._key(owner, "*"))).values()))
+        records = (await self._records().values(self._key(owner, "*"))).values()
+        return sum(len(record) + _results.decode(record).results_bytes for record in records)
 
     def _key(self, owner: str, id: str) -> str:
         return f"{self._prefix}.batch.{owner_token(owner)}.{id}"

@@ -69,12 +69,17 @@ class Files:
         async with self._quota.room(owner, len(content)):
             return await self.put(owner, f"file-{secrets.token_hex(16)}", filename, purpose, content)
 
-    async def put(self, owner: str, id: str, filename: str, purpose: str, content: bytes) -> FileObject:
-        """Make a file of any size, whatever the key has stored, or replace the one that has the `id`."""
+    async def put(
+        self, owner: str, id: str, filename: str, purpose: str, content: bytes, *, counted_bytes: int = 0
+    ) -> FileObject:
+        """Make a file of any size, whatever the key has stored, or replace the one that has the `id`.
+
+        `counted_bytes` of it count already as stored by the key.
+        """
         file = FileObject(id=id, bytes=len(content), created_at=int(self._clock()), filename=filename, purpose=purpose)
         await self._records().put(self._content_key(owner, file.id), content)
         await self._records().put(self._key(owner, file.id), msgspec.json.encode(file))
-        self._quota.add(owner, file.bytes)
+        self._quota.add(owner, file.bytes - counted_bytes)
         return file
 
     async def read(self, owner: str, id: str) -> FileObject:

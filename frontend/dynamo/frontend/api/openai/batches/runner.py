@@ -13,6 +13,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 
 from dynamo.common.asgi import Message
 from dynamo.common.background import Tasks, awaited
-from dynamo.common.errors import DynamoError, Forbidden, Overloaded, Unauthenticated, Unavailable
+from dynamo.common.errors import DynamoError, Forbidden, Overloaded, PayloadTooLarge, Unauthenticated, Unavailable
 from dynamo.common.messaging.key_values import DamagedRecord
 from dynamo.frontend.api.calls import TIMEOUT
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
@@ -204,47 +205,57 @@ class BatchRunner:
 
         batch = await self._batches.change(owner, batch.id, started)
         done = await self._batches.segments(batch.id, hold)
+        results_bytes = sum(segment.size_bytes for segment in done.values())
+        is_full = _is_full(done)
         for number in range(-(-len(lines) // SEGMENT_LINES)):
-            if batch.status != "in_progress" or self._batches.now >= batch.expires_at or _is_full(done):
+            if batch.status != "in_progress" or self._batches.now >= batch.expires_at or is_full:
                 break
             if number not in done:
+                if is_full := not await self._batches.may_store(owner):
+                    break
                 if await self._batches.attempt(owner, batch.id) > MAX_ATTEMPTS:
                     message = (
                         f"lines {number * SEGMENT_LINES + 1} and following were carried out {MAX_ATTEMPTS} times without results"
                     )
                     return await self._failed(owner, batch, [Problem(message, code="too_many_attempts")])
-                room = _Room(MAX_RESULT_CHARS - sum(segment.chars for segment in done.values()), hold)
-                done[number] = await self._segment(account, batch, number, lines, room)
-                batch = await self._count(owner, batch, [segment.counts for segment in done.values()])
-        return batch if batch.status in ENDED else await self._finish(owner, batch, lines, done)
+                left = MAX_RESULT_CHARS - sum(segment.chars for segment in done.values())
+                async with AsyncExitStack() as counted:  # as stored, until the batch says so
+                    room = _Room(self._batches, owner, left, hold, counted)
+                    done[number] = await self._segment(account, batch, number, lines, room)
+                    results_bytes += done[number].size_bytes
+                    batch = await self._count(owner, batch, results_bytes, [segment.counts for segment in done.values()])
+                is_full = _is_full(done)
+        return batch if batch.status in ENDED else await self._finish(owner, batch, lines, done, is_full=is_full)
 
     async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[Line]:
         content = await self._files.content(owner, batch.input_file_id, hold)
         return await self._settings.offload.run(parse_lines, content, batch.endpoint)
 
-    async def _count(self, owner: str, batch: Batch, counts: Collection[RequestCounts]) -> Batch:
+    async def _count(self, owner: str, batch: Batch, results_bytes: int, counts: Collection[RequestCounts]) -> Batch:
         completed, failed = sum(each.completed for each in counts), sum(each.failed for each in counts)
 
         def counted(batch: Batch) -> Batch:
             return replace(batch, request_counts=RequestCounts(batch.request_counts.total, completed, failed))
 
-        return await self._batches.succeeded(owner, batch.id, counted)
+        return await self._batches.succeeded(owner, batch.id, results_bytes, counted)
 
-    async def _finish(self, owner: str, batch: Batch, lines: Sequence[Line], done: Mapping[int, Segment]) -> Batch:
+    async def _finish(
+        self, owner: str, batch: Batch, lines: Sequence[Line], done: Mapping[int, Segment], *, is_full: bool
+    ) -> Batch:
         """Write the files of a batch, whether or not it has all its results; return it as it is then."""
         missing = [line for number, line in enumerate(lines) if number // SEGMENT_LINES not in done]
-        code = _code_of_missing(batch, done)
-        texts = {
-            "output": "".join(done[number].outputs for number in sorted(done)),
-            "error": "".join(
-                [*(done[number].errors for number in sorted(done)), *(_result(batch.id, line, None, code) for line in missing)]
-            ),
+        code = _code_of_missing(batch, is_full=is_full)
+        kept = {
+            "output": "".join(done[number].outputs for number in sorted(done)).encode(),
+            "error": "".join(done[number].errors for number in sorted(done)).encode(),
         }
+        others = await self._of_missing(owner, "".join(_result(batch.id, line, None, code) for line in missing).encode())
         ids: dict[str, str] = {}
-        for kind, text in texts.items():
-            if text:
+        for kind, content in (("output", kept["output"]), ("error", kept["error"] + others)):
+            if content:
                 ids[kind] = result_file_id(batch.id, kind)
-                await self._files.put(owner, ids[kind], f"{batch.id}_{kind}.jsonl", "batch_output", text.encode())
+                name, counted_bytes = f"{batch.id}_{kind}.jsonl", len(kept[kind])
+                await self._files.put(owner, ids[kind], name, "batch_output", content, counted_bytes=counted_bytes)
         now = self._batches.now
 
         def ended(batch: Batch) -> Batch:
@@ -254,11 +265,22 @@ class BatchRunner:
             if batch.status == "cancelling":
                 return replace(batch, status="cancelled", cancelled_at=now)
             if code == "output_too_large":
-                message = f"the results have more than {MAX_RESULT_CHARS} characters; put the other requests into another batch"
+                message = (
+                    f"the results have more than {MAX_RESULT_CHARS} characters, or more than the API key may store; "
+                    "put the other requests into another batch"
+                )
                 return replace(batch, status="failed", failed_at=now, errors=Problems([Problem(message, code=code)]))
             return replace(batch, status="expired", expired_at=now)
 
-        return await self._batches.change(owner, batch.id, ended)
+        return await self._batches.change(owner, batch.id, ended, filed_bytes=sum(map(len, kept.values())))
+
+    async def _of_missing(self, owner: str, text: bytes) -> bytes:
+        """Return what the error file has of lines that were not carried out: nothing if the key may not store so much more."""
+        try:
+            async with self._batches.room(owner, len(text)):
+                return text
+        except PayloadTooLarge:
+            return b""
 
     async def _failed(self, owner: str, batch: Batch, problems: list[Problem]) -> Batch:
         now = self._batches.now
@@ -304,7 +326,7 @@ class BatchRunner:
             async with turns.turn() as end_turn, self._lines.slot(account):
                 if not turns.is_wanted:
                     return _Outcome(_result(batch.id, line, None, "batch_cancelled"), is_good=False, account=None)
-                if room.is_full:
+                if not await room.is_left():
                     return _Outcome(_result(batch.id, line, None, "output_too_large"), is_good=False, account=None)
                 line_account = LineAccount(account, end_turn)
                 timeout_s = max(1, batch.expires_at - self._batches.now)
@@ -323,12 +345,17 @@ class BatchRunner:
                     break
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
-        if not room.take(len(response)):
+        result = _result(batch.id, line, (status, response))
+        if not await room.take(len(response), len(result.encode())):
             text = _result(
-                batch.id, line, None, "output_too_large", "the results of the batch leave no room for that of this request"
+                batch.id,
+                line,
+                None,
+                "output_too_large",
+                "what the batch, or the API key, may store leaves no room for the result",
             )
             return _Outcome(text, is_good=False, account=line_account)
-        return _Outcome(_result(batch.id, line, (status, response)), is_good=status < 400, account=line_account)
+        return _Outcome(result, is_good=status < 400, account=line_account)
 
     async def _call(
         self, account: Account, operation: Operation, body: bytes, request_id: str, timeout_s: int
@@ -390,22 +417,38 @@ class _Outcome:
 
 
 class _Room:
-    """The room that the results of a batch may still take."""
+    """The room that the results of a batch may still take, in memory and of what its key may store."""
 
-    def __init__(self, left: int, hold: Hold) -> None:
-        """`left`: how many bytes they may still take; `hold` counts them."""
+    def __init__(self, batches: Batches, owner: str, left: int, hold: Hold, counted: AsyncExitStack) -> None:
+        """`left`: how many bytes they may still take; `hold` counts them. While `counted` is open, the key has stored them."""
+        self._batches = batches
+        self._owner = owner
         self._left = left
         self._hold = hold
-        self.is_full = False
+        self._counted = counted
+        self._is_full = False
         """Whether a result did not fit; no further one is made then."""
 
-    def take(self, size: int) -> bool:
-        """Return whether a result fits, and count it if it does. Raises Overloaded."""
+    async def is_left(self) -> bool:
+        """Return whether a further result may fit."""
+        if not self._is_full:
+            self._is_full = not await self._batches.may_store(self._owner)
+        return not self._is_full
+
+    async def take(self, size: int, stored_bytes: int) -> bool:
+        """Return whether a result fits, which takes so much where it is stored, and count it if it does. Raises Overloaded."""
         if size > self._left:
-            self.is_full = True
+            self._is_full = True
             return False
         self._left -= size
         self._hold(size)
+        try:
+            await self._counted.enter_async_context(self._batches.room(self._owner, stored_bytes))
+        except PayloadTooLarge:
+            self._is_full = True
+            return False
+        except Unavailable:  # what the key has stored cannot be read; the result counts when it is kept itself
+            pass
         return True
 
 
@@ -416,11 +459,11 @@ def _is_full(done: Mapping[int, Segment]) -> bool:
     )
 
 
-def _code_of_missing(batch: Batch, done: Mapping[int, Segment]) -> str:
+def _code_of_missing(batch: Batch, *, is_full: bool) -> str:
     """Return why the lines that have no results were not carried out."""
     if batch.status == "cancelling":
         return "batch_cancelled"
-    return "output_too_large" if _is_full(done) else "batch_expired"
+    return "output_too_large" if is_full else "batch_expired"
 
 
 def _line_id(batch: str, line: Line) -> str:
