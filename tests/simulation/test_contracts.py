@@ -314,6 +314,30 @@ async def records_are_listed_by_patterns(world: World) -> None:
         assert await records.values("nothing.*") == {}
 
 
+async def what_has_changed_under_a_pattern_is_read_alone(world: World) -> None:
+    async with world.records() as records:
+        nothing = await records.changes("x.*", None)
+        assert (nothing.records, nothing.is_whole) == ({}, True)
+        for key in ("x.a", "x.b", "y.a"):
+            await records.put(key, key.encode())
+        first = await records.changes("x.*", nothing.position)
+        assert {key: record and record.value for key, record in first.records.items()} == {"x.a": b"x.a", "x.b": b"x.b"}
+        await records.put("y.a", b"elsewhere")
+        unchanged = await records.changes("x.*", first.position)
+        assert (unchanged.records, unchanged.is_whole, unchanged.position) == ({}, False, first.position)
+        await records.put("x.c", b"1")
+        await records.put("x.c", b"2")
+        await records.delete("x.a")
+        second = await records.changes("x.*", unchanged.position)
+        assert {key: record and record.value for key, record in second.records.items()} == {"x.c": b"2", "x.a": None}
+        assert not second.is_whole
+        whole = await records.changes("x.*", None)
+        assert whole.is_whole and whole.position == second.position
+        assert {key for key, record in whole.records.items() if record is not None} == {"x.b", "x.c"}
+    async with world.records() as others:
+        assert (await others.changes("x.*", second.position)).is_whole, "a position of another bucket is none"
+
+
 def ordered_consumers() -> list[asyncio.Task[Any]]:
     """Return the tasks with which nats-py keeps the subscriptions of listings, and of objects that it reads."""
     return [task for task in asyncio.all_tasks() if "_JSI" in getattr(task.get_coro(), "__qualname__", "")]
@@ -396,6 +420,7 @@ CONTRACTS: list[Contract] = [
     a_record_is_replaced_only_as_it_was_read,
     a_large_record_is_read_as_it_was_written_last,
     records_are_listed_by_patterns,
+    what_has_changed_under_a_pattern_is_read_alone,
     a_listing_that_is_cancelled_leaves_no_consumer,
     a_large_record_that_is_not_read_to_its_end_leaves_no_consumer,
     a_file_that_is_not_fetched_to_its_end_leaves_no_consumer,

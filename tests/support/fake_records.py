@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.key_values import DamagedRecord
-from dynamo.common.messaging.records import Content, Record
+from dynamo.common.messaging.records import Changes, Content, Position, Record
 
 PIECE_BYTES = 128 * 1024
 
@@ -26,6 +26,10 @@ class FakeRecords:
         self.fails_at_piece: int | None = None
         self.pieces_read = 0
         """Of records that were opened."""
+        self.listed = 0
+        """Records and deletions that `values` and `changes` have returned."""
+        self.ttl_s = 30 * 86_400.0
+        self._deleted: dict[str, int] = {}
         self._revision = 0
 
     @property
@@ -69,15 +73,33 @@ class FakeRecords:
 
     async def keys(self, pattern: str) -> list[str]:
         self._check()
-        return sorted(key for key in self.records if fnmatchcase(key, pattern.replace(">", "*")))
+        return sorted(key for key in self.records if _matches(key, pattern))
 
     async def values(self, pattern: str) -> dict[str, bytes]:
-        return {key: self.records[key].value for key in await self.keys(pattern)}
+        values = {key: self.records[key].value for key in await self.keys(pattern)}
+        self.listed += len(values)
+        return values
+
+    async def changes(self, pattern: str, since: Position | None) -> Changes:
+        after = 0 if since is None or since.bucket is not self else since.revision
+        present = await self.keys(pattern)
+        deleted = [key for key, revision in self._deleted.items() if revision > after and _matches(key, pattern)] if after else []
+        records = {key: self.records[key] for key in present if self.records[key].revision > after}
+        self.listed += len(records) + len(deleted)
+        return Changes(
+            {**dict.fromkeys(deleted), **records}, Position(self, self._revision), is_whole=not after, now=self.clock()
+        )
 
     async def delete(self, key: str) -> None:
         self._check()
-        self.records.pop(key, None)
+        if self.records.pop(key, None) is not None:
+            self._revision += 1
+            self._deleted[key] = self._revision
 
     def _check(self) -> None:
         if self.is_away:
             raise Unavailable("the bucket test in JetStream cannot be read: it is away")
+
+
+def _matches(key: str, pattern: str) -> bool:
+    return fnmatchcase(key, pattern.replace(">", "*"))

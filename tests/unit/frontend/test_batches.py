@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.batches import batch as batch_module
 from dynamo.frontend.api.openai.batches import files as files_module
+from dynamo.frontend.api.openai.batches import index as index_module
 from dynamo.frontend.api.openai.batches import runner as runner_module
 from dynamo.frontend.api.openai.batches.batch import (
     MAX_LINES,
@@ -127,6 +129,69 @@ async def test_files_are_bounded_and_belong_to_their_key(monkeypatch: pytest.Mon
             await call("a", "../x")
     await files.delete("a", made[0].id)
     assert [file.id for file in await files.owned_by("a")] == [made[1].id]
+
+
+async def test_a_page_of_a_list_reads_only_what_has_changed() -> None:
+    fake, now = FakeRecords(), [1000.0]
+    fake.clock = lambda: now[0]
+    records: Any = fake
+    files, batches = Files(lambda: records, "ns", lambda: now[0]), Batches(lambda: records, "ns", lambda: now[0])
+    made = []
+    for _ in range(300):
+        now[0] += 1
+        made.append(await files.create("a", "f", "batch", b"x"))
+    batch = await batches.create("a", URL, made[0].id, None)
+    before = fake.listed
+    assert before <= 300, "each was read once, also while others were made"
+
+    async def page(query: str) -> list[str]:
+        messages: list[Message] = []
+
+        async def send(message: Message) -> None:
+            messages.append(message)
+
+        async def receive() -> NoReturn:
+            raise AssertionError("a GET has no body")
+
+        operations = BatchOperations(files, batches, lambda: None).operations()
+        scope = {"type": "http", "method": "GET", "path": "/v1/files", "raw_path": b"/v1/files", "headers": []}
+        scope |= {"query_string": query.encode(), CLIENT_WATCH: ClientWatch()}
+        exchange = Exchange(scope, receive, send, HttpSettings())
+        exchange.account, exchange.declared = KeyAccount(ApiKey(name="a", salt=b"", digest=b"")), operations[1].declared
+        await operations[1].handle(exchange)
+        body = json.loads(b"".join(message.get("body", b"") for message in messages))
+        assert body["has_more"]
+        return [item["id"] for item in body["data"]]
+
+    newest = [file.id for file in reversed(made)]
+    for _ in range(10):
+        assert await page("limit=2") == newest[:2]
+        assert await page(f"limit=2&after={newest[99]}") == newest[100:102]
+    assert fake.listed - before <= 1
+    await files.delete("a", newest[0])
+    assert await page("limit=2") == newest[1:3]
+    assert fake.listed - before <= 2
+    for status in ("in_progress", "completed"):
+        await batches.change("a", batch.id, lambda batch, status=status: replace(batch, status=status))  # type: ignore[misc]
+        assert [each.status for each in await batches.owned_by("a")] == [status]
+    now[0] += fake.ttl_s - 100
+    assert await page("limit=2") == newest[1:3]
+    assert len(await files.owned_by("a")) == 99, "the others have expired, and one was deleted"
+
+
+async def test_what_keys_have_is_forgotten_once_other_keys_have_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_ITEMS", 10)
+    fake = FakeRecords()
+    records: Any = fake
+    files = Files(lambda: records, "ns")
+    for owner in "abc":
+        for _ in range(6):
+            await files.put(owner, f"file-{secrets.token_hex(16)}", "f", "batch", b"x")
+    for owner in "abc":
+        assert len(await files.owned_by(owner)) == 6
+    before = fake.listed
+    assert len(await files.owned_by("c")) == 6 and fake.listed == before
+    assert len(await files.owned_by("a")) == 6 and fake.listed == before + 6
 
 
 async def test_an_upload_is_bounded_by_what_any_body_may_have() -> None:

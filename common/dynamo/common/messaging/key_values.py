@@ -19,7 +19,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
-from nats.js.api import DeliverPolicy, Header
+from nats.js.api import ConsumerConfig, DeliverPolicy, Header
 from nats.js.errors import APIError, NotFoundError
 from nats.js.errors import Error as JetStreamError
 
@@ -132,8 +132,18 @@ class KeyValues:
     async def delete(self, key: str) -> None:
         await self._context.publish(self._prefix + key, headers={_OPERATION: _DELETED})
 
-    async def matching(self, pattern: str, *, with_values: bool) -> list[Entry]:
-        """Return the entries whose keys match a pattern of NATS subjects, without those that are deleted."""
+    async def newest(self, pattern: str) -> int:
+        """Return the revision of what was written or deleted last under a pattern of NATS subjects; 0: nothing is there."""
+        try:
+            return (await self._context.get_msg(self._stream, subject=self._prefix + pattern)).seq or 0
+        except NotFoundError:
+            return 0
+
+    async def matching(self, pattern: str, *, with_values: bool, after: int = 0) -> list[Entry]:
+        """Return the entries, with marks of deletions, whose keys match a pattern of NATS subjects.
+
+        `after`: only those with larger revisions.
+        """
         entries: list[Entry] = []
         are_all_there = asyncio.Event()
 
@@ -141,8 +151,7 @@ class KeyValues:
             metadata = message.metadata
             revision, written_at = metadata.sequence.stream, metadata.timestamp
             entry = self._entry(message.subject, message.data, message.headers or {}, revision, written_at)
-            if not entry.is_deleted:
-                entries.append(entry)
+            entries.append(entry)
             if not metadata.num_pending:
                 are_all_there.set()
 
@@ -152,7 +161,8 @@ class KeyValues:
                 stream=self._stream,
                 cb=received,
                 ordered_consumer=True,
-                deliver_policy=DeliverPolicy.LAST_PER_SUBJECT,
+                config=ConsumerConfig(opt_start_seq=after + 1 if after else None),
+                deliver_policy=DeliverPolicy.BY_START_SEQUENCE if after else DeliverPolicy.LAST_PER_SUBJECT,
                 headers_only=not with_values,
             )
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -67,15 +67,37 @@ class Content:
     read."""
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far changes were read, for `RecordStore.changes`."""
+
+    bucket: object
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What was written and deleted under a pattern."""
+
+    records: Mapping[str, Record | None]
+    """By key; None: it is not there any more, or cannot be read."""
+    position: Position
+    is_whole: bool
+    """Whether these are all records there are, rather than what has changed."""
+    now: float
+    """By the clock of the store."""
+
+
 class RecordStore:
     """One kind of records. Keys consist of letters, digits and `. _ - %`. All methods raise Unavailable without JetStream."""
 
     def __init__(self, connection: Connection, bucket: str, *, ttl_s: float, max_bytes: int) -> None:
         self.is_ready = False
         """Whether the buckets were there, and took what was written, when they were used last."""
+        self.ttl_s = ttl_s
+        """How long records are kept."""
         self._connection = connection
         self._bucket = bucket
-        self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._takes_writes = True
         """False from a write that failed until a trial has succeeded."""
@@ -243,18 +265,39 @@ class RecordStore:
 
         Those that lie in the object store are left out, and those that are damaged, so that one does not hide all others.
         """
-        values: dict[str, bytes] = {}
-        for entry in await self._matching(pattern, with_values=True):
-            if not entry.is_intact:
-                log.error("%s", DamagedRecord(self._bucket, entry.key))
-            elif _object_of(entry) is None:
-                values[entry.key] = entry.value[1:]
-        return dict(sorted(values.items()))
+        entries = await self._matching(pattern, with_values=True)
+        records = {entry.key: record for entry in entries if (record := self._listed(entry)) is not None}
+        return {key: records[key].value for key in sorted(records)}
+
+    async def changes(self, pattern: str, since: Position | None) -> Changes:
+        """Return what has changed under a pattern since a position; None, or what is no position any more: all there is.
+
+        Records are read as `values` does. Ones that have expired are no changes.
+        """
+        with self._plain_errors("listed"):
+            async with asyncio.timeout(_LARGE_LIMIT_S):
+                values = await self._values()
+                newest, now = await values.newest(pattern), await values.now()
+                after = 0 if since is None or since.bucket is not values or newest < since.revision else since.revision
+                entries = [] if newest == after else await values.matching(pattern, with_values=True, after=after)
+        revision = max((entry.revision for entry in entries), default=0)
+        records = {entry.key: self._listed(entry) for entry in entries}
+        return Changes(records, Position(values, max(newest, revision)), is_whole=not after, now=now)
+
+    def _listed(self, entry: Entry) -> Record | None:
+        """Return the record of an entry of a list; None, and a line in the log, if it is damaged."""
+        if entry.is_deleted:
+            return None
+        if not entry.is_intact:
+            log.error("%s", DamagedRecord(self._bucket, entry.key))
+            return None
+        return Record(entry.value[1:], entry.revision, entry.written_at) if _object_of(entry) is None else None
 
     async def _matching(self, pattern: str, *, with_values: bool) -> list[Entry]:
         with self._plain_errors("listed"):
             async with asyncio.timeout(_LARGE_LIMIT_S):
-                return await (await self._values()).matching(pattern, with_values=with_values)
+                entries = await (await self._values()).matching(pattern, with_values=with_values)
+        return [entry for entry in entries if not entry.is_deleted]
 
     async def close(self) -> None:
         """End what is left of operations that were cancelled."""
@@ -288,7 +331,7 @@ class RecordStore:
     async def _values(self) -> KeyValues:
         client = self._connection.client
         if self._opened is None or self._opened[0] is not client:
-            values = await open_key_values(client, self._bucket, self._late, ttl_s=self._ttl_s, max_bytes=self._max_bytes)
+            values = await open_key_values(client, self._bucket, self._late, ttl_s=self.ttl_s, max_bytes=self._max_bytes)
             self._opened = client, values
         return self._opened[1]
 
@@ -298,9 +341,7 @@ class RecordStore:
             return await context.object_store(bucket)
         except BucketNotFoundError:
             return await create_replicated(
-                lambda replicas: context.create_object_store(
-                    bucket, ttl=self._ttl_s, max_bytes=self._max_bytes, replicas=replicas
-                )
+                lambda replicas: context.create_object_store(bucket, ttl=self.ttl_s, max_bytes=self._max_bytes, replicas=replicas)
             )
 
     @contextmanager

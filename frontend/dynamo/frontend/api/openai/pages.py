@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dynamo.common.errors import InvalidRequest
@@ -14,12 +14,17 @@ _MAX_ITEMS = 100
 def page(items: Sequence[Mapping[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
     """Return the items that follow the one with the id `after`, as a list of OpenAI's. Raises InvalidRequest."""
     if after is not None:
-        # The last one, in case that ids repeat: pages must come to an end.
-        position = max((index for index, item in enumerate(items) if item.get("id") == after), default=None)
-        if position is None:
-            raise InvalidRequest(f"'after' is {after[:80]!r}, which is none of the items", param="after")
-        items = items[position + 1 :]
+        items = items[position_after(after, (item.get("id") for item in items)) :]
     return {**listed(items[:limit]), "has_more": len(items) > limit}
+
+
+def position_after(after: str, ids: Iterable[object]) -> int:
+    """Return the position of the first item of the page that follows the item with the id `after`. Raises InvalidRequest."""
+    # The last one, in case that ids repeat: pages must come to an end.
+    position = max((index for index, id in enumerate(ids) if id == after), default=None)
+    if position is None:
+        raise InvalidRequest(f"'after' is {after[:80]!r}, which is none of the items", param="after")
+    return position + 1
 
 
 def listed(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, RateLimited, Unavailable
 from dynamo.common.messaging.records import RecordStore
 from dynamo.common.names import encode
+from dynamo.frontend.api.openai.batches.index import Index
 from dynamo.frontend.api.openai.owners import owner_token
 from dynamo.frontend.api.openai.quota import StoredBytes
 
@@ -132,10 +133,18 @@ class Owned(Struct, frozen=True):
     """Of the results that are kept and not in files yet."""
 
 
-class _Results(Struct, frozen=True):
-    """The part of `Owned` that is counted."""
+class _Listed(Struct, frozen=True):
+    batch: Batch
+    stored_bytes: int
+    """What it takes of what its key may store."""
 
-    results_bytes: int = 0
+    @property
+    def id(self) -> str:
+        return self.batch.id
+
+    @property
+    def created_at(self) -> int:
+        return self.batch.created_at
 
 
 class Waiting(Struct, frozen=True, kw_only=True):
@@ -166,8 +175,12 @@ _lines = msgspec.json.Decoder(Line)
 _flags = msgspec.json.Decoder(_Flags)
 _waiting = msgspec.json.Decoder(Waiting)
 _owned = msgspec.json.Decoder(Owned)
-_results = msgspec.json.Decoder(_Results)
 _segments = msgspec.json.Decoder(Segment)
+
+
+def _listed(record: bytes) -> _Listed:
+    owned = _owned.decode(record)
+    return _Listed(owned.batch, len(record) + owned.results_bytes)
 
 
 def parse_lines(content: bytes, endpoint: str) -> list[Line]:
@@ -238,6 +251,7 @@ class Batches:
         self._quota = quota or StoredBytes()
         self._quota.count_by(self._bytes_of)
         self._records = records
+        self._index = Index(records, _listed)
         self._prefix = encode(namespace, "namespace")
         self._clock = clock
 
@@ -329,9 +343,7 @@ class Batches:
 
     async def owned_by(self, owner: str) -> Sequence[Batch]:
         """Return all batches of a key, the newest first."""
-        records = (await self._records().values(self._key(owner, "*"))).values()
-        batches = [_owned.decode(record).batch for record in records]
-        return sorted(batches, key=lambda batch: (-batch.created_at, batch.id))
+        return [listed.batch for listed in await self._index.of(self._key(owner, "*"))]
 
     async def waiting(self) -> list[Waiting]:
         """Return the batches that have not ended, and some that never came to be."""
@@ -354,8 +366,7 @@ class Batches:
         return await self._records().put(self._segment_key(id, str(number)), msgspec.json.encode(segment), last=0) is not None
 
     async def _bytes_of(self, owner: str) -> int:
-        records = (await self._records().values(self._key(owner, "*"))).values()
-        return sum(len(record) + _results.decode(record).results_bytes for record in records)
+        return sum(listed.stored_bytes for listed in await self._index.of(self._key(owner, "*")))
 
     def _key(self, owner: str, id: str) -> str:
         return f"{self._prefix}.batch.{owner_token(owner)}.{id}"

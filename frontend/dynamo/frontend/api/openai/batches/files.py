@@ -15,6 +15,7 @@ from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge
 from dynamo.common.messaging.records import Content, RecordStore
 from dynamo.common.names import encode
 from dynamo.frontend.api.declaration import MAX_FILE_BYTES
+from dynamo.frontend.api.openai.batches.index import Index
 from dynamo.frontend.api.openai.owners import owner_token
 from dynamo.frontend.api.openai.quota import StoredBytes
 
@@ -57,6 +58,7 @@ class Files:
         self._quota = quota or StoredBytes()
         self._quota.count_by(self._bytes_of)
         self._records = records
+        self._index = Index(records, _decoder.decode)
         self._prefix = encode(namespace, "namespace")
         self._clock = clock
 
@@ -64,7 +66,7 @@ class Files:
         """Make a file. Raises PayloadTooLarge, InvalidRequest."""
         if len(content) > MAX_FILE_BYTES:
             raise PayloadTooLarge(f"the file has {len(content)} bytes; at most {MAX_FILE_BYTES} are allowed")
-        if len(await self._records().keys(self._key(owner, "*"))) >= MAX_FILES:
+        if len(await self.owned_by(owner)) >= MAX_FILES:
             raise InvalidRequest(f"there are {MAX_FILES} files already; delete some")
         async with self._quota.room(owner, len(content)):
             return await self.put(owner, f"file-{secrets.token_hex(16)}", filename, purpose, content)
@@ -112,8 +114,7 @@ class Files:
 
     async def owned_by(self, owner: str) -> Sequence[FileObject]:
         """Return all files of a key, the newest first."""
-        files = map(_decoder.decode, (await self._records().values(self._key(owner, "*"))).values())
-        return sorted(files, key=lambda file: (-file.created_at, file.id))
+        return await self._index.of(self._key(owner, "*"))
 
     async def _bytes_of(self, owner: str) -> int:
         return sum(file.bytes for file in await self.owned_by(owner))

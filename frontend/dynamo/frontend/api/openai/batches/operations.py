@@ -20,7 +20,7 @@ from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.api.openai.batches.batch import ENDPOINTS, Batch, Batches
 from dynamo.frontend.api.openai.batches.files import FileObject, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
-from dynamo.frontend.api.openai.pages import limit_of, page
+from dynamo.frontend.api.openai.pages import limit_of, page, position_after
 from dynamo.frontend.api.openai.requests import Metadata
 from dynamo.frontend.security.surfaces import Surface
 
@@ -133,9 +133,10 @@ class BatchOperations:
 
 
 async def _respond_with(exchange: Exchange, objects: Sequence[FileObject] | Sequence[Batch]) -> None:
-    query = exchange.query
-    items = [asdict(each) for each in objects]
-    await exchange.respond(msgspec.json.encode(page(items, limit_of(query), query.get("after"))))
+    limit, after = limit_of(exchange.query), exchange.query.get("after")
+    start = 0 if after is None else position_after(after, (each.id for each in objects))
+    items = [asdict(each) for each in objects[start : start + limit + 1]]
+    await exchange.respond(msgspec.json.encode(page(items, limit, None)))
 
 
 def _operation(

@@ -1,0 +1,86 @@
+"""What each key has of one kind of records, decoded and in order: a page of a list costs no more for a key that has many.
+
+The records of a key are read once, and then only what has changed since. Those of keys that have not asked for the longest time
+are forgotten when there are many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from dynamo.common.messaging.records import Changes, Position, RecordStore
+
+MAX_ITEMS = 50_000
+"""Of all keys together, or of the key that asked last if that has more."""
+
+
+class Item(Protocol):
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def created_at(self) -> int: ...
+
+
+ItemType = TypeVar("ItemType", bound=Item)
+
+
+@dataclass(slots=True)
+class _Items(Generic[ItemType]):
+    """The items of one key."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    position: Position | None = None
+    by_key: dict[str, tuple[ItemType, float]] = field(default_factory=dict)
+    """Each with the time at which it was written."""
+    newest_first: Sequence[ItemType] = ()
+    oldest_at: float = 0.0
+
+    def apply(self, changes: Changes, decode: Callable[[bytes], ItemType], ttl_s: float) -> None:
+        expired_at = changes.now - ttl_s
+        self.position = changes.position
+        if not changes.is_whole and not changes.records and self.oldest_at > expired_at:
+            return
+        if changes.is_whole:
+            self.by_key.clear()
+        for key, record in changes.records.items():
+            if record is None:
+                self.by_key.pop(key, None)
+            else:
+                self.by_key[key] = decode(record.value), record.written_at
+        self.by_key = {key: item for key, item in self.by_key.items() if item[1] > expired_at}
+        self.newest_first = sorted((item for item, _ in self.by_key.values()), key=_order)
+        self.oldest_at = min((at for _, at in self.by_key.values()), default=changes.now)
+
+
+class Index(Generic[ItemType]):
+    """The items of all keys."""
+
+    def __init__(self, records: Callable[[], RecordStore], decode: Callable[[bytes], ItemType]) -> None:
+        self._records = records
+        self._decode = decode
+        self._items: OrderedDict[str, _Items[ItemType]] = OrderedDict()
+
+    async def of(self, pattern: str) -> Sequence[ItemType]:
+        """Return the items under the keys that a pattern matches, the newest first. Raises Unavailable."""
+        items = self._items.setdefault(pattern, _Items())
+        self._items.move_to_end(pattern)
+        async with items.lock:  # so that each change is read once
+            store = self._records()
+            items.apply(await store.changes(pattern, items.position), self._decode, store.ttl_s)
+        self._forget()
+        return items.newest_first
+
+    def _forget(self) -> None:
+        count = sum(len(items.by_key) for items in self._items.values())
+        while count > MAX_ITEMS and len(self._items) > 1:
+            _, items = self._items.popitem(last=False)
+            count -= len(items.by_key)
+
+
+def _order(item: Item) -> tuple[int, str]:
+    return -item.created_at, item.id
