@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shlex
 from contextlib import aclosing
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import trustme
 
 from dynamo.common.errors import Forbidden
 from dynamo.common.etcd import Etcd, EtcdUnavailable, connect_etcd
+from dynamo.common.names import ADAPTERS_ROOT, LEASES_ROOT, NAMES_ROOT, SETTINGS_ROOT
 from dynamo.common.options import EtcdOptions
 from tests.support.certificates import issue, write_ca
 from tests.support.doors import TENSOR, Doors, open_doors
@@ -20,26 +23,20 @@ LOGINS = {
     "frontend": {"user": "frontend", "password": "f4sesame"},
     "worker": {"user": "worker", "password": "w4sesame"},
 }
-SETUP = """
-user add root:r4sesame
-user grant-role root root
-role add frontend
-role grant-permission frontend --prefix=true read /dynamo/v1/
-role add worker
-role grant-permission worker --prefix=true readwrite /dynamo/v1/
-user add frontend:f4sesame
-user grant-role frontend frontend
-user add worker:w4sesame
-user grant-role worker worker
-auth enable
-"""
+COMMANDS = re.findall(r"^etcdctl .*$", (Path(__file__).parents[2] / "docs" / "security.md").read_text(), re.MULTILINE)
+PASSWORDS = {"$FRONTEND_PASSWORD": "f4sesame", "$WORKER_PASSWORD": "w4sesame", "$ROOT_PASSWORD": "r4sesame"}
 
 
-def enable_roles(server: EtcdServer) -> None:
-    """The roles that docs/security.md describes."""
-    for command in SETUP.split("\n"):
-        if command:
-            etcdctl(server.endpoint, *command.split())
+def enable_roles(server: EtcdServer, namespace: str = "dynamo") -> None:
+    """Run the commands that docs/security.md has, for the roles of a namespace."""
+    assert len(COMMANDS) >= 8
+    for line in COMMANDS:
+        for command in line.split("&&"):
+            words = shlex.split(command)[1:]
+            words = [word.removesuffix("/dynamo/") + f"/{namespace}/" if word.endswith("/dynamo/") else word for word in words]
+            for variable, password in PASSWORDS.items():
+                words = [word.replace(variable, password) for word in words]
+            etcdctl(server.endpoint, *words)
 
 
 def config_of(server: EtcdServer, role: str) -> EtcdOptions:
@@ -75,10 +72,14 @@ async def test_a_role_is_refused_what_it_does_not_need(tmp_path: Path) -> None:
     async with start_etcd(tmp_path) as server:
         await asyncio.to_thread(enable_roles, server)
         async with connect_etcd(config_of(server, "frontend")) as frontend, connect_etcd(config_of(server, "worker")) as worker:
-            assert await may_put(worker, "/dynamo/v1/k")
-            assert not await may_put(frontend, "/dynamo/v1/k")
-            with pytest.raises(Forbidden):
-                await frontend.delete("/dynamo/v1/k")
+            for key in ("/dynamo/v1/dynamo/k", "/dynamo/v1/%repositories/dynamo/k"):
+                assert await may_put(worker, key)
+                assert not await may_put(frontend, key)
+                with pytest.raises(Forbidden):
+                    await frontend.delete(key)
+            roots = (NAMES_ROOT, SETTINGS_ROOT, LEASES_ROOT, ADAPTERS_ROOT)
+            for key in (*(f"{root}/dynamo" for root in roots), "/dynamo/v1/other/k", "/dynamo/v1/%repositories/other/k"):
+                assert not await may_put(worker, key), key
             for etcd in (frontend, worker):
                 assert await may_read(etcd, "/dynamo/v1/")
                 assert await may_watch(etcd, "/dynamo/v1/")
@@ -92,7 +93,7 @@ async def test_a_deployment_serves_with_these_roles_and_outlives_its_tokens(
     tmp_path: Path, nats_server: NatsServer, namespace: str
 ) -> None:
     async with start_etcd(tmp_path, extra_flags=("--auth-token-ttl", "1")) as server:
-        await asyncio.to_thread(enable_roles, server)
+        await asyncio.to_thread(enable_roles, server, namespace)
         async with open_doors(server, nats_server, namespace, logins=LOGINS) as doors:
             assert (await doors.post("/v2/models/echo/infer", TENSOR)).status_code == 200
             await lost_and_registered_again(server, doors)

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from dynamo.common.adapters import DesiredAdapter, adapter_key, decode_adapter, encode_adapter
 from dynamo.common.config import ConfigError, load
-from dynamo.common.errors import Code, InvalidRequest, NoInstances, Unsupported
+from dynamo.common.errors import Code, Forbidden, InvalidRequest, NoInstances, Unsupported
 from dynamo.common.generation import GenerateRequest, Stop, pack_tokens, request_encoder
 from dynamo.common.model_card import AdapterReport, LlmInfo
 from dynamo.worker.adapters import AdapterFollower
@@ -182,6 +182,22 @@ async def test_the_card_of_an_instance_stays_short_whatever_is_requested(tmp_pat
         last = await worker.reported(await worker.want("last", "/"))
         assert last.code == Code.FORBIDDEN
         assert len(worker.llm.adapter_reports) == 65
+
+
+async def test_a_worker_that_may_not_put_back_what_etcd_loses_serves_on_and_follows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(tmp_path) as worker:
+        await worker.reported(await worker.want("sql"))
+
+        async def refuse(key: str, value: bytes, *, mod_revision: int) -> NoReturn:
+            raise Forbidden("permission denied")
+
+        monkeypatch.setattr(worker.etcd, "replace", refuse)
+        worker.etcd.lose_everything()
+        await worker.reported(await worker.want("chat"))
+        assert worker.report("sql") is not None
+        assert "may not put the LoRA adapter" in caplog.text and "cannot be followed" not in caplog.text
 
 
 async def test_what_etcd_loses_is_put_back_and_stays_loaded(tmp_path: Path) -> None:

@@ -78,7 +78,11 @@ class DesiredAdapters:
         self._changed()
         for key in sorted(self._lost):
             log.warning("etcd has lost the LoRA adapter at %s; it is put back", key)
-            await self._etcd.replace(key, encode_adapter(self._records[key]), mod_revision=0)
+            try:
+                await self._etcd.replace(key, encode_adapter(self._records[key]), mod_revision=0)
+            except Forbidden as error:
+                log.error("this worker may not put the LoRA adapter at %s back, and serves on with it: %s", key, error)
+                continue
             self._lost.discard(key)
 
     def _put(self, kv: KeyValue) -> None:
