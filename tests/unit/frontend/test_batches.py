@@ -402,7 +402,12 @@ async def running(
     files = Files(lambda: store, "ns", lambda: now[0], quota)
     batches = Batches(lambda: store, "ns", lambda: now[0], quota)
     leases = FreeLeases()
-    operation = Operation(path=URL, declared=TEXT, errors=OPENAI_ERRORS, handle=handle)
+
+    async def begun(exchange: Exchange) -> None:
+        exchange.progress.started = True  # as the data plane says of requests
+        await handle(exchange)
+
+    operation = Operation(path=URL, declared=TEXT, errors=OPENAI_ERRORS, handle=begun)
     metrics = FrontendMetrics(CollectorRegistry())
     settings = HttpSettings(capacity=capacity or Capacity())
     runner = BatchRunner(files, batches, lambda: leases, {URL: operation}, settings, account, metrics)

@@ -15,15 +15,19 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+import httpx2
 import pytest
 
+from dynamo.common.errors import EngineError
 from dynamo.frontend.api.calls import TIMEOUT
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.declaration import LITTLE_BYTES, Charge, shown
+from dynamo.frontend.api.declaration import LITTLE_BYTES, TEXT, Charge, shown
+from dynamo.frontend.api.guard import Accounts, Guard, watch_keys
 from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
-from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.rpc.bounded import bounded
 from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import HttpOptions
@@ -232,6 +236,37 @@ async def test_an_operation_that_is_served_is_charged_as_it_declares(name: str, 
         assert spent.settled(account) == (entry.declared.charge is Charge.REQUESTS)
         assert (name in REQUESTS) == (entry.declared.charge is Charge.REQUESTS)
         await until_free(front.capacity)
+
+
+@EVERY
+async def test_an_operation_that_declares_another_charge_can_make_no_request_to_a_model(name: str, keys: Keys) -> None:
+    async with open_frontend(keys.file) as front:
+        declared = entry_of(front, name).declared
+    account = Guard(Accounts(watch_keys(keys.file))).enter(declared, keys.headers[Scope.ADMIN])
+    if declared.charge is Charge.REQUESTS or declared.surface is Surface.HEALTH:  # which has no account
+        account.admit("m", object()).close()
+    else:
+        with pytest.raises(EngineError, match="does not declare to be charged"):
+            account.admit("m", object())
+
+
+@pytest.mark.parametrize("size", [2, 1 << 20])
+@pytest.mark.parametrize("is_admitted", [False, True])
+async def test_an_operation_that_declares_requests_responds_with_none_unless_one_was_admitted(
+    is_admitted: bool, size: int
+) -> None:
+    async def handle(exchange: Exchange) -> None:
+        exchange.progress.started = is_admitted
+        await exchange.respond(b"x" * size)
+
+    app = HttpApp([Operation(path="/unpaid", declared=TEXT, errors=OPENAI_ERRORS, handle=handle)], HttpSettings())
+    async with (
+        serve_http(HttpOptions(port=0), app) as server,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=120) as client,
+    ):
+        response = await client.post("/unpaid", json={})
+    assert response.status_code == (200 if is_admitted else 500)
+    assert is_admitted or "responds without one" in response.text
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != BatchEntry.name])

@@ -51,6 +51,7 @@ class Ran:
 
         async def handle(exchange: Exchange) -> None:
             self.operations.append(noted[0])
+            exchange.progress.started = True  # as the data plane says of requests
             await exchange.respond(b"ran")
 
         noted.append(replace(operation, handle=handle))

@@ -20,7 +20,7 @@ from dynamo.common.logs import AUDIT
 from dynamo.common.security.files import Watched
 from dynamo.frontend.api.declaration import Charge, Declaration
 from dynamo.frontend.config import FrontendConfig
-from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount, WithoutRequests
 from dynamo.frontend.security.keys import ApiKey, KeyRing, read_keys
 from dynamo.frontend.security.ledger import Ledger
 from dynamo.frontend.security.sharing import Fleet, KeyUse
@@ -130,7 +130,7 @@ class Guard:
         self._check_scope(account, surface)
         if declared.charge in _COUNTED:
             account.count()
-        return account
+        return account if declared.charge is Charge.REQUESTS else WithoutRequests(account)
 
     def _check_scope(self, account: KeyAccount, surface: Surface) -> None:
         """Raises Forbidden."""

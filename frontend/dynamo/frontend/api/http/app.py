@@ -84,6 +84,7 @@ class HttpApp:
             not_allowed = InvalidRequest(f"method {exchange.method} is not allowed for '{exchange.path}'")
             return await exchange.refuse(not_allowed, 405, resource.errors, ((b"allow", resource.allow),))
         exchange.declared = operation.declared
+        exchange.is_request = operation.declared.charge is Charge.REQUESTS
         if operation.declared.surface is Surface.HEALTH:
             return await exchange.run(operation.handle)
         try:

@@ -24,7 +24,7 @@ import msgspec
 
 from dynamo.common.asgi import Message, Receive, Scope, Send
 from dynamo.common.background import start
-from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, PayloadTooLarge, RateLimited, release
+from dynamo.common.errors import Cancelled, Code, DynamoError, EngineError, InvalidRequest, PayloadTooLarge, RateLimited, release
 from dynamo.common.http_connection import ON_HALF_CLOSE
 from dynamo.common.http_request import CLIENT_WATCH, ClientWatch
 from dynamo.common.logs import request_id as logged_id
@@ -114,6 +114,9 @@ class HttpSettings:
                 return min(LITTLE_BYTES, options.max_body_bytes)
 
 
+_UNCHARGED = "the operation declares to be charged as a request to a model, and responds without one"
+
+
 class Exchange:
     """One request and its response, which is either one `respond` or a stream of `events`."""
 
@@ -128,6 +131,8 @@ class Exchange:
         self.path: str = scope["path"]
         """Decoded; for messages. What the request is for stands in `parameters`."""
         self.raw_path: bytes = scope["raw_path"]
+        self.is_request = False
+        """Whether the operation declares to be charged as a request to a model: it responds once one was admitted."""
         self.parameters: Mapping[str, str] = {}
         """The values of the parameters in the operation's path."""
         self.endpoint = ""
@@ -360,6 +365,8 @@ class Exchange:
         """Send the whole response. Raises Overloaded for a long one if the process holds too much."""
         if len(body) > _LARGE_BODY_BYTES:
             return await self.respond_in_pieces((body,), headers, status)
+        if self.is_request and status < 400 and not self.progress.started:
+            raise EngineError(_UNCHARGED)
         self.status = status
         length = (b"content-length", b"%d" % len(body))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._common()]})
@@ -376,6 +383,8 @@ class Exchange:
         if size <= _LARGE_BODY_BYTES:
             return await self.respond(b"".join(pieces), status, headers)
         self.hold(size - held_bytes)
+        if self.is_request and status < 400 and not self.progress.started:
+            raise EngineError(_UNCHARGED)
         self.status = status
         length = (b"content-length", b"%d" % size)
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._common()]})

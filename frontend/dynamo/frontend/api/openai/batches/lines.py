@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from dynamo.frontend.security.accounts import Account, RateLimit, Ticket
+from dynamo.frontend.security.accounts import Account, SameAccount, Ticket
 from dynamo.frontend.security.ledger import Usage
 
 
-class LineAccount:
+class LineAccount(SameAccount):
     """The account of a key, for one request of a batch. The limits of the key apply at once; `settle` writes into its ledger.
 
     What a line uses is not billed unless its result is kept: the line is carried out again then.
@@ -18,45 +18,14 @@ class LineAccount:
 
     def __init__(self, account: Account, admitted: Callable[[], None]) -> None:
         """`admitted` is called whenever the key's limits have admitted a part of the request."""
-        self._account = account
+        super().__init__(account)
         self._admitted = admitted
         self._used: list[tuple[str, Usage]] = []
 
-    @property
-    def name(self) -> str:
-        return self._account.name
-
-    @property
-    def weight(self) -> float:
-        return self._account.weight
-
-    @property
-    def max_priority(self) -> int:
-        return self._account.max_priority
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        return self._account.models
-
-    def isolate(self, cache_salt: str) -> str:
-        return self._account.isolate(cache_salt)
-
-    def permits(self, model: str) -> bool:
-        return self._account.permits(model)
-
-    def permit(self, model: str) -> None:
-        self._account.permit(model)
-
     def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
-        ticket = self._account.admit(model, request, sequences)
+        ticket = super().admit(model, request, sequences)
         self._admitted()
         return ticket
-
-    def occupy(self) -> Ticket:
-        return self._account.occupy()
-
-    def take_tokens(self, tokens: int) -> None:
-        self._account.take_tokens(tokens)
 
     def record(self, model: str, usage: Usage) -> None:
         self._used.append((model, usage))
@@ -65,9 +34,6 @@ class LineAccount:
         """Write what the request used into the ledger of the key."""
         for model, usage in self._used:
             self._account.record(model, usage)
-
-    def rate_limits(self) -> Sequence[RateLimit]:
-        return self._account.rate_limits()
 
 
 class AdmissionTurns:

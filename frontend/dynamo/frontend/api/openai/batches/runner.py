@@ -27,6 +27,7 @@ from dynamo.common.background import Tasks, awaited
 from dynamo.common.errors import DynamoError, Forbidden, Overloaded, PayloadTooLarge, Unauthenticated, Unavailable
 from dynamo.common.messaging.key_values import DamagedRecord
 from dynamo.frontend.api.calls import TIMEOUT
+from dynamo.frontend.api.declaration import Charge
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.batches.batch import (
@@ -387,7 +388,7 @@ class BatchRunner:
         scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
         exchange = Exchange(scope, receive, send, self._settings)
         exchange.account, exchange.endpoint, exchange.errors = account, operation.endpoint, operation.errors
-        exchange.declared = operation.declared
+        exchange.declared, exchange.is_request = operation.declared, operation.declared.charge is Charge.REQUESTS
 
         async def handle(exchange: Exchange) -> None:
             self._account(account.name, operation.declared.surface)  # the key file may have changed since the batch was begun
