@@ -29,7 +29,7 @@ SIM = ("--model", "sim:blocks=4000,speedup=1,seed=3")
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed", "hung"])
-async def test_nats_away_for_two_seconds_fails_no_request_that_has_time_and_runs_none_that_has_not(
+async def test_nats_away_for_two_seconds_fails_no_request_that_has_time_and_all_that_have_not(
     etcd_server: EtcdServer, tmp_path: Path, namespace: str, how: str
 ) -> None:
     async with start_nats(tmp_path) as nats, Fleet(etcd_server, nats, namespace, ("--model", "echo", *SIM)) as fleet:
@@ -61,8 +61,9 @@ async def test_nats_away_for_two_seconds_fails_no_request_that_has_time_and_runs
             assert text.text == expected
             assert text.reason == "length"
             ran = [(await fleet.statistics(worker)).inference_count for worker in fleet.workers]
-        # What was being served when the connection broke ran again elsewhere; what had waited for the connection ran once.
-        assert load.count <= sum(ran) <= load.count + (8 if how != "hung" else 0)
+        # What was being served when the connection broke ran again elsewhere; what had waited for the connection ran once. What a
+        # nats-server that hangs has in its sockets is delivered when it goes on, and may run before it is known to be cancelled.
+        assert load.count <= sum(ran) <= load.count + (len(hasty) if how == "hung" else 8)
 
 
 async def fails(request: Awaitable[object]) -> grpc.StatusCode:
