@@ -21,11 +21,14 @@ from dynamo.common.errors import Code, DynamoError, Forbidden, InvalidRequest, M
 from dynamo.common.message_json import to_json
 from dynamo.common.repository import ControlMode, IndexEntry, LoadRequest, ModelState
 from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.repository.content_cache import ContentCache
 from dynamo.worker.repository.control import RepositoryControl
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.repository.layout import Fingerprint
+from dynamo.worker.repository.model_folders import ModelFolders
 from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
 from dynamo.worker.repository.rate_limiter import ProvidedResource, RateLimiter
+from dynamo.worker.repository.source import ModelPaths
 from dynamo.worker.serve import Service
 from tests.support.repositories import DOUBLE, EXAMPLES, X_TO_Y, ensemble, infer, model_with_config, opened, python_model, step, x
 
@@ -507,13 +510,10 @@ async def test_a_name_that_two_repositories_have_is_refused(tmp_path: Path) -> N
             await models.load_model(LoadRequest(model="times"))
 
 
-class FlakyModels(RepositoryModels):
-    """A repository on a network file system where each operation fails the first time."""
+class FlakyFolders(ModelFolders):
+    """Folders on a network file system where each operation fails the first time."""
 
-    def __init__(self, settings: RepositorySettings) -> None:
-        self.failing: set[str] = set()
-        super().__init__(settings)
-        self.failing = {"list", "fingerprints", "load"}
+    failing: set[str]
 
     def fail_once(self, operation: str) -> None:
         if operation in self.failing:
@@ -528,8 +528,19 @@ class FlakyModels(RepositoryModels):
         self.fail_once("fingerprints")
         return super().fingerprints()
 
+
+class FlakyModels(RepositoryModels):
+    """A repository on a network file system where each operation fails the first time."""
+
+    def __init__(self, settings: RepositorySettings) -> None:
+        super().__init__(settings)
+        copies = ContentCache(settings.copies, settings.copies_bytes)
+        self.flaky = FlakyFolders(settings.folders, (), copies, ModelPaths((), settings.path_max_bytes))
+        self.flaky.failing = {"list", "fingerprints", "load"}
+        self.folders = self.flaky
+
     async def load_model(self, request: LoadRequest) -> tuple[str, ...]:
-        self.fail_once("load")
+        self.flaky.fail_once("load")
         return await super().load_model(request)
 
 
@@ -550,7 +561,7 @@ async def test_polling_continues_after_errors_of_the_file_system(tmp_path: Path)
             while not service.models:
                 await published.wait()
                 published.clear()
-        assert models.failing == set()
+        assert models.flaky.failing == set()
     finally:
         await models.close()
 

@@ -146,7 +146,7 @@ async def test_the_models_serve_on_while_the_store_is_away(
 
         with monkeypatch.context() as patched:
             patched.setattr(fsspec.get_filesystem_class("memory"), "find", fail)
-            [error] = engine.models.refresh()
+            [error] = engine.models.folders.refresh()
             assert str(error) == f"{URL} cannot be read: ConnectionError: the store is away"
             with pytest.raises(Unavailable, match="the store is away"):
                 await engine.models.load_on_request(LoadRequest(model="other"))

@@ -69,12 +69,12 @@ async def test_models_are_loaded_from_s3_loaded_again_and_followed(tmp_path: Pat
     try:
         assert {card.name for card in engine.models.cards()} == {"double", "triple"}
         assert await infer(engine.models, "triple", x(5)) == {"y": [15.0]}
-        before = engine.models.fingerprints()
+        before = engine.models.folders.fingerprints()
         bucket.put_model("models/double", factor=6)
         bucket.remove("models/triple")
         bucket.put_model("models/new", factor=7)
-        assert engine.models.refresh() == []
-        after = engine.models.fingerprints()
+        assert engine.models.folders.refresh() == []
+        after = engine.models.folders.fingerprints()
         assert after.keys() == {"double", "new"} and after["double"] != before["double"]
         await engine.models.load_model(LoadRequest(model="double"))
         assert await infer(engine.models, "double", x(1)) == {"y": [6.0]}

@@ -100,11 +100,11 @@ class RepositoryControl:
         while True:
             await asyncio.sleep(every_s)
             try:
-                await asyncio.to_thread(models.refresh)
-                if models.rescan(await asyncio.to_thread(models.list_names)):
+                await asyncio.to_thread(models.folders.refresh)
+                if models.rescan(await asyncio.to_thread(models.folders.list_names)):
                     await self.publish()
                 if self._engine.mode is ControlMode.POLL:
-                    fingerprints = await asyncio.to_thread(models.fingerprints)
+                    fingerprints = await asyncio.to_thread(models.folders.fingerprints)
                     seen = await self._follow(seen, fingerprints)
             except (InvalidRequest, OSError) as error:  # a network file system fails now and then
                 log.error("the repository cannot be read: %s", error)

@@ -66,14 +66,14 @@ class RepositoryEngine:
         `exit_on_error`, and InvalidRequest or Unavailable for an object store that cannot be read.
         """
         try:
-            for error in await asyncio.to_thread(self.models.refresh):
+            for error in await asyncio.to_thread(self.models.folders.refresh):
                 raise error
-            names = self.models.list_names()
+            names = self.models.folders.list_names()
             self.models.rescan(names)
             if self.mode is ControlMode.EXPLICIT and ALL not in self._load:
                 names = list(self._load)
             if self.mode is ControlMode.POLL:
-                self.seen = await asyncio.to_thread(self.models.fingerprints)
+                self.seen = await asyncio.to_thread(self.models.folders.fingerprints)
             failed = await self.models.load_all(names)
         except BaseException:
             await self.models.close()

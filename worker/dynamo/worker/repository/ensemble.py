@@ -47,6 +47,17 @@ def models_in(config: ModelConfig) -> list[str]:
     return list(dict.fromkeys(step.model_name for step in config.ensemble_scheduling.step))
 
 
+def ensembles_above(model: str, configs: Mapping[str, ModelConfig]) -> set[str]:
+    """Return the ensembles of `configs`, by name, that need a model, and those that need these in turn."""
+    pending, above = [model], set[str]()
+    while pending:
+        needed = pending.pop()
+        found = {name for name, config in configs.items() if needed in models_in(config)} - above
+        above |= found
+        pending += found
+    return above
+
+
 def labels_in(config: ModelConfig, cards: Mapping[str, ModelCard]) -> dict[str, tuple[str, ...]]:
     """Return the labels of an ensemble's outputs: those of the models that give them. None if `config` is not an ensemble.
 

@@ -46,7 +46,7 @@ from dynamo.worker.repository.calls import MAX_BYTES, CallMemory, check_depth
 from dynamo.worker.repository.config_checks import check_settings
 from dynamo.worker.repository.content_cache import ContentCache
 from dynamo.worker.repository.custom_metrics import CustomMetrics
-from dynamo.worker.repository.ensemble import EnsembleBackend, labels_in, models_in
+from dynamo.worker.repository.ensemble import EnsembleBackend, ensembles_above, labels_in, models_in
 from dynamo.worker.repository.environments import Environments
 from dynamo.worker.repository.execution import (
     Executable,
@@ -55,10 +55,10 @@ from dynamo.worker.repository.execution import (
     ModelResult,
     OpensInstances,
     Version,
-    closing,
 )
-from dynamo.worker.repository.layout import Fingerprint, fingerprint, model_folders, served_versions, versions_in
+from dynamo.worker.repository.layout import Fingerprint, served_versions, versions_in
 from dynamo.worker.repository.loaded import LoadedModel
+from dynamo.worker.repository.model_calls import run_counted
 from dynamo.worker.repository.model_config import (
     CONFIG_FILE,
     check_supported,
@@ -69,21 +69,19 @@ from dynamo.worker.repository.model_config import (
     read_config,
     settle_backend,
 )
+from dynamo.worker.repository.model_folders import ModelFolders
 from dynamo.worker.repository.model_gauges import ModelGauges
 from dynamo.worker.repository.onnx_backend import open_onnx
 from dynamo.worker.repository.openvino_backend import open_openvino
 from dynamo.worker.repository.python_backend import PythonBackend
 from dynamo.worker.repository.rate_limiter import RateLimiter
-from dynamo.worker.repository.raw_tensors import RawTensors, forms_of
-from dynamo.worker.repository.remote_repository import RemoteRepository
 from dynamo.worker.repository.response_cache import ResponseCache
 from dynamo.worker.repository.sequences import SequenceModel
 from dynamo.worker.repository.session import Session, SessionBackend
-from dynamo.worker.repository.source import FilesNotWritten, ModelPaths, temporary_folder, write_files
+from dynamo.worker.repository.source import FilesNotWritten, ModelPaths
 from dynamo.worker.repository.tensorrt_backend import open_tensorrt
 from dynamo.worker.repository.torch_backend import open_torch
 from dynamo.worker.repository.warmup import warm_up
-from dynamo.worker.request_trace import RequestTrace
 from dynamo.worker.statistics import VersionStatistics
 
 log = logging.getLogger(__name__)
@@ -96,8 +94,8 @@ _SESSIONS: Mapping[str, Callable[[Version], Session]] = {
 }
 _LOADS_AT_ONCE = 4
 _MAX_MISMATCHES = 16
-_MAX_SENT = 1000
 """Log lines about outputs of one model that are not as declared."""
+_MAX_SENT = 1000
 
 
 class Host(Protocol):
@@ -169,13 +167,8 @@ class RepositoryModels:
         """Raises InvalidRequest for a folder that does not exist."""
         self._settings = settings
         copies = ContentCache(settings.copies, settings.copies_bytes)
-        self._remote = {
-            remote.picture: remote
-            for remote in (RemoteRepository(url, copies, settings.path_max_bytes) for url in settings.stores)
-        }
-        """By the folders that stand for them."""
-        self._folders = (*settings.folders, *self._remote)
-        self._paths = ModelPaths(settings.path_roots, settings.path_max_bytes)
+        paths = ModelPaths(settings.path_roots, settings.path_max_bytes)
+        self.folders = ModelFolders(settings.folders, settings.stores, copies, paths)
         self._loaded: dict[str, LoadedModel] = {}
         self._states: dict[str, _State] = {}
         self._sent: deque[str] = deque(maxlen=_MAX_SENT)
@@ -228,21 +221,6 @@ class RepositoryModels:
 
     # What there is
 
-    def list_names(self) -> list[str]:
-        """Return the names of all models in the folders, loaded or not. Raises InvalidRequest if the folders cannot be read."""
-        return sorted(model_folders(self._folders))
-
-    def refresh(self) -> list[DynamoError]:
-        """Look at the repositories in object stores again. Blocks. Return the errors of those that cannot be read now."""
-        errors: list[DynamoError] = []
-        for remote in self._remote.values():
-            try:
-                remote.refresh()
-            except DynamoError as error:
-                log.error("%s", error)
-                errors.append(error)
-        return errors
-
     def cards(self) -> list[ModelCard]:
         return [model.card for model in self._loaded.values()]
 
@@ -277,24 +255,13 @@ class RepositoryModels:
 
     def rescan(self, names: Collection[str] | None = None) -> bool:
         """Update the index to `names`, or to the models in the folders. Return True if it has changed."""
-        names = set(self.list_names() if names is None else names)
+        names = set(self.folders.list_names() if names is None else names)
         indexed = set(self._states)
         for name in names - indexed:
             self._states[name] = _State()
         for name in indexed - names - self._loaded.keys() - set(self._sent):
             del self._states[name]
         return indexed != set(self._states)
-
-    def fingerprints(self) -> dict[str, Fingerprint]:
-        """Return the fingerprint of every model's files; it is empty for a folder that cannot be read."""
-        fingerprints: dict[str, Fingerprint] = {}
-        for name, folders in model_folders(self._folders).items():
-            try:
-                fingerprints[name] = tuple(entry for folder in folders for entry in fingerprint(folder))
-            except InvalidRequest as error:
-                log.error("model '%s': %s", name, error)
-                fingerprints[name] = ()
-        return fingerprints
 
     # Requests of other models
 
@@ -303,35 +270,8 @@ class RepositoryModels:
         loaded = self.find(model)
         loaded.check(request, version)
         request.context.version = version or loaded.card.versions[-1]
-        return self._counted(loaded, request)
-
-    async def _counted(self, model: LoadedModel, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        context = request.context
-        statistics = None if self._host is None else self._host.statistics(model.name, context.version)
-        start = time.perf_counter_ns()
-        trace = _begin_trace(model, request, start)
-        has_failed = True
-        if model.card.max_batch_size:
-            context.timings.rows = next((shape[0] for _, _, shape in forms_of(request.inputs) if shape), 1)
-        try:
-            async with closing(model.run(request)) as responses:
-                async for response in responses:
-                    if trace is not None:
-                        trace.outputs(response.outputs, model.datatypes)
-                    if context.callers and not isinstance(response.outputs, RawTensors):  # which were counted before
-                        for output in response.outputs.values():
-                            self._call_memory.hold(output)
-                    yield response
-            has_failed = False
-        except DynamoError as error:
-            if statistics is not None:
-                statistics.failed(time.perf_counter_ns() - start, context.timings, error.code)
-            raise
-        finally:
-            if trace is not None:
-                trace.end(context.timings, has_failed=has_failed)
-        if statistics is not None:
-            statistics.succeeded(time.perf_counter_ns() - start, context.timings)
+        statistics = None if self._host is None else self._host.statistics(loaded.name, request.context.version)
+        return run_counted(loaded, request, statistics, self._call_memory)
 
     def _on_mismatch(self, model: str, what: str) -> None:
         """Count and log, each sentence once, that outputs are not as declared. Raises EngineError if they have to be."""
@@ -378,7 +318,7 @@ class RepositoryModels:
 
         async with self._lock:
             self._wanted.update(names)
-            ensembles = [name for name in names if self._is_ensemble(name)]
+            ensembles = [name for name in names if self.folders.is_ensemble(name)]
             await asyncio.gather(*(load(name) for name in names if name not in ensembles))
             for name in ensembles:
                 if name not in self._loaded:
@@ -387,7 +327,7 @@ class RepositoryModels:
 
     async def load_on_request(self, request: LoadRequest) -> tuple[str, ...]:
         """Load a model as `load_model` does, as it is in the object stores now."""
-        await asyncio.to_thread(self.refresh)
+        await asyncio.to_thread(self.folders.refresh)
         return await self.load_model(request)
 
     async def load_model(self, request: LoadRequest) -> tuple[str, ...]:
@@ -402,7 +342,7 @@ class RepositoryModels:
                 self._wanted.add(request.model)
                 await self._load_suspended()
             except EngineError as error:
-                version = self._newest_version(request.model) or "1"
+                version = self.folders.newest_version(request.model) or "1"
                 raise InvalidRequest(
                     f"load failed for model '{request.model}': version {version} is at UNAVAILABLE state: Internal: {error};"
                 ) from error
@@ -417,40 +357,25 @@ class RepositoryModels:
         override = self._overrides.get(request.model)
         if override is None or request.config or request.path or request.model not in self._loaded:
             return request
-        if override.files != self._files_of(request.model):
+        if override.files != self.folders.fingerprint(request.model):
             return request
         return LoadRequest(model=request.model, config=override.config)
 
     def _remember_override(self, request: LoadRequest) -> None:
         if request.config and not request.files and not request.path:
-            self._overrides[request.model] = _Override(request.config, self._files_of(request.model))
+            self._overrides[request.model] = _Override(request.config, self.folders.fingerprint(request.model))
         else:
             self._overrides.pop(request.model, None)
-
-    def _files_of(self, name: str) -> Fingerprint:
-        return tuple(entry for folder in self._folders_of(name) for entry in fingerprint(folder))
-
-    def _folders_of(self, name: str) -> Sequence[Path]:
-        return model_folders(self._folders).get(name, ())
 
     async def _load_suspended(self) -> None:
         """Load the ensembles again that were unloaded because of a model that is loaded now."""
         for name in sorted(self._suspended):
-            config = self._loaded_config(name)
+            config = self.folders.config(name)
             if name not in self._loaded and config is not None and all(needed in self._loaded for needed in models_in(config)):
                 try:
                     await self._load(LoadRequest(model=name), ())
                 except DynamoError:
                     continue  # logged, and in the index
-
-    def _loaded_config(self, name: str) -> ModelConfig | None:
-        """Return the configuration of a model in the folders; None if it has none that can be read."""
-        for folder in self._folders_of(name):
-            try:
-                return read_config(folder / CONFIG_FILE)
-            except InvalidRequest:
-                continue
-        return None
 
     async def _load(self, request: LoadRequest, above: tuple[str, ...]) -> LoadedModel:
         """`above`: the ensembles that this model is loaded for."""
@@ -483,20 +408,16 @@ class RepositoryModels:
         if name in self._sent:
             self._states[name] = _State(reason=UNLOADED)
             return
-        if not self._folders_of(name):  # the files came with the request, whose caller gets the error
+        if not self.folders.of(name):  # the files came with the request, whose caller gets the error
             self._states.pop(name, None)
             return
-        self._states[name] = _State(ModelState.UNAVAILABLE, reason, (self._newest_version(name),))
-
-    def _newest_version(self, name: str) -> str:
-        """Return the newest version in a model's folder; empty if there is none."""
-        return next((str(versions_in(folder)[-1]) for folder in self._folders_of(name) if versions_in(folder)), "")
+        self._states[name] = _State(ModelState.UNAVAILABLE, reason, (self.folders.newest_version(name),))
 
     async def _open(self, request: LoadRequest, above: tuple[str, ...]) -> LoadedModel:
         check_name(request.model)
         files = AsyncExitStack()
         try:
-            folder = await self._folder(request, files)
+            folder = await self.folders.open(request, files)
             config = self._config_of(request, folder)
             await asyncio.to_thread(run_agents, config, folder)
             ensemble = config.HasField("ensemble_scheduling")
@@ -537,33 +458,6 @@ class RepositoryModels:
         except DynamoError as error:
             raise InvalidRequest(f"it needs model '{needed}', which cannot be loaded: {error}") from error
 
-    async def _folder(self, request: LoadRequest, files: AsyncExitStack) -> Path:
-        """Return the model's folder with its files. A temporary one is removed when `files` is closed."""
-        if request.files and request.path:
-            raise InvalidRequest("a model comes from model_path or from the files of the request, not from both")
-        if request.files:
-            if not request.config:
-                raise InvalidRequest("a request with files of the model needs the parameter 'config', too")
-            folder = await files.enter_async_context(temporary_folder())
-            await write_files(request.model, request.files, folder)
-            return folder
-        if request.path:
-            where = await self._paths.find(request.path)
-            if isinstance(where, Path):
-                return where
-            folder = await files.enter_async_context(temporary_folder())
-            await self._paths.copy(where, folder)
-            return folder
-        folders = self._folders_of(request.model)
-        if not folders:
-            raise ModelNotFound(request.model)
-        if len(folders) > 1:
-            raise InvalidRequest(f"several repositories have a model of this name: {', '.join(map(str, folders))}")
-        remote = self._remote.get(folders[0].parent)
-        if remote is not None:
-            return await asyncio.to_thread(files.enter_context, remote.open(request.model))
-        return folders[0]
-
     def _config_of(self, request: LoadRequest, folder: Path) -> ModelConfig:
         config = ModelConfig()
         if request.config:
@@ -585,16 +479,6 @@ class RepositoryModels:
         if backend is None:
             raise InvalidRequest(f"the backend '{config.backend}' is not supported; {', '.join(self._backends)} are")
         return backend
-
-    def _is_ensemble(self, name: str) -> bool:
-        folders = self._folders_of(name)
-        try:
-            return any(
-                (folder / CONFIG_FILE).exists() and read_config(folder / CONFIG_FILE).HasField("ensemble_scheduling")
-                for folder in folders
-            )
-        except InvalidRequest:
-            return False  # loading it raises the same error
 
     def _take(self, model: LoadedModel) -> None:
         """Serve a model. It replaces the loaded model of its name."""
@@ -636,20 +520,12 @@ class RepositoryModels:
         Ensembles that were unloaded with the model count, too: they come back with it. None is named, since the caller may not
         know of it.
         """
-        pending, seen = deque((name,)), {name}
-        while pending:
-            for other in self._ensembles_with(pending.popleft()) - seen:
-                if not matches(other, permitted):
-                    raise Forbidden(f"model '{name}' is part of ensembles that the API key may not use")
-                seen.add(other)
-                pending.append(other)
-
-    def _ensembles_with(self, name: str) -> set[str]:
         configs = {other: model.config for other, model in self._loaded.items()}
         for other in self._suspended - configs.keys():
-            if (config := self._loaded_config(other)) is not None:
+            if (config := self.folders.config(other)) is not None:
                 configs[other] = config
-        return {other for other, config in configs.items() if name in models_in(config)}
+        if not all(matches(other, permitted) for other in ensembles_above(name, configs)):
+            raise Forbidden(f"model '{name}' is part of ensembles that the API key may not use")
 
     async def _unload(self, name: str, reason: str, *, parts: Collection[str] = ()) -> None:
         """`parts`: patterns of the models that are unloaded as well if only this ensemble needs them."""
@@ -669,7 +545,7 @@ class RepositoryModels:
         del self._loaded[name]
         self._overrides.pop(name, None)
         self._states[name] = _State(ModelState.UNAVAILABLE, reason, model.card.versions)
-        if name not in self._sent and not self._folders_of(name):
+        if name not in self._sent and not self.folders.of(name):
             self._sent.append(name)  # the index goes on to say that it is unloaded, so that frontends need not remember it
         self.rescan()
         log.info("model %s is unloaded", name)
@@ -710,21 +586,7 @@ class RepositoryModels:
         """Close all models. Their requests have ended or timed out before."""
         await asyncio.gather(self._retiring.finish(), *(model.close() for model in self._loaded.values()))
         self._loaded.clear()
-        for remote in self._remote.values():
-            remote.close()
-
-
-def _begin_trace(model: LoadedModel, request: ModelRequest, start_ns: int) -> RequestTrace | None:
-    """Begin the trace of a request that is a part of another one, if that is traced."""
-    context = request.context
-    if context.trace is None:
-        return None
-    context.trace = context.trace.child(model.name, context.version, request.id)
-    if context.trace is None:
-        return None
-    trace = RequestTrace(context.trace, start_ns)
-    trace.inputs(request.inputs, {tensor.name: tensor.datatype for tensor in model.card.inputs})
-    return trace
+        self.folders.close()
 
 
 async def _open_version(backend: ModelBackend, version: Version) -> Executable:

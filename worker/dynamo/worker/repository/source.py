@@ -52,7 +52,8 @@ class ModelPaths:
 
     def __init__(self, roots: Sequence[str], max_bytes: int) -> None:
         """`roots`: folders, or URLs such as s3://bucket/models. Raises InvalidRequest for a folder that does not exist."""
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        """How large a model may be that is read from an object store."""
         plain = [_without_file_scheme(root) for root in roots]
         self._folders = [_existing(root) for root in plain if not is_url(root)]
         self._urls = [root.rstrip("/") for root in plain if is_url(root)]
@@ -68,7 +69,7 @@ class ModelPaths:
 
     async def copy(self, url: str, folder: Path) -> None:
         """Copy all objects below `url` to `folder`. Raises InvalidRequest, PayloadTooLarge, Unavailable."""
-        await asyncio.to_thread(_copy, url, folder, self._max_bytes)
+        await asyncio.to_thread(_copy, url, folder, self.max_bytes)
 
     def _folder(self, text: str) -> Path:
         path = Path(text).resolve()  # follows links: where it really is counts
