@@ -450,3 +450,10 @@ def test_without_parallel_calls_only_the_first_is_returned() -> None:
     text = f'A <tool_call>{{"name": "get_weather", "arguments": {PARIS}}}</tool_call>'
     kind = first_call_only(PARSER_REGISTRY.tools["hermes"])
     assert read_however_cut(lambda: kind.make(TOOLS), text + text) == [content("A "), BOTH[0], content("A ")]
+
+
+def test_spaces_in_a_head_of_harmony_are_read_once() -> None:
+    """Were they spread over the places for spaces in all ways, this would take hours."""
+    spaces = " " * 1000
+    head = f"<|channel|>{spaces}X<|call|>"
+    assert read(PARSER_REGISTRY.tools["harmony"].make(TOOLS), [head]) == [content(spaces + "X")]

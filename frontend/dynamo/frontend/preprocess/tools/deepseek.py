@@ -21,7 +21,7 @@ _SEPARATOR = "<｜tool▁sep｜>"
 _ALL = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR, "<｜end▁of▁sentence｜>")
 _FENCES = ("\n```", "\n```\n")
 _FENCED = Markers(*_ALL, *(fence + marker for fence in _FENCES for marker in _ALL))
-_FENCED_NAME = re.compile(r"\s*([^\s`{]+)[ \t]*\r?\n```(?:json)?[ \t]*\r?\n")
+_FENCED_NAME = re.compile(r"\s*+([^\s`{]++)[ \t]*+\r?\n```(?:json)?[ \t]*+\r?\n")
 
 
 _FORM = MarkedFormat(_CALL, _SEPARATOR, Markers(*_ALL))

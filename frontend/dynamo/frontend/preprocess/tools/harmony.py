@@ -18,7 +18,8 @@ _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START, _CHANNEL)
 _MARKERS = Markers(*_ENDS, _MESSAGE, "<|constrain|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
-_HEAD_WORDS = re.compile(r"(?:assistant)?\s*(?:to=\S*)?\s*[a-z]{0,10}\s*(?:to=\S*)?\s*(?:json)?")
+# A model chooses this text. What is repeated in it is never given back: in turns that would be the fourth power of its length.
+_HEAD_WORDS = re.compile(r"(?:assistant)?\s*+(?:to=\S*+)?\s*+[a-z]{0,10}\s*+(?:to=\S*+)?\s*+(?:json)?")
 
 
 class Harmony(Reader):

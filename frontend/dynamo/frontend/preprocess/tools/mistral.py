@@ -10,8 +10,8 @@ from dynamo.frontend.preprocess.tools.json_calls import JsonCalls, JsonFormat
 from dynamo.frontend.preprocess.tools.reader import MAX_NAME_CHARS
 
 _FORM = JsonFormat.of("[TOOL_CALLS]", closes=("[ARGS]", "[CALL_ID]", "</s>"))
-_NAMED = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
-_NAME_BEGINS = re.compile(r"\s*[\w.\-]*\s*(?:\[[\w\[\]\s]*)?")
+_NAMED = re.compile(r"\s*+([\w.\-]++)\s*+(?:\[CALL_ID\]\w*+\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
+_NAME_BEGINS = re.compile(r"\s*+[\w.\-]*+\s*+(?:\[[\w\[\]\s]*+)?")
 
 
 class Mistral(JsonCalls):

@@ -19,7 +19,7 @@ MAX_LIST_CHARS = 64 * 1024
 MAX_DEPTH = 32
 """Deepest nesting of brackets in a list of calls."""
 _MARKERS = Markers("<|python_start|>", "<|python_end|>", "<|tool_call_start|>", "<|tool_call_end|>", "<|eom_id|>", "<|eot_id|>")
-_BEGINNING = re.compile(r"\[\s*([A-Za-z_][\w.]*)?\s*(.?)", re.DOTALL)
+_BEGINNING = re.compile(r"\[\s*+([A-Za-z_][\w.]*+)?\s*+(.?)", re.DOTALL)
 _STRUCTURE = re.compile(r"""\\.|["'\[\](){}]|\\\Z""", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 

@@ -18,7 +18,7 @@ from dynamo.frontend.preprocess.tools.reader import MAX_HELD_CHARS, MAX_NAME_CHA
 _STRING = "string"
 _STRINGS = frozenset({_STRING})
 _ANY = frozenset({_STRING, "integer", "number", "boolean", "array", "object", "null"})
-_NAME = re.compile(r"""(["']?)(.+?)\1(?:\s+string=["'](true|false)["'])?""")
+_NAME = re.compile(r"""(["']?)(.+?)\1(?:(?<!\s)\s++string=["'](true|false)["'])?""")
 """A name, and what DeepSeek writes after that of an argument: whether the value is a string."""
 
 
