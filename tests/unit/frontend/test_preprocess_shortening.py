@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.frontend.preprocess.shortening import Message, fitting, shortenings
+from dynamo.frontend.preprocess.shortening import Message, Shortenings, fitting
 from dynamo.frontend.preprocess.text import ContextExceeded
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -39,7 +40,7 @@ def letters(messages: Sequence[Message]) -> str:
     ],
 )
 def test_instructions_stay_and_no_result_of_a_tool_comes_first(whole: str, choices: list[str]) -> None:
-    assert [letters(messages) for messages in shortenings(conversation(whole))] == choices
+    assert [letters(messages) for messages in Shortenings(conversation(whole))] == choices
 
 
 @given(st.text("suat", min_size=1, max_size=20), st.integers(0, 25))
@@ -53,7 +54,7 @@ async def test_as_much_is_left_as_fits(roles: str, room: int) -> None:
             raise ContextExceeded("too long")
         return len(messages)
 
-    choices = shortenings(conversation(roles))
+    choices = Shortenings(conversation(roles))
     best = max((len(choice) for choice in choices if len(choice) <= room), default=None)
     if best is None:
         with pytest.raises(ContextExceeded):
@@ -61,3 +62,20 @@ async def test_as_much_is_left_as_fits(roles: str, room: int) -> None:
     else:
         assert await fitting(conversation(roles), attempt) == best
     assert attempts <= 2 + len(choices).bit_length()
+
+
+async def test_one_shortened_conversation_is_held_at_a_time() -> None:
+    messages = conversation("ua" * 2000)
+
+    async def attempt(messages: Sequence[Message]) -> int:
+        if len(messages) > 1000:
+            raise ContextExceeded("too long")
+        return len(messages)
+
+    tracemalloc.start()
+    try:
+        assert await fitting(messages, attempt) == 1000
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 64 * len(messages)

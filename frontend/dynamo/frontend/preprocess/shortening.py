@@ -13,14 +13,25 @@ T = TypeVar("T")
 _INSTRUCTIONS = frozenset({"system", "developer"})
 
 
-def shortenings(messages: Sequence[Message]) -> list[Sequence[Message]]:
-    """Return what can be left of a conversation, from all of it to its last turn.
+class Shortenings:
+    """What can be left of a conversation, from all of it to its last turn. Each is made when it is read.
 
     Instructions at the beginning stay. The rest begins with no result of a tool, whose call would be missing.
     """
-    first = next((index for index, message in enumerate(messages) if message["role"] not in _INSTRUCTIONS), len(messages))
-    begins = [index for index in range(first, len(messages)) if index == first or messages[index]["role"] != "tool"]
-    return [[*messages[:first], *messages[index:]] for index in begins] or [messages]
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        is_instruction = (message["role"] in _INSTRUCTIONS for message in messages)
+        self._first = next((index for index, is_one in enumerate(is_instruction) if not is_one), len(messages))
+        self._messages = messages
+        self._begins = [
+            index for index in range(self._first, len(messages)) if index == self._first or messages[index]["role"] != "tool"
+        ] or [self._first]
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, position: int) -> list[Message]:
+        return [*self._messages[: self._first], *self._messages[self._begins[position] :]]
 
 
 async def fitting(messages: Sequence[Message], attempt: Callable[[Sequence[Message]], Awaitable[T]]) -> T:
@@ -28,7 +39,7 @@ async def fitting(messages: Sequence[Message], attempt: Callable[[Sequence[Messa
 
     `attempt` raises ContextExceeded for too many; it is called about as often as the binary logarithm of their number.
     """
-    choices = shortenings(messages)
+    choices = Shortenings(messages)
     try:
         return await attempt(choices[0])
     except ContextExceeded:
