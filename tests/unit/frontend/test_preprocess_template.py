@@ -75,7 +75,9 @@ def test_a_template_that_fails_on_a_conversation_is_the_callers_error(source: st
     assert "template" in str(caught.value) and caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{ unclosed", "{% unknown %}", "{{ x | no_such_filter }}"])
+@pytest.mark.parametrize(
+    "source", ["{% for %}", "{{ unclosed", "{% unknown %}", "{{ x | no_such_filter }}", "{% if x %}" * 99 + "{% endif %}" * 99]
+)
 def test_an_invalid_template_is_rejected(source: str) -> None:
     with pytest.raises(EngineError, match="chat template cannot be read"):
         ChatTemplate(source)

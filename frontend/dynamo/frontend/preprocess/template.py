@@ -46,6 +46,12 @@ _NODES_PER_STEP: Final = 16
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 _WITHOUT_USE: Final = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters for web pages whose cost has no simple bound."""
+_ONE_BY_ONE: Final = frozenset({"groupby", "max", "min", "sort", "sum", "unique"})
+"""Filters that compare or add up all items of a container, each of which takes about a step."""
+_GROUP_BYTES: Final = 256
+"""What a group of one item takes: a tuple, a list and their places."""
+_MAX_DATE_CHARS: Final = 64
+"""In the format of a date, each character of which may become some dozens."""
 _CONSTANT_TIME: Final = frozenset({"attr", "count", "d", "default", "first", "items", "last", "length"})
 """Filters and methods that do not look at the whole of a container."""
 _SHALLOW: Final = frozenset({"batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"})
@@ -275,6 +281,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             return values[index] if len(values) > index else kwargs.get(keyword, default)
 
         match name:
+            case "title" | "wordcount":  # which make a list of the words
+                budget.made_of(NODE_BYTES * len(str(text)))
+            case "dictsort":
+                budget.step(len(values[0]))
             case "replace":
                 self._check_replace(str(text), str(argument(1, "old", "")), str(argument(2, "new", "")))
             case "join":
@@ -298,8 +308,13 @@ class _Environment(ImmutableSandboxedEnvironment):
                     raise BoundExceeded("it sums up what are not numbers")
             case "tojson":
                 self._check_json(text, argument(2, "indent"), argument(3, "separators"))
-            case "string" | "trim" | "upper" | "lower" | "title" | "capitalize" | "escape" | "e" | "forceescape":
+            case "string" | "trim" | "upper" | "lower" | "capitalize" | "escape" | "e" | "forceescape":
                 budget.check(budget.bytes_of(text))
+        if name in _ONE_BY_ONE:
+            items = list(budget.each(values[0]))
+            if name == "groupby":
+                budget.made_of(_GROUP_BYTES * len(items))
+            return (items, *values[1:])
         return values
 
     def _check_replace(self, text: Any, old: Any, new: Any) -> None:
@@ -409,7 +424,7 @@ class ChatTemplate:
         self._environment = _Environment()
         try:
             self._template = self._environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:  # the last one from Python: too many nested blocks
             raise EngineError(f"the chat template cannot be read: {error}") from error
         # Jinja copies the globals for each rendering; from a dict that is ten times as fast as from its chain of mappings.
         self._template.globals = dict(self._template.globals)
@@ -492,6 +507,8 @@ def _raise_exception(message: object) -> NoReturn:
 
 
 def _strftime_now(form: str) -> str:
+    if len(form) > _MAX_DATE_CHARS:
+        raise BoundExceeded(f"it formats a date by more than {_MAX_DATE_CHARS} characters")
     return datetime.now().astimezone().strftime(form)
 
 

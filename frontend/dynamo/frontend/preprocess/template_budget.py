@@ -82,7 +82,10 @@ class Budget:
 
     def made(self, value: object) -> None:
         """Count an operation's result. Raises BoundExceeded."""
-        size = self.bytes_of(value)
+        self.made_of(self.bytes_of(value))
+
+    def made_of(self, size: int) -> None:
+        """Count what an operation makes, in bytes. Raises BoundExceeded."""
         self.check(size)
         self.charge(size)
         self._makeable -= size
