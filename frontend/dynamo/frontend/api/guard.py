@@ -142,11 +142,20 @@ class Accounts:
     """The account of each key, shared by all protocols, and its limits by all frontends."""
 
     def __init__(
-        self, keys: Watched[KeyRing], clock: Clock = time.monotonic, ledger: Ledger | None = None, *, salts: bool = True
+        self,
+        keys: Watched[KeyRing],
+        clock: Clock = time.monotonic,
+        ledger: Ledger | None = None,
+        fleet: Fleet | None = None,
+        *,
+        salts: bool = True,
     ) -> None:
-        """`salts`: whether prompts that are cached for one key are kept apart from those of others."""
+        """`fleet`: who shares the limits, by default under a name drawn at random.
+
+        `salts`: whether prompts that are cached for one key are kept apart from those of others.
+        """
         self.ledger = ledger or Ledger()
-        self.fleet = Fleet(secrets.token_hex(8))
+        self.fleet = fleet or Fleet(secrets.token_hex(8))
         self._keys = keys
         self._clock = clock
         self._salts = salts
