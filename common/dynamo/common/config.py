@@ -25,6 +25,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum, StrEnum
+from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from itertools import chain
 from pathlib import Path
@@ -300,6 +301,7 @@ def exit_with(program: str, error: Exception) -> NoReturn:
     sys.exit(EXIT_CONFIG)
 
 
+@cache
 def project_version() -> str:
     """Return the installed version, or `0+source` for a source tree that was not installed."""
     try:

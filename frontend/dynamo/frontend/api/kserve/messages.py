@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from google.protobuf.message import DecodeError
@@ -50,6 +51,7 @@ TEXT_OUTPUTS = (
 """The tensors of a language model as KServe clients see them. Further inputs, all optional, are in docs/clients.md."""
 
 
+@cache
 def server_version() -> str:
     """Return the version of the installed distribution; `unknown` if the project runs from its sources."""
     try:
