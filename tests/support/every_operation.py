@@ -745,7 +745,7 @@ class GrpcContext:
             return grpc.aio.EOF
         message = self._messages.pop(0)
         if len(message) < _LONG_BYTES:
-            return bytes(bytearray(message))  # each has memory of its own
+            return bytes(memoryview(message))  # each has memory of its own
         copied = await asyncio.to_thread(lambda: bytes(memoryview(message)))  # which a server fills piece by piece
         return memoryview(copied)
 

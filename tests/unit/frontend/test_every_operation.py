@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 import httpx2
 import pytest
+import pytest_asyncio
 
 from dynamo.common.errors import EngineError
 from dynamo.frontend.api.calls import TIMEOUT
@@ -125,6 +126,16 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     return Keys(file, {str(name): {"x-api-key": key} for name, key in made.items()})
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(keys: Keys) -> AsyncIterator[Frontend]:
+    """One frontend for all tests of who may use what: opening one takes longer than its requests."""
+    async with open_frontend(keys.file) as front:
+        yield front
+
+
+SHARED = pytest.mark.asyncio(loop_scope="module")
+
+
 def entry_of(front: Frontend, name: str) -> Entry:
     return next(entry for entry in front.entries if entry.name == name)
 
@@ -144,23 +155,25 @@ async def test_every_operation_has_a_request_here() -> None:
 
 
 @EVERY
-async def test_without_a_key_nothing_but_health_is_served(name: str, keys: Keys) -> None:
-    async with open_frontend(keys.file) as front:
-        entry = entry_of(front, name)
-        statuses = [(await entry.send(front, headers=shown)).status for shown in ({}, {"x-api-key": "wrong" * 10})]
-        assert is_open(entry) or statuses == [401, 401]
-        assert is_open(entry) or not front.client.streams
+@SHARED
+async def test_without_a_key_nothing_but_health_is_served(name: str, shared: Frontend) -> None:
+    entry, sent = entry_of(shared, name), len(shared.client.streams)
+    statuses = [(await entry.send(shared, headers=shown)).status for shown in ({}, {"x-api-key": "wrong" * 10})]
+    assert is_open(entry) or statuses == [401, 401]
+    assert is_open(entry) or len(shared.client.streams) == sent
 
 
 @EVERY
-async def test_a_key_is_served_if_one_of_its_scopes_is_that_of_the_operation_and_refused_otherwise(name: str, keys: Keys) -> None:
-    async with open_frontend(keys.file) as front:
-        entry = entry_of(front, name)
-        for scope in sorted(Scope, key=lambda scope: entry.declared.surface in ALLOWED[scope]):
-            is_allowed = is_open(entry) or entry.declared.surface in ALLOWED[scope]
-            assert is_allowed or not front.client.streams
-            outcome = await entry.send(front, headers=keys.headers[scope], owner=scope)
-            assert outcome.status in (SERVED if is_allowed else [403]), scope
+@SHARED
+async def test_a_key_is_served_if_one_of_its_scopes_is_that_of_the_operation_and_refused_otherwise(
+    name: str, shared: Frontend, keys: Keys
+) -> None:
+    entry = entry_of(shared, name)
+    for scope in Scope:
+        is_allowed, sent = is_open(entry) or entry.declared.surface in ALLOWED[scope], len(shared.client.streams)
+        outcome = await entry.send(shared, headers=keys.headers[scope], owner=scope)
+        assert outcome.status in (SERVED if is_allowed else [403]), scope
+        assert is_allowed or len(shared.client.streams) == sent, scope
 
 
 SERVED = (200, 308, 400, 404, 501, 503)
@@ -168,27 +181,27 @@ SERVED = (200, 308, 400, 404, 501, 503)
 
 
 @EVERY
+@SHARED
 async def test_a_model_that_a_key_may_not_use_is_forbidden_by_whichever_name_and_whether_or_not_it_exists(
-    name: str, keys: Keys
+    name: str, shared: Frontend, keys: Keys
 ) -> None:
-    async with open_frontend(keys.file) as front:
-        entry = entry_of(front, name)
-        if entry.kind is None or is_open(entry):
-            return
-        names = [entry.kind.hidden, "nowhere", *([entry.kind.alias] if entry.knows_aliases else ())]
-        for model in names:
-            assert (await entry.send(front, model, keys.headers["confined"], owner="confined")).status == 403, model
-        assert not front.client.streams
-        assert (await entry.send(front, headers=keys.headers["confined"], owner="confined")).status in SERVED
+    entry, sent = entry_of(shared, name), len(shared.client.streams)
+    if entry.kind is None or is_open(entry):
+        return
+    names = [entry.kind.hidden, "nowhere", *([entry.kind.alias] if entry.knows_aliases else ())]
+    for model in names:
+        assert (await entry.send(shared, model, keys.headers["confined"], owner="confined")).status == 403, model
+    assert len(shared.client.streams) == sent
+    assert (await entry.send(shared, headers=keys.headers["confined"], owner="confined")).status in SERVED
 
 
 @EVERY
-async def test_a_name_of_operators_is_known_wherever_a_model_is_asked_for(name: str, keys: Keys) -> None:
-    async with open_frontend(keys.file) as front:
-        entry = entry_of(front, name)
-        if entry.kind is not None and entry.knows_aliases:
-            outcome = await entry.send(front, entry.kind.alias, keys.headers[Scope.ADMIN], owner=Scope.ADMIN)
-            assert outcome.status == 200, outcome.body
+@SHARED
+async def test_a_name_of_operators_is_known_wherever_a_model_is_asked_for(name: str, shared: Frontend, keys: Keys) -> None:
+    entry = entry_of(shared, name)
+    if entry.kind is not None and entry.knows_aliases:
+        outcome = await entry.send(shared, entry.kind.alias, keys.headers[Scope.ADMIN], owner=Scope.ADMIN)
+        assert outcome.status == 200, outcome.body
 
 
 # What it is charged
@@ -375,7 +388,7 @@ TURNS = 20
 
 # What it holds
 
-AT_ONCE = 12
+AT_ONCE = 4
 MAX_TURN_S = 0.05
 """CPU time of one turn of the event loop, on the machine of `held.py`."""
 TRIES = 3
@@ -385,7 +398,9 @@ SMALL = HttpOptions(
 )
 """Bounds with the proportions of the defaults."""
 _SLACK_BYTES = 80 * 1024
-"""What one request takes whatever it is, caches that it fills included."""
+"""What one request takes whatever it is."""
+_CACHED_BYTES = 64 * 1024
+"""What stays of the first request of a kind: caches that it fills."""
 
 
 @EVERY
@@ -395,7 +410,7 @@ async def test_the_largest_requests_together_take_no_more_than_is_held_for_them(
         entry = entry_of(front, name)
         largest = {shape: senders for shape in SHAPES if (senders := entry.largest(front, shape, SMALL, AT_ONCE))}
         excess = {shape: await excess_bytes(front, senders) for shape, senders in largest.items()}
-        assert {shape: size for shape, size in excess.items() if size > AT_ONCE * _SLACK_BYTES} == {}
+        assert {shape: size for shape, size in excess.items() if size > AT_ONCE * _SLACK_BYTES + _CACHED_BYTES} == {}
 
 
 async def excess_bytes(front: Frontend, senders: Sequence[Sender]) -> int:
