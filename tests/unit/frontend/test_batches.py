@@ -371,6 +371,7 @@ class Running:
     files: Files
     batches: Batches
     records: FakeRecords
+    leases: FreeLeases
     now: list[float] = field(default_factory=list)
 
     async def create(self, content: bytes) -> Batch:
@@ -396,8 +397,9 @@ async def running(
     account: FindAccount = lambda name, surface: ANONYMOUS,
     capacity: Capacity | None = None,
     quota: StoredBytes | None = None,
+    records: FakeRecords | None = None,
 ) -> AsyncIterator[Running]:
-    records, now = FakeRecords(), [1000.0]
+    records, now = records or FakeRecords(), [1000.0]
     store: Any = records
     files = Files(lambda: store, "ns", lambda: now[0], quota)
     batches = Batches(lambda: store, "ns", lambda: now[0], quota)
@@ -413,7 +415,7 @@ async def running(
     runner = BatchRunner(files, batches, lambda: leases, {URL: operation}, settings, account, metrics)
     task = asyncio.create_task(runner.run())
     try:
-        yield Running(runner, files, batches, records, now)
+        yield Running(runner, files, batches, records, leases, now)
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -797,6 +799,137 @@ async def test_a_batch_that_has_no_results_after_ten_attempts_fails(monkeypatch:
         done = await r.ended(batch)
     assert served == 2 * runner_module.MAX_ATTEMPTS
     assert done.status == "failed" and done.errors is not None and done.errors.data[0].code == "too_many_attempts"
+
+
+class Lethal:
+    """An endpoint that ends the frontend, which loses its leases, with some prompts; others take some turns of the loop."""
+
+    def __init__(self, *prompts: int, at_first: int = 1) -> None:
+        """`at_first`: as many lines are carried out when the first frontend ends."""
+        self.prompts = prompts
+        self.at_first = at_first
+        self.in_flight: list[int] = []
+        self.most = 0
+        """So many lines were carried out at once."""
+        self.ended: list[tuple[int, int]] = []
+        """The prompts that ended a frontend, each with how many lines it carried out."""
+        self.leases: FreeLeases | None = None
+        self.may_respond = asyncio.Event()
+        if not prompts:
+            self.may_respond.set()
+
+    async def handle(self, exchange: Exchange) -> None:
+        exchange.account.admit("m", object()).close()  # the next line has its turn
+        self.in_flight.append(prompt := await prompt_of(exchange))
+        self.most = max(self.most, len(self.in_flight))
+        try:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            if prompt in self.prompts and self.leases is not None:
+                while not self.ended and len(self.in_flight) < self.at_first:
+                    await asyncio.sleep(0)
+                self.may_respond.set()
+                self.ended.append((prompt, len(self.in_flight)))
+                self.leases.lost()
+                await asyncio.Event().wait()
+            await self.may_respond.wait()
+            await exchange.respond(b"{}")
+        finally:
+            self.in_flight.remove(prompt)
+
+
+async def test_a_line_at_which_two_frontends_end_is_an_error_and_all_others_are_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.001)
+    endpoint = Lethal(6, 16, at_first=SEGMENT_LINES)
+    async with running(endpoint.handle) as r:
+        endpoint.leases = r.leases
+        done = await r.ended(await r.create(lines_of(150)))
+        outputs, errors = await r.results(done.output_file_id), await r.results(done.error_file_id)
+    assert endpoint.ended == [(6, SEGMENT_LINES), (6, 1), (16, 1)]
+    assert (done.status, done.request_counts) == ("completed", RequestCounts(150, 148, 2))
+    assert [output["custom_id"] for output in outputs] == [f"c{n}" for n in range(150) if n not in (6, 16)]
+    assert [(error["custom_id"], error["error"]["code"]) for error in errors] == [
+        ("c6", "frontends_ended"),
+        ("c16", "frontends_ended"),
+    ]
+
+
+async def test_a_batch_of_lines_that_end_frontends_fails_and_keeps_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.001)
+    count = 5 * SEGMENT_LINES
+    endpoint = Lethal(*range(5, count, SEGMENT_LINES))
+    async with running(endpoint.handle) as r:
+        endpoint.leases = r.leases
+        done = await r.ended(await r.create(lines_of(count)))
+        outputs, errors = await r.results(done.output_file_id), await r.results(done.error_file_id)
+    assert [prompt // SEGMENT_LINES for prompt, _ in endpoint.ended] == [0, 0, 1, 1, 2, 2]
+    assert done.status == "failed" and done.errors is not None and done.errors.data[0].code == "frontends_ended"
+    assert (len(outputs), len(errors)) == (2 * SEGMENT_LINES - 2, 3 * SEGMENT_LINES + 2)
+
+
+async def test_lines_that_may_have_ended_a_frontend_are_carried_out_beside_none_of_another_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.001)
+    endpoint = Lethal(0, at_first=11)
+    async with running(endpoint.handle, lambda name, surface: KeyAccount(ApiKey(name=name, salt=b"", digest=b""))) as r:
+        endpoint.leases = r.leases
+        made = []
+        for owner, content in (("bad", lines_of(3)), ("good", lines_of(8, body={"prompt": 9}))):
+            file = await r.files.create(owner, "f", "batch", content)
+            made.append((owner, await r.batches.create(owner, URL, file.id, None)))
+        r.runner.poke()
+        async with asyncio.timeout(120):
+            while any(".waiting." in key for key in r.records.records):
+                await asyncio.sleep(0)
+        bad, good = [await r.batches.read(owner, batch.id) for owner, batch in made]
+    assert endpoint.ended == [(0, 11), (0, 1)]
+    assert (bad.request_counts, good.request_counts) == (RequestCounts(3, 2, 1), RequestCounts(8, 8, 0))
+
+
+async def test_frontends_that_stop_in_good_order_are_not_held_against_the_lines() -> None:
+    endpoint, records = Lethal(), FakeRecords()
+    batch: Batch | None = None
+    endpoint.may_respond.clear()
+    for _ in range(3):
+        async with running(endpoint.handle, records=records) as r:
+            batch = batch or await r.create(lines_of(5))
+            r.runner.poke()
+            await until(lambda: len(endpoint.in_flight) == 5)
+    assert batch is not None
+    endpoint.may_respond.set()
+    endpoint.most = 0
+    async with running(endpoint.handle, records=records) as r:
+        done = await r.ended(batch)
+    assert (done.request_counts, endpoint.most) == (RequestCounts(5, 5, 0), 5)
+
+
+async def test_lines_whose_results_could_not_be_stored_are_not_held_to_have_ended_a_frontend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.001)
+    endpoint, at_once = Lethal(), list[int]()
+    async with running(endpoint.handle) as r:
+        put, stop, failures = r.batches.put_segment, r.batches.stop, [True] * 3
+
+        async def failing_put(id: str, number: int, segment: Segment) -> bool:
+            at_once.append(endpoint.most)
+            endpoint.most = 0
+            if len(at_once) < 4:
+                raise Unavailable("the store is away")
+            return await put(id, number, segment)
+
+        async def failing_stop(owner: str, id: str, by: str) -> None:
+            if failures and failures.pop():
+                raise Unavailable("the store is away")
+            await stop(owner, id, by)
+
+        monkeypatch.setattr(r.batches, "put_segment", failing_put)
+        monkeypatch.setattr(r.batches, "stop", failing_stop)
+        done = await r.ended(await r.create(lines_of(5)))
+    assert (done.request_counts, at_once) == (RequestCounts(5, 5, 0), [5] * 4)
 
 
 async def test_a_frontend_that_was_overtaken_leaves_a_batch_that_has_ended_as_it_is() -> None:

@@ -29,6 +29,8 @@ MAX_LINES = 50_000
 MAX_WAITING = 100
 """Batches of one key that have not ended: every frontend reads all of them each few seconds."""
 SEGMENT_LINES = 64
+MAX_ENDED = 2
+"""Frontends that ended at a line, after which it is carried out no further: it may be what ended them."""
 WINDOW_S = 86_400
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _MAX_PROBLEMS = 20
@@ -123,6 +125,28 @@ class Segment(Struct, frozen=True):
         return len(self.outputs.encode()) + len(self.errors.encode())
 
 
+class Lines(Struct, frozen=True):
+    """Lines in a row, by their positions in the batch."""
+
+    first: int
+    end: int
+
+    def overlap(self, other: Lines) -> bool:
+        return self.first < other.end and other.first < self.end
+
+    @property
+    def is_one(self) -> bool:
+        return self.end - self.first == 1
+
+
+class Begun(Struct, frozen=True):
+    """What a frontend carries out at once. If another frontend finds this, the first one has ended meanwhile."""
+
+    lines: Lines
+    by: str
+    """A token of the frontend."""
+
+
 class Owned(Struct, frozen=True):
     owner: str
     """The name of the API key; empty without one."""
@@ -131,6 +155,23 @@ class Owned(Struct, frozen=True):
     """How often the segment that comes next was begun."""
     results_bytes: int = 0
     """Of the results that are kept and not in files yet."""
+    begun: Begun | None = None
+    ended_at: tuple[Lines, ...] = ()
+    """The lines that frontends were carrying out when they ended or lost their leases: those of the segment that comes next,
+    and single ones of all segments."""
+
+    def is_suspect(self, lines: Lines) -> bool:
+        """Return whether a frontend ended while it carried out some of the lines."""
+        return any(ended.overlap(lines) for ended in self.ended_at)
+
+    def ends_frontends(self, lines: Lines) -> bool:
+        """Return whether one of the lines is not to be carried out again, since frontends ended at it."""
+        return sum(ended.overlap(lines) for ended in self.ended_at) >= MAX_ENDED
+
+    @property
+    def ended_at_one(self) -> int:
+        """How many frontends ended while they carried out a single line."""
+        return sum(ended.is_one for ended in self.ended_at)
 
 
 class _Listed(Struct, frozen=True):
@@ -316,15 +357,43 @@ class Batches:
 
         return (await self._change(owner, id, changed, filed_bytes)).batch
 
-    async def attempt(self, owner: str, id: str) -> int:
-        """Count an attempt to carry out a segment; return how many there were since one was carried out. Raises BatchNotFound."""
-        return (await self._change(owner, id, lambda owned: replace(owned, attempts=owned.attempts + 1))).attempts
+    async def take_over(self, owner: str, id: str) -> Owned:
+        """Note what the frontend that had the batch before was carrying out, if it has ended. Raises BatchNotFound."""
+
+        def taken(owned: Owned) -> Owned:
+            if owned.begun is None:
+                return owned
+            return replace(owned, begun=None, ended_at=(*owned.ended_at, owned.begun.lines))
+
+        return await self._change(owner, id, taken)
+
+    async def attempt(self, owner: str, id: str, begun: Begun | None) -> int:
+        """Count an attempt to carry out a segment; return how many there were since one was carried out. Raises BatchNotFound.
+
+        `begun`: the lines that are carried out at once from now on.
+        """
+        changed = await self._change(owner, id, lambda owned: replace(owned, attempts=owned.attempts + 1, begun=begun))
+        return changed.attempts
+
+    async def begin(self, owner: str, id: str, begun: Begun) -> None:
+        """Note what is carried out from now on. Raises BatchNotFound."""
+        await self._change(owner, id, lambda owned: replace(owned, begun=begun))
+
+    async def stop(self, owner: str, id: str, by: str) -> None:
+        """Note that a frontend carries out nothing any more, in good order. Raises BatchNotFound."""
+
+        def stopped(owned: Owned) -> Owned:
+            return replace(owned, begun=None) if owned.begun is not None and owned.begun.by == by else owned
+
+        await self._change(owner, id, stopped)
 
     async def succeeded(self, owner: str, id: str, results_bytes: int, change: Callable[[Batch], Batch]) -> Batch:
         """Do as `change` after an attempt that succeeded; there are results of so many bytes by now."""
 
         def changed(owned: Owned) -> Owned:
-            return replace(owned, batch=change(owned.batch), attempts=0, results_bytes=results_bytes)
+            ended_at = tuple(ended for ended in owned.ended_at if ended.is_one)
+            batch = change(owned.batch)
+            return replace(owned, batch=batch, attempts=0, results_bytes=results_bytes, begun=None, ended_at=ended_at)
 
         return (await self._change(owner, id, changed)).batch
 

@@ -1,7 +1,9 @@
 """Carries out batches: each by the frontend that holds its lease, line by line through the handlers that serve requests.
 
 A frontend that dies leaves its lease to another one, which goes on with the segments that have no results yet. The ledger has
-what the lines of a segment used when its results are kept, and so each line once. Lines have the lowest priority, and wait while
+what the lines of a segment used when its results are kept, and so each line once. As a line may be what ended that frontend, the
+lines of the segment that it was carrying out are carried out one by one, and one at which a second frontend ends no more. Lines
+have the lowest priority, and wait while
 the fleet or the key's limits refuse them. Whatever changes a batch from outside, as cancelling does, is seen when the next
 segment has its results, or while its lines wait for the limits.
 """
@@ -11,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,12 +35,16 @@ from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.batches.batch import (
     ENDED,
+    MAX_ENDED,
     SEGMENT_LINES,
     Batch,
     Batches,
     BatchNotFound,
+    Begun,
     InvalidBatch,
     Line,
+    Lines,
+    Owned,
     Problem,
     Problems,
     RequestCounts,
@@ -66,6 +73,8 @@ MAX_RESULT_CHARS = 64 << 20
 """Of one batch, after which no further line is carried out: the results are put together in memory."""
 MAX_ATTEMPTS = 10
 """To carry out a segment, after which its batch fails: it may be what ends frontends, or find no room in the store."""
+MAX_ENDED_AT_ONE = 3
+"""Frontends that ended at single lines of a batch, after which it is carried out no further."""
 POLL_S = 5.0
 CREATED_WITHIN_S = 120
 """After a batch waits, its record is written; otherwise it will never be."""
@@ -75,9 +84,17 @@ _RETRIES = 20
 """While the fleet refuses a line. For the limits of its key it waits until they have room, or the batch expires."""
 _PRIORITY = b"-1000"
 _NOT_REACHED = "the batch ended before this request was carried out"
+_ENDED = "frontends_ended"
 
 FindAccount = Callable[[str, Surface], Account]
 """Returns the account of a key by its name. Raises Unauthenticated if there is no such key, Forbidden if it lacks the scope."""
+_LEFT_OUT = {
+    "output_too_large": f"the results have more than {MAX_RESULT_CHARS} characters, or more than the API key may store; "
+    "put the other requests into another batch",
+    _ENDED: f"{MAX_ENDED_AT_ONE} frontends ended while each carried out a single request of the batch",
+}
+"""Why a batch fails that keeps the results it has, by the code of the requests that are left out."""
+
 Hold = Callable[[int], None]
 """Counts bytes as held for a batch, before they are read where they are many. Raises Overloaded."""
 
@@ -111,6 +128,11 @@ class BatchRunner:
         """For each owner with waiting batches, which of all starts here was its last one."""
         self._starts = 0
         self._lines = FairSlots(LINES_AT_ONCE)
+        self._token = secrets.token_hex(8)
+        self._lost: set[str] = set()
+        """The batches that are stopped here since their leases are lost."""
+        self._suspect = asyncio.Lock()
+        """Held for a line that is carried out alone, so that no such line of another batch is there when the process ends."""
         self._poke = asyncio.Event()
 
     def poke(self) -> None:
@@ -160,6 +182,7 @@ class BatchRunner:
         return sum(other == owner for other in self._owners.values()), self._last_start[owner]
 
     def _stop_all(self) -> None:
+        self._lost.update(self._running)
         for task in self._running.values():
             task.cancel()
 
@@ -182,12 +205,34 @@ class BatchRunner:
                 await self._batches.done(owner, id)
         except DynamoError as error:
             log.warning("batch %s stops for now: %s", id, error)
+            await self._stopped(owner, id)
+        except asyncio.CancelledError:
+            if id not in self._lost:
+                await self._try_to_stop(owner, id)
+            raise
         finally:
+            self._lost.discard(id)
             del self._running[id], self._owners[id]
             try:
                 await self._leases().release(id)
             except DynamoError as error:
                 log.debug("the lease of batch %s could not be given back: %s", id, error)
+
+    async def _stopped(self, owner: str, id: str) -> None:
+        """Say that nothing of a batch is carried out here any more; keep its lease until that is written."""
+        while True:
+            if await self._try_to_stop(owner, id):
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def _try_to_stop(self, owner: str, id: str) -> bool:
+        try:
+            await self._batches.stop(owner, id, self._token)
+        except Unavailable:
+            return False
+        except DynamoError as error:
+            log.debug("batch %s is not there any more, or cannot be read: %s", id, error)
+        return True
 
     async def _worked_on(self, owner: str, batch: Batch, hold: Hold) -> Batch:
         """Return the batch at its end. `hold` counts what it has in memory. Raises Overloaded, Unavailable."""
@@ -205,28 +250,32 @@ class BatchRunner:
             return replace(batch, status="in_progress", in_progress_at=now) if batch.status == "validating" else batch
 
         batch = await self._batches.change(owner, batch.id, started)
+        before = await self._batches.take_over(owner, batch.id)
         done = await self._batches.segments(batch.id, hold)
         results_bytes = sum(segment.size_bytes for segment in done.values())
-        is_full = _is_full(done)
+        left_out = "output_too_large" if _is_full(done) else ""
+        if before.ended_at_one >= MAX_ENDED_AT_ONE:
+            left_out = _ENDED
         for number in range(-(-len(lines) // SEGMENT_LINES)):
-            if batch.status != "in_progress" or self._batches.now >= batch.expires_at or is_full:
+            if batch.status != "in_progress" or self._batches.now >= batch.expires_at or left_out:
                 break
             if number not in done:
-                if is_full := not await self._batches.may_store(owner):
+                if not await self._batches.may_store(owner):
+                    left_out = "output_too_large"
                     break
-                if await self._batches.attempt(owner, batch.id) > MAX_ATTEMPTS:
-                    message = (
-                        f"lines {number * SEGMENT_LINES + 1} and following were carried out {MAX_ATTEMPTS} times without results"
-                    )
+                own = Lines(number * SEGMENT_LINES, min(len(lines), (number + 1) * SEGMENT_LINES))
+                begun = None if before.is_suspect(own) else Begun(own, self._token)
+                if await self._batches.attempt(owner, batch.id, begun) > MAX_ATTEMPTS:
+                    message = f"lines {own.first + 1} and following were carried out {MAX_ATTEMPTS} times without results"
                     return await self._failed(owner, batch, [Problem(message, code="too_many_attempts")])
                 left = MAX_RESULT_CHARS - sum(segment.chars for segment in done.values())
                 async with AsyncExitStack() as counted:  # as stored, until the batch says so
                     room = _Room(self._batches, owner, left, hold, counted)
-                    done[number] = await self._segment(account, batch, number, lines, room)
+                    done[number] = await self._segment(account, before, number, lines, room)
                     results_bytes += done[number].size_bytes
                     batch = await self._count(owner, batch, results_bytes, [segment.counts for segment in done.values()])
-                is_full = _is_full(done)
-        return batch if batch.status in ENDED else await self._finish(owner, batch, lines, done, is_full=is_full)
+                left_out = "output_too_large" if _is_full(done) else ""
+        return batch if batch.status in ENDED else await self._finish(owner, batch, lines, done, left_out)
 
     async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[Line]:
         content = await self._files.content(owner, batch.input_file_id, hold)
@@ -240,12 +289,13 @@ class BatchRunner:
 
         return await self._batches.succeeded(owner, batch.id, results_bytes, counted)
 
-    async def _finish(
-        self, owner: str, batch: Batch, lines: Sequence[Line], done: Mapping[int, Segment], *, is_full: bool
-    ) -> Batch:
-        """Write the files of a batch, whether or not it has all its results; return it as it is then."""
+    async def _finish(self, owner: str, batch: Batch, lines: Sequence[Line], done: Mapping[int, Segment], left_out: str) -> Batch:
+        """Write the files of a batch, whether or not it has all its results; return it as it is then.
+
+        `left_out` is the code of why the others are not carried out, or empty.
+        """
         missing = [line for number, line in enumerate(lines) if number // SEGMENT_LINES not in done]
-        code = _code_of_missing(batch, is_full=is_full)
+        code = "batch_cancelled" if batch.status == "cancelling" else left_out or "batch_expired"
         kept = {
             "output": "".join(done[number].outputs for number in sorted(done)).encode(),
             "error": "".join(done[number].errors for number in sorted(done)).encode(),
@@ -265,11 +315,7 @@ class BatchRunner:
                 return replace(batch, status="completed", completed_at=now)
             if batch.status == "cancelling":
                 return replace(batch, status="cancelled", cancelled_at=now)
-            if code == "output_too_large":
-                message = (
-                    f"the results have more than {MAX_RESULT_CHARS} characters, or more than the API key may store; "
-                    "put the other requests into another batch"
-                )
+            if message := _LEFT_OUT.get(code):
                 return replace(batch, status="failed", failed_at=now, errors=Problems([Problem(message, code=code)]))
             return replace(batch, status="expired", expired_at=now)
 
@@ -289,11 +335,21 @@ class BatchRunner:
             owner, batch.id, lambda batch: replace(batch, status="failed", failed_at=now, errors=Problems(problems))
         )
 
-    async def _segment(self, account: Account, batch: Batch, number: int, lines: Sequence[Line], room: _Room) -> Segment:
+    async def _segment(self, account: Account, owned: Owned, number: int, lines: Sequence[Line], room: _Room) -> Segment:
         """Carry out a segment, keep its results, and return them. Raises Unavailable if others have done so, and Overloaded."""
-        own = lines[number * SEGMENT_LINES : (number + 1) * SEGMENT_LINES]
+        batch, first = owned.batch, number * SEGMENT_LINES
+        own = lines[first : first + SEGMENT_LINES]
+        is_suspect = owned.is_suspect(Lines(first, first + len(own)))
         turns = AdmissionTurns(partial(self._is_wanted, account.name, batch.id), POLL_S)
-        tasks = [awaited(self._line(account, batch, line, turns, room)) for line in own]
+
+        def carried_out(index: int, line: Line) -> Coroutine[Any, Any, _Outcome]:
+            position = Lines(index, index + 1)
+            if owned.ends_frontends(position):
+                return _not_again(batch, line)
+            alone = partial(self._alone, owned, position) if is_suspect else nullcontext
+            return self._line(account, batch, line, turns, room, alone)
+
+        tasks = [awaited(carried_out(index, line)) for index, line in enumerate(own, first)]
         try:
             outcomes = await asyncio.gather(*tasks)
         finally:
@@ -301,7 +357,7 @@ class BatchRunner:
                 task.cancel()
         outputs = [outcome.text for outcome in outcomes if outcome.is_good]
         errors = [outcome.text for outcome in outcomes if not outcome.is_good]
-        abandoned = sum(outcome.account is None for outcome in outcomes)
+        abandoned = sum(outcome.is_abandoned for outcome in outcomes)
         counts = RequestCounts(len(own), len(outputs), len(errors) - abandoned)
         segment = Segment("".join(outputs), "".join(errors), counts)
         if not await self._batches.put_segment(batch.id, number, segment):
@@ -320,15 +376,32 @@ class BatchRunner:
         except BatchNotFound:
             return False
 
-    async def _line(self, account: Account, batch: Batch, line: Line, turns: AdmissionTurns, room: _Room) -> _Outcome:
+    @asynccontextmanager
+    async def _alone(self, owned: Owned, position: Lines) -> AsyncIterator[None]:
+        """Carry out one line while no other one of those is at which a frontend may have ended."""
+        async with self._suspect:
+            await self._batches.begin(owned.owner, owned.batch.id, Begun(position, self._token))
+            yield
+            await self._batches.stop(owned.owner, owned.batch.id, self._token)
+
+    async def _line(
+        self,
+        account: Account,
+        batch: Batch,
+        line: Line,
+        turns: AdmissionTurns,
+        room: _Room,
+        alone: Callable[[], AbstractAsyncContextManager[None]],
+    ) -> _Outcome:
+        """Carry out a line, each time within `alone`."""
         operation = self._operations[batch.endpoint]
         pause_s, retries = FIRST_PAUSE_S, 0
         while True:
-            async with turns.turn() as end_turn, self._lines.slot(account):
+            async with turns.turn() as end_turn, alone(), self._lines.slot(account):
                 if not turns.is_wanted:
-                    return _Outcome(_result(batch.id, line, None, "batch_cancelled"), is_good=False, account=None)
+                    return _Outcome(_result(batch.id, line, None, "batch_cancelled"), is_good=False, is_abandoned=True)
                 if not await room.is_left():
-                    return _Outcome(_result(batch.id, line, None, "output_too_large"), is_good=False, account=None)
+                    return _Outcome(_result(batch.id, line, None, "output_too_large"), is_good=False, is_abandoned=True)
                 line_account = LineAccount(account, end_turn)
                 timeout_s = max(1, batch.expires_at - self._batches.now)
                 request_id = _line_id(batch.id, line)
@@ -413,8 +486,16 @@ class _Outcome:
     text: str
     """Its line in the output or error file."""
     is_good: bool
-    account: LineAccount | None
-    """To be settled when the result is kept; None: the line was not carried out, since the batch was cancelled."""
+    account: LineAccount | None = None
+    """To be settled when the result is kept; None: the line was not carried out."""
+    is_abandoned: bool = False
+    """Whether it was not carried out since the batch was cancelled, or has no room for its result."""
+
+
+async def _not_again(batch: Batch, line: Line) -> _Outcome:
+    """Return the outcome of a line at which too many frontends ended."""
+    why = f"{MAX_ENDED} frontends ended, or lost their leases, while they carried out this request"
+    return _Outcome(_result(batch.id, line, None, _ENDED, why), is_good=False)
 
 
 class _Room:
@@ -458,13 +539,6 @@ def _is_full(done: Mapping[int, Segment]) -> bool:
     return sum(segment.chars for segment in done.values()) > MAX_RESULT_CHARS or not all(
         segment.is_complete for segment in done.values()
     )
-
-
-def _code_of_missing(batch: Batch, *, is_full: bool) -> str:
-    """Return why the lines that have no results were not carried out."""
-    if batch.status == "cancelling":
-        return "batch_cancelled"
-    return "output_too_large" if is_full else "batch_expired"
 
 
 def _line_id(batch: str, line: Line) -> str:
