@@ -47,6 +47,7 @@ from dynamo.frontend.api.openai.quota import COUNTED_S, StoredBytes
 from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.keys import ApiKey, Limits
 from dynamo.frontend.security.ledger import Ledger, Usage
@@ -56,6 +57,7 @@ from tests.support.virtual_time import in_virtual_time
 from tests.support.waiting import until
 
 URL = "/v1/completions"
+MAX_LINE_BYTES = 10_000
 
 
 def lines_of(count: int, **changes: Any) -> bytes:
@@ -331,19 +333,49 @@ async def test_a_file_that_cannot_be_read_is_an_error_or_an_incomplete_response(
         (lines_of(2, custom_id="x"), "duplicate_custom_id"),
         (lines_of(1, body={"stream": True}), "invalid_body"),
         (lines_of(1, body={"background": True}), "invalid_body"),
+        (lines_of(1, body={"stream": [1]}), "invalid_body"),
         (b"\n" * (2 * MAX_LINES + 1), "too_many_tasks"),
+        (b"\r" * (2 * MAX_LINES + 1), "too_many_tasks"),
+        (b"\n\r" * (2 * MAX_LINES + 1), "too_many_tasks"),
+        (b" \r\n" * (2 * MAX_LINES + 1), "too_many_tasks"),
+        (b" " * (MAX_LINE_BYTES + 1), "line_too_long"),
+        (lines_of(3) + b"\n" + b"x" * (MAX_LINE_BYTES + 1), "line_too_long"),
         (lines_of(MAX_LINES + 1), "too_many_tasks"),
     ],
 )
 def test_lines_that_cannot_be_carried_out_are_named(content: bytes, code: str) -> None:
     with pytest.raises(InvalidBatch) as refused:
-        parse_lines(content, URL)
+        parse_lines(content, URL, MAX_LINE_BYTES)
     assert refused.value.problems[-1].code == code
+
+
+def test_what_follows_a_line_that_is_too_long_is_not_looked_into() -> None:
+    content = b"\n".join((b"{", b"x" * (MAX_LINE_BYTES + 1), b"{"))
+    with pytest.raises(InvalidBatch) as refused:
+        parse_lines(content, URL, MAX_LINE_BYTES)
+    assert [(problem.line, problem.code) for problem in refused.value.problems] == [
+        (1, "invalid_json_line"),
+        (2, "line_too_long"),
+    ]
+
+
+@pytest.mark.parametrize("shift", [-3, -2, -1, 0, 1, 2])
+@pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n", b"\n\n", b"\r\r\n", b" \t\r\n", b"\r\n\r"], ids=repr)
+def test_lines_end_with_either_character_or_both_wherever_they_end(end: bytes, shift: int) -> None:
+    first, second = lines_of(2, body={"stream": False, "background": None}).splitlines()
+    content = first + b" " * ((1 << 16) + shift - len(first)) + end + second  # a file is looked at in blocks of so many bytes
+    assert [line.custom_id for line in parse_lines(content, URL, 1 << 17)] == ["c0", "c1"]
+    with pytest.raises(InvalidBatch) as refused:
+        parse_lines(content + end + b"{", URL, 1 << 17)
+    assert refused.value.problems[0].line == 1 + len((content + end).splitlines())
+    for count in ((1 << 16) + shift, (1 << 16) + shift - 1):
+        with pytest.raises(InvalidBatch, match=f"more than {count - 1} bytes"):
+            parse_lines(b"x" * count + end, URL, count - 1)
 
 
 def test_no_more_problems_are_listed_than_one_reads() -> None:
     with pytest.raises(InvalidBatch) as refused:
-        parse_lines(b"{\n" * 100, URL)
+        parse_lines(b"{\n" * 100, URL, MAX_LINE_BYTES)
     assert len(refused.value.problems) == 20
 
 
@@ -398,6 +430,7 @@ async def running(
     capacity: Capacity | None = None,
     quota: StoredBytes | None = None,
     records: FakeRecords | None = None,
+    settings: HttpSettings | None = None,
 ) -> AsyncIterator[Running]:
     records, now = records or FakeRecords(), [1000.0]
     store: Any = records
@@ -411,7 +444,7 @@ async def running(
 
     operation = Operation(path=URL, declared=TEXT, errors=OPENAI_ERRORS, handle=begun)
     metrics = FrontendMetrics(CollectorRegistry())
-    settings = HttpSettings(capacity=capacity or Capacity())
+    settings = settings or HttpSettings(capacity=capacity or Capacity())
     runner = BatchRunner(files, batches, lambda: leases, {URL: operation}, settings, account, metrics)
     task = asyncio.create_task(runner.run())
     try:
@@ -448,6 +481,49 @@ async def test_the_output_has_the_order_of_the_lines_and_errors_lie_apart() -> N
     assert errors[0]["response"]["body"]["error"]["message"] == "not this one"
     assert len({result["id"] for result in outputs + errors}) == 150
     assert priorities == {"-1000"}
+
+
+async def test_files_of_batches_are_read_beside_the_threads_for_large_requests() -> None:
+    async def handle(exchange: Exchange) -> None:
+        await exchange.respond(b"{}")
+
+    async with running(handle, settings=HttpSettings(offload=Offload(max_pending=0))) as r:
+        done = await r.ended(await r.create(lines_of(1)))
+    assert done.request_counts == RequestCounts(1, 1, 0)
+
+
+async def test_the_longest_line_is_as_long_as_a_request_may_be() -> None:
+    async def handle(exchange: Exchange) -> None:
+        raise AssertionError("nothing is carried out")
+
+    async with running(handle, settings=HttpSettings(options=HttpOptions(max_json_bytes=1024))) as r:
+        failed = await r.ended(await r.create(lines_of(1, body={"prompt": "x" * 1024})))
+    assert (failed.status, failed.errors and failed.errors.data[0].code) == ("failed", "line_too_long")
+
+
+async def test_a_batch_is_charged_by_the_size_of_its_file() -> None:
+    records: Any = FakeRecords()
+    files, batches = Files(lambda: records, "ns"), Batches(lambda: records, "ns")
+    account = KeyAccount(ApiKey(name="a", salt=b"", digest=b"", limits=Limits(requests_per_s=10)))
+    create = next(each for each in BatchOperations(files, batches, lambda: None).operations() if each.handle.__name__ == "create")
+    taken = []
+    for size in (1000, (12 << 20) + 5):
+        file = await files.create("a", "f", "batch", b"x" * size)
+        body = json.dumps({"input_file_id": file.id, "endpoint": URL, "completion_window": "24h"}).encode()
+
+        async def receive(body: bytes = body) -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Message) -> None: ...
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/batches", "raw_path": b"/v1/batches"}
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        exchange = Exchange(scope | {"headers": headers}, receive, send, HttpSettings())
+        exchange.account, exchange.declared = account, create.declared
+        await create.handle(exchange)
+        used = account.use().calls
+        taken.append(used and used.taken)
+    assert taken == [0, 3]
 
 
 async def test_lines_wait_while_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

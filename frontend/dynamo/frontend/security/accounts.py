@@ -88,6 +88,10 @@ class Account(Protocol):
         """Count work that is no request to a model, such as tokenizing, as one of the requests at once. Raises RateLimited."""
         ...
 
+    def take_calls(self, calls: int) -> None:
+        """Count so many calls that are no requests to a model, however many the rate has left."""
+        ...
+
     def take_tokens(self, tokens: int) -> None:
         """Take tokens out of the budget, however many are left; a negative number is given back."""
         ...
@@ -256,6 +260,11 @@ class KeyAccount:
         self._fleet.used(self.name)
         self._check_rate(self._calls, now)
         self._calls.take(1.0, now)
+
+    def take_calls(self, calls: int) -> None:
+        if self._calls is not None and calls:
+            self._fleet.used(self.name)
+            self._calls.take(calls, self._clock())
 
     def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
         self._follow()  # a stream may have been opened long ago
@@ -472,6 +481,9 @@ class SameAccount:
     def occupy(self) -> Ticket:
         return self._account.occupy()
 
+    def take_calls(self, calls: int) -> None:
+        self._account.take_calls(calls)
+
     def take_tokens(self, tokens: int) -> None:
         self._account.take_tokens(tokens)
 
@@ -534,6 +546,9 @@ class AnonymousAccount:
 
     def occupy(self) -> Ticket:
         return _UNCOUNTED
+
+    def take_calls(self, calls: int) -> None:
+        pass
 
     def take_tokens(self, tokens: int) -> None:
         pass

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -35,8 +35,9 @@ WINDOW_S = 86_400
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _MAX_PROBLEMS = 20
 _ID = re.compile(r"batch_[0-9a-f]{32}")
-_LINE_END = re.compile(rb"\r\n?|\n")
-_BLANK = re.compile(rb"\s*\Z")
+_BLOCK_BYTES = 64 * 1024
+"""So much of a file is looked at in one call, which keeps the interpreter from other threads."""
+_UNSET = frozenset({b"", b"null", b"false"})
 _ATTEMPTS = 5
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
@@ -99,8 +100,12 @@ class Line(Struct, frozen=True, kw_only=True):
 class _Flags(Struct, frozen=True):
     """What a body must not ask for."""
 
-    stream: Any = None
-    background: Any = None
+    stream: Raw = Raw()
+    background: Raw = Raw()
+
+    @property
+    def are_set(self) -> bool:
+        return any(bytes(flag) not in _UNSET for flag in (self.stream, self.background))
 
 
 class Segment(Struct, frozen=True):
@@ -224,16 +229,22 @@ def _listed(record: bytes) -> _Listed:
     return _Listed(owned.batch, len(record) + owned.results_bytes)
 
 
-def parse_lines(content: bytes, endpoint: str) -> list[Line]:
-    """Return the lines of an input file, whose requests are no copies of it. Raises InvalidBatch."""
-    if content.count(b"\n") > 2 * MAX_LINES:
-        raise InvalidBatch([Problem(f"the file has more than {MAX_LINES} lines", code="too_many_tasks")])
+def parse_lines(content: bytes, endpoint: str, max_line_bytes: int) -> list[Line]:
+    """Return the lines of an input file, whose requests are no copies of it. Raises InvalidBatch.
+
+    A longer line than `max_line_bytes` is not looked into, nor what follows it.
+    """
     problems: list[Problem] = []
     lines: dict[str, Line] = {}
-    for number, text in enumerate(_split(content), 1):
-        if _BLANK.match(text):
+    for number, (text, is_blank) in enumerate(_split(content, max_line_bytes), 1):
+        if number > 2 * MAX_LINES or len(lines) > MAX_LINES:
+            problems.append(Problem(f"the file has more than {MAX_LINES} lines", code="too_many_tasks"))
+            break
+        if is_blank:
             continue
         try:
+            if len(text) > max_line_bytes:
+                raise _Invalid(f"the line has more than {max_line_bytes} bytes", "line_too_long")
             line = _parse_line(text, endpoint)
             if line.custom_id in lines:
                 raise _Invalid(f"the 'custom_id' {line.custom_id[:80]!r} occurs twice", "duplicate_custom_id")
@@ -242,7 +253,7 @@ def parse_lines(content: bytes, endpoint: str) -> list[Line]:
             problems.append(Problem(str(error), number, error.code))
             if len(problems) == _MAX_PROBLEMS:
                 break
-    if len(lines) > MAX_LINES:
+    if len(lines) > MAX_LINES and not problems:
         problems.append(Problem(f"the file has more than {MAX_LINES} lines", code="too_many_tasks"))
     if not lines and not problems:
         problems.append(Problem("the file has no lines", code="empty_file"))
@@ -251,12 +262,26 @@ def parse_lines(content: bytes, endpoint: str) -> list[Line]:
     return list(lines.values())
 
 
-def _split(content: bytes) -> Iterator[memoryview]:
-    view, begin = memoryview(content), 0
-    for end in _LINE_END.finditer(content):
-        yield view[begin : end.start()]
-        begin = end.end()
-    yield view[begin:]
+def _split(content: bytes, max_line_bytes: int) -> Iterator[tuple[memoryview, bool]]:
+    """Yield the lines without their ends, each with whether it is blank; the first one that is too long is the last."""
+    view, begin, end, is_blank = memoryview(content), 0, 0, True
+    while end < len(content):
+        block = content[end : end + _BLOCK_BYTES]
+        if block.endswith(b"\r") and content.startswith(b"\n", end + len(block)):
+            block += b"\n"
+        for piece in block.splitlines(keepends=True):
+            text = piece.rstrip(b"\r\n")
+            is_blank = is_blank and (not text or text.isspace())
+            end += len(piece)
+            text_end = end - len(piece) + len(text)
+            if text_end - begin > max_line_bytes:
+                yield view[begin:text_end], False
+                return
+            if len(text) < len(piece):
+                yield view[begin:text_end], is_blank
+                begin, is_blank = end, True
+    if begin < end:
+        yield view[begin:], is_blank
 
 
 class _Invalid(Exception):
@@ -273,7 +298,7 @@ def _parse_line(text: memoryview, endpoint: str) -> Line:
         raise _Invalid(f"the line is not a request: {str(error)[:200]}", "invalid_json_line") from None
     if line.url != endpoint:
         raise _Invalid(f"'url' is {line.url[:80]!r}; the batch is for {endpoint}", "mismatched_url")
-    if flags.stream or flags.background:
+    if flags.are_set:
         raise _Invalid("'stream' and 'background' are not allowed in batches", "invalid_body")
     return line
 

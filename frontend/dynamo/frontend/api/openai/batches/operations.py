@@ -37,6 +37,8 @@ _OWN = Declaration(
 _UPLOAD = replace(_OWN, reads=Reads.FILE, copies=3, deadline_s=3600.0)
 _DOWNLOAD = replace(_OWN, deadline_s=3600.0)
 _BINARY = (b"content-type", b"application/octet-stream")
+_CALL_BYTES = 4 << 20
+"""Each so many bytes of a file that a batch is to read count as a call."""
 _LONG_BYTES = 1 << 20
 """Longer forms are read in a thread."""
 
@@ -108,9 +110,10 @@ class BatchOperations:
         if request.endpoint not in ENDPOINTS:
             raise InvalidRequest(f"'endpoint' must be one of {', '.join(ENDPOINTS)}", param="endpoint")
         owner = exchange.account.name
-        await self._files.read(owner, request.input_file_id)
+        file = await self._files.read(owner, request.input_file_id)
         batch = await self._batches.create(owner, request.endpoint, request.input_file_id, request.metadata)
         self._created()
+        exchange.account.take_calls(file.bytes // _CALL_BYTES)
         await exchange.respond(msgspec.json.encode(batch))
 
     async def list_batches(self, exchange: Exchange) -> None:

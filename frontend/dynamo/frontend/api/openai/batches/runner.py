@@ -30,7 +30,7 @@ from dynamo.common.background import Tasks, awaited
 from dynamo.common.errors import DynamoError, Forbidden, Overloaded, PayloadTooLarge, Unauthenticated, Unavailable
 from dynamo.common.messaging.key_values import DamagedRecord
 from dynamo.frontend.api.calls import TIMEOUT
-from dynamo.frontend.api.declaration import Charge
+from dynamo.frontend.api.declaration import Charge, Reads
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.batches.batch import (
@@ -57,6 +57,7 @@ from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.fair_slots import FairSlots
@@ -128,6 +129,10 @@ class BatchRunner:
         """For each owner with waiting batches, which of all starts here was its last one."""
         self._starts = 0
         self._lines = FairSlots(LINES_AT_ONCE)
+        self._reading = FairSlots(1)
+        """For the batch whose file is read: keys with batches that wait for that have turns."""
+        self._thread = Offload()
+        """For files, which are longer than any other body: those do not wait for them."""
         self._token = secrets.token_hex(8)
         self._lost: set[str] = set()
         """The batches that are stopped here since their leases are lost."""
@@ -239,7 +244,8 @@ class BatchRunner:
         now = self._batches.now
         try:
             account = self._account(owner, self._operations[batch.endpoint].declared.surface)
-            lines = await self._lines_of(owner, batch, hold)
+            async with self._reading.slot(account):
+                lines = await self._lines_of(owner, batch, hold)
         except InvalidBatch as error:
             return await self._failed(owner, batch, error.problems)
         except (FileNotFound, Unauthenticated, Forbidden) as error:
@@ -279,7 +285,7 @@ class BatchRunner:
 
     async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[Line]:
         content = await self._files.content(owner, batch.input_file_id, hold)
-        return await self._settings.offload.run(parse_lines, content, batch.endpoint)
+        return await self._thread.run(parse_lines, content, batch.endpoint, self._settings.body_limit(Reads.JSON))
 
     async def _count(self, owner: str, batch: Batch, results_bytes: int, counts: Collection[RequestCounts]) -> Batch:
         completed, failed = sum(each.completed for each in counts), sum(each.failed for each in counts)
