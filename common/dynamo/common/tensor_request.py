@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from itertools import accumulate
 
 import msgspec
@@ -19,6 +19,8 @@ SEQUENCE_OWNER = "sequence-owner"
 """The header that says whose sequence a request with a `sequence_id` is part of: the name of an API key. No other joins it."""
 MAX_TENSORS = 4096
 MAX_PARAMETERS = 1024
+_FEW_TENSORS_BYTES = 2 * MAX_TENSORS
+"""A message of this size has no more than `MAX_TENSORS` inputs or outputs: each takes two bytes at least."""
 _MAX_TOP_FIELDS = 3 * MAX_TENSORS + MAX_PARAMETERS + 64
 """Fields at the top of a message: inputs, outputs, raw tensors, parameters, and a few more."""
 SMALL_BYTES = 16 * 1024
@@ -48,7 +50,8 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
     def parse(cls, data: Buffer, scanner: MessageScanner | None = None) -> TensorRequest:
         """Parse a serialized ModelInferRequest. Raises InvalidRequest if it is none, PayloadTooLarge if it has too many parts.
 
-        `scanner` checks its parts before they are parsed, if they are large; it is needed for messages of clients.
+        `scanner` checks its parts before they are parsed, if they are large; it is needed for messages of clients, the tensors of
+        which are counted, too.
         """
         try:
             if len(data) > SMALL_BYTES:
@@ -58,10 +61,15 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
                 rest = data if not raw_inputs and isinstance(data, bytes) else b"".join(pieces)
                 if scanner is not None and len(rest) > SMALL_BYTES:
                     scanner.check(rest)
-                return cls(data, ModelInferRequest.FromString(rest), raw_inputs)
+                head = ModelInferRequest.FromString(rest)
+                if scanner is not None:
+                    check_tensors(head)
+                return cls(data, head, raw_inputs)
             head = ModelInferRequest.FromString(data)  # type: ignore[arg-type]  # takes any buffer
         except (DecodeError, ValueError, IndexError):
             raise InvalidRequest("the message is not a ModelInferRequest") from None
+        if scanner is not None and len(data) > _FEW_TENSORS_BYTES:
+            check_tensors(head)
         small = head.raw_input_contents[:]
         del head.raw_input_contents[:]
         return cls(data, head, small)
@@ -123,6 +131,18 @@ class TensorRequest(msgspec.Struct, frozen=True, gc=False):
         """The id of the sequence that the request is part of; empty: none."""
         id = _parameter(self.head, "sequence_id")
         return id.string_param or str(_whole_number(id) or "")
+
+
+def check_tensors(head: ModelInferRequest) -> None:
+    """Raise InvalidRequest if a request has more inputs, or wants more outputs, than any may."""
+    check_number(head.inputs, "inputs")
+    check_number(head.outputs, "outputs")
+
+
+def check_number(tensors: Sized, what: str) -> None:
+    """Raise InvalidRequest if a request has more tensors of a kind than any may."""
+    if len(tensors) > MAX_TENSORS:
+        raise InvalidRequest(f"the request has {len(tensors)} {what}; at most {MAX_TENSORS} are allowed")
 
 
 def raw_begin(request: TensorRequest) -> int | None:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.tensor_request import SMALL_BYTES, TensorRequest, build_response
+from dynamo.common.message_limits import MessageScanner
+from dynamo.common.tensor_request import MAX_TENSORS, SMALL_BYTES, TensorRequest, build_response
 from dynamo.common.tensors import encode_bytes
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 
@@ -78,6 +79,19 @@ def test_both_ways_of_parsing_agree(data: st.DataObject) -> None:
 def test_more_tensors_than_any_model_has_are_refused_while_parsing() -> None:
     with pytest.raises(InvalidRequest, match="more than 4096 entries"):
         TensorRequest.parse(b"\x3a\x00" * SMALL_BYTES)
+
+
+@pytest.mark.parametrize("padding", [0, SMALL_BYTES])
+@pytest.mark.parametrize("kind", ["inputs", "outputs"])
+def test_inputs_and_outputs_of_clients_are_counted_while_parsing(kind: str, padding: int) -> None:
+    message = ModelInferRequest(model_name="m", id="x" * padding)
+    for _ in range(MAX_TENSORS):
+        getattr(message, kind).add()
+    scanner = MessageScanner(ModelInferRequest)
+    assert len(getattr(TensorRequest.parse(message.SerializeToString(), scanner).head, kind)) == MAX_TENSORS
+    getattr(message, kind).add()
+    with pytest.raises(InvalidRequest, match=f"the request has 4097 {kind}; at most 4096 are allowed"):
+        TensorRequest.parse(message.SerializeToString(), scanner)
 
 
 def test_the_parameters_that_steer_serving_are_read() -> None:

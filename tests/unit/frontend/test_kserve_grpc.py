@@ -193,6 +193,23 @@ async def test_a_request_that_does_not_fit_the_model_reaches_no_instance(edge: E
     assert edge.client.streams == []
 
 
+@pytest.mark.parametrize("model", ["adder", "talker"])
+@pytest.mark.parametrize("kind", ["inputs", "outputs"])
+async def test_a_request_has_at_most_4096_inputs_and_outputs(edge: Edge, kind: str, model: str) -> None:
+    request = adder_request() if model == "adder" else text_request("x")
+    tensors = getattr(request, kind)
+    for _ in range(4097 - len(tensors)):
+        tensors.add()  # of two bytes each
+    error = await failure(edge.call("ModelInfer", request))
+    assert (error.code(), error.details()) == (
+        Code.INVALID_ARGUMENT,
+        f"the request has 4097 {kind}; at most 4096 are allowed",
+    )
+    del tensors[-1]
+    error = await failure(edge.call("ModelInfer", request))
+    assert error.code() == Code.INVALID_ARGUMENT and "are allowed" not in (error.details() or "")
+
+
 async def test_an_unknown_version_is_not_found(edge: Edge) -> None:
     assert (await failure(edge.infer(adder_request(model_version="3")))).code() is Code.NOT_FOUND
 

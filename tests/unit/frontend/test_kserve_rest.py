@@ -233,6 +233,15 @@ async def test_mistakes_of_the_client_are_400_with_a_sentence(edge: HttpEdge, bo
     assert words in response.json()["error"]
 
 
+@pytest.mark.parametrize("kind", ["inputs", "outputs"])
+async def test_a_request_has_at_most_4096_inputs_and_outputs(kind: str) -> None:
+    one = tensor("INT8", [1])
+    body = {"inputs": [one] * 4097} if kind == "inputs" else {"inputs": [one], "outputs": [{"name": "INT8"}] * 4097}
+    async with open_http_edge(TYPES) as edge:
+        sentence = await edge.error(INFER, body, 400)
+    assert sentence == f"the request has 4097 {kind}; at most 4096 are allowed"
+
+
 @pytest.mark.parametrize("path", [INFER, "/v2/models/talker/generate", "/v2/models/talker/generate_stream"])
 async def test_a_body_may_be_as_large_as_the_bound_but_not_larger(edge: HttpEdge, path: str) -> None:
     edge.client.respond = echo if path == INFER else Speaker()

@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.tensor_request import MAX_PARAMETERS, MAX_TENSORS, TensorRequest
+from dynamo.common.tensor_request import MAX_PARAMETERS, TensorRequest, check_number
 from dynamo.common.tensors import (
     MAX_DIMS,
     Buffer,
@@ -132,7 +132,7 @@ def _json_request(parts: Parts, model: str, version: str, bounds: HttpOptions) -
             usual = as_boolean(value, key)
         else:
             set_request_parameter(head.parameters[key], key, value)
-    _check_number(message.inputs, "inputs")
+    check_number(message.inputs, "inputs")
     raws: list[Buffer | LongTensor] = []
     position = 0
     for tensor in message.inputs:
@@ -148,7 +148,7 @@ def _json_request(parts: Parts, model: str, version: str, bounds: HttpOptions) -
         raise InvalidRequest(f"unexpected additional input data for model '{model}'")
     own: dict[str, bool] = {}
     if message.outputs:
-        _check_number(message.outputs, "outputs")
+        check_number(message.outputs, "outputs")
         for output in message.outputs:
             _output(head, output, own)
     request = yield from assembled(head, raws, bounds)
@@ -190,11 +190,6 @@ def _parts_of(raw: Buffer) -> Iterator[Buffer]:
     view = memoryview(raw)
     for begin in range(0, len(view), _COPIED_BYTES):
         yield view[begin : begin + _COPIED_BYTES]
-
-
-def _check_number(tensors: Sequence[object], what: str) -> None:
-    if len(tensors) > MAX_TENSORS:
-        raise InvalidRequest(f"the request has {len(tensors)} {what}; at most {MAX_TENSORS} are allowed")
 
 
 def _parameters(parameters: Mapping[str, Any], what: str) -> Iterable[tuple[str, Any]]:
