@@ -20,7 +20,7 @@ from dynamo.common.model_card import LlmInfo
 from dynamo.frontend.api.openai.responses import storage as storage_module
 from dynamo.frontend.api.openai.responses.conversations import ConversationNotFound, Conversations
 from dynamo.frontend.api.openai.responses.events import ResponseObject
-from dynamo.frontend.api.openai.responses.storage import ItemIds, Storage, parse_items
+from dynamo.frontend.api.openai.responses.storage import ItemIds, Storage, encode_items, parse_items
 from dynamo.frontend.api.openai.responses.stored import new_response_id
 from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.metrics import FrontendMetrics
@@ -273,6 +273,38 @@ async def test_others_have_their_turns_while_a_large_conversation_is_parsed() ->
     async with running(other(), "other work"):
         assert await parse_items(msgspec.json.encode(items)) == items
     assert turns > 10
+
+
+async def test_others_have_their_turns_while_a_large_response_is_stored() -> None:
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    records = FakeRecords()
+    stored = stored_responses(records)
+    items = [{"id": str(number), "text": "x" * 10_000} for number in range(100)]
+    response = ResponseObject(
+        id=new_response_id(), created_at=0, status="completed", model="m", reasoning={}, text={}, output=items
+    )
+    async with running(other(), "other work"):
+        assert await stored.save("", response, None, last=0)
+        assert turns > 10
+        turns = 0
+        other_response = msgspec.structs.replace(response, id=new_response_id(), output=())
+        assert await stored.save("", other_response, items, last=0)
+        assert turns > 10
+    assert (await stored.read("", response.id))["output"] == items
+    assert await stored.items("", other_response.id) == items
+    with pytest.raises(PayloadTooLarge):
+        await encode_items([{"text": "x" * 2**19}] * 40)
+    exact = (storage_module.MAX_BYTES - 3) // 2 - len('{"text":""}')
+    assert len(bytes(await encode_items([{"text": "x" * exact}] * 2))) in range(
+        storage_module.MAX_BYTES - 1, storage_module.MAX_BYTES + 1
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from msgspec import Raw, Struct
 
 from dynamo.common.errors import NotFound, Overloaded
 from dynamo.common.work import hold_nothing
-from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded, parse_items, split_items
+from dynamo.frontend.api.openai.responses.storage import Hold, Item, Storage, bounded, encode_items, parse_items, split_items
 
 _ID = re.compile(r"conv_[0-9a-f]{32}")
 _ATTEMPTS = 10
@@ -67,7 +67,7 @@ class Conversations:
         with storage.counted("create_conversation"):
             id = f"conv_{secrets.token_hex(16)}"
             shown = ConversationObject(id=id, created_at=int(storage.clock()), metadata=dict(metadata))
-            stored = _Stored(owner, shown, Raw(msgspec.json.encode(items)))
+            stored = _Stored(owner, shown, await encode_items(items))
             data = bounded(msgspec.json.encode(stored))
             async with storage.quota.room(owner, len(data)):
                 await storage.records.put(storage.key(id), data, last=0)
@@ -92,7 +92,7 @@ class Conversations:
 
         Raises ConversationNotFound, PayloadTooLarge; Overloaded if others write all the time.
         """
-        added = msgspec.json.encode(items)
+        added = bytes(await encode_items(items))
 
         def change(stored: _Stored) -> _Stored:
             return msgspec.structs.replace(stored, items=_joined(stored.items, added))

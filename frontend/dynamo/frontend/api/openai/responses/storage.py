@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from dynamo.common.errors import DynamoError, PayloadTooLarge
 from dynamo.common.messaging.records import RecordStore
@@ -32,7 +33,7 @@ _BRIEF_BYTES = 64 * 1024
 _FIELD = b'":'
 _FEW_FIELDS = 1024
 """So many are not worth counting."""
-_array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_array_decoder = msgspec.json.Decoder(list[Raw])
 _item_decoder = msgspec.json.Decoder(dict[str, Any])
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -109,12 +110,12 @@ def check_size(size_bytes: int) -> None:
         raise PayloadTooLarge(f"the conversation has {size_bytes} bytes or more; responses are stored up to {MAX_BYTES}")
 
 
-def split_items(array: bytes | msgspec.Raw) -> list[msgspec.Raw]:
+def split_items(array: bytes | Raw) -> list[Raw]:
     """Return the items of a JSON array, not parsed."""
     return _array_decoder.decode(array)
 
 
-async def parse_items(array: bytes | msgspec.Raw, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
+async def parse_items(array: bytes | Raw, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
     """Return the items of a JSON array. What takes long is parsed piece by piece, so that the event loop goes on meanwhile.
 
     `hold` is called with what is built of each item's fields, before it is. Raises what that raises.
@@ -132,6 +133,24 @@ async def parse_items(array: bytes | msgspec.Raw, hold: Hold = hold_nothing) -> 
         items.append(_item_decoder.decode(data))
         unbroken_bytes += len(data)
     return items
+
+
+async def encode_items(items: Iterable[Item]) -> Raw:
+    """Return the JSON array of items. What takes long is encoded piece by piece, so that the event loop goes on meanwhile.
+
+    A thread would not help: the encoder keeps the interpreter to itself. Raises PayloadTooLarge.
+    """
+    pieces: list[bytes] = []
+    size, unbroken_bytes = 1, 0
+    for item in items:
+        if unbroken_bytes > _BRIEF_BYTES:
+            unbroken_bytes = 0
+            await asyncio.sleep(0)
+        pieces.append(piece := msgspec.json.encode(item))
+        unbroken_bytes += len(piece)
+        size += len(piece) + 1
+        check_size(size)
+    return Raw(b"[%b]" % b",".join(pieces))
 
 
 class ItemIds:

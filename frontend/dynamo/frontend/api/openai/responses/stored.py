@@ -32,6 +32,7 @@ from dynamo.frontend.api.openai.responses.storage import (
     Storage,
     bounded,
     check_size,
+    encode_items,
     parse_items,
     response_of,
 )
@@ -122,13 +123,14 @@ class StoredResponses:
         """
         storage = self._storage
         with storage.counted("save"):
-            data = bounded(msgspec.json.encode({"owner": owner, "response": response, "written_at": storage.clock()}))
+            shown = msgspec.structs.replace(response, output=await encode_items(response.output))
+            data = bounded(msgspec.json.encode({"owner": owner, "response": shown, "written_at": storage.clock()}))
             if items is None:
                 revision = await storage.records.put(storage.key(response.id), data, last=last)
                 if revision is not None and response.status not in RUNNING:
                     await storage.written(owner, response.id, len(data))
             else:
-                revision = await self._save_new(owner, response.id, data, bounded(msgspec.json.encode(items)), last)
+                revision = await self._save_new(owner, response.id, data, bytes(await encode_items(items)), last)
             if revision is not None and response.background and response.status not in RUNNING:
                 self._changes().announce(response.id)
             return revision
