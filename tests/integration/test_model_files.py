@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
+from nats.js.errors import APIError
 
+from dynamo.common.background import running
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.messaging.objects import ObjectWrite
 from dynamo.common.messaging.store import BUCKET, FileStore, file_key
 from dynamo.common.options import NatsOptions
-from tests.support.servers import NatsServer
+from dynamo.worker.engine.echo import EchoTokens
+from dynamo.worker.model_files import ModelFiles
+from dynamo.worker.serve import ServedModel
+from tests.support.servers import NatsServer, start_nats
 
 
 async def test_a_file_is_served_though_it_cannot_be_cached_on_disk(
@@ -30,8 +37,72 @@ async def test_a_file_that_was_fetched_is_read_without_the_store(nats_server: Na
         store = FileStore(nats, tmp_path)
         key = await store.put(b"a tokenizer to fetch")
         await store.fetch(key)
-        await (await nats.client.jetstream().object_store(BUCKET)).delete(key)
+        await nats.client.jetstream().purge_stream(f"OBJ_{BUCKET}")
         await store.fetch(key)
         assert await store.get(key) == b"a tokenizer to fetch"
         with pytest.raises(Unavailable, match="not in the store"):
             await store.fetch(file_key(b"another one"))
+
+
+async def test_a_file_whose_storing_failed_is_continued_and_not_stored_twice(tmp_path: Path) -> None:
+    """What has been stored is never purged, so a store that fails each time must not fill the disk."""
+    pieces = [bytes([number]) * (128 << 10) for number in range(4)]
+    data = b"".join(pieces)
+    async with start_nats(tmp_path / "nats") as server, connect_nats(NatsOptions(servers=(server.url,)), "test") as nats:
+        store = FileStore(nats, tmp_path / "cache")
+        await store.ensure()
+        stream = nats.client.jetstream()
+        config = (await stream.stream_info(f"OBJ_{BUCKET}")).config
+        for limit in (1, 2, 2, 3):  # messages
+            await stream.update_stream(config, max_msgs=limit)
+            with pytest.raises(Unavailable, match="maximum messages exceeded"):
+                await store.put(data)
+        await stream.update_stream(config, max_msgs=-1)
+        key = await store.put(data)
+        assert await store.get(key) == data
+        assert (await stream.stream_info(f"OBJ_{BUCKET}")).state.messages == len(pieces) + 1
+
+
+async def test_a_piece_whose_confirmation_was_lost_is_not_stored_twice(tmp_path: Path) -> None:
+    data = b"a" * (128 << 10) + b"b"
+    async with start_nats(tmp_path / "nats") as server, connect_nats(NatsOptions(servers=(server.url,)), "test") as nats:
+        store = FileStore(nats, tmp_path / "cache")
+        await store.ensure()
+        write = ObjectWrite(BUCKET, file_key(data))
+        stream = nats.client.jetstream()
+        await stream.publish(write.subject, data[: 128 << 10])  # as `run` does, but for what it notes afterwards
+        await write.run(nats, data)
+        assert await store.get(file_key(data)) == data
+
+
+async def test_no_message_may_delete_the_files_of_others(tmp_path: Path) -> None:
+    async with start_nats(tmp_path / "nats") as server, connect_nats(NatsOptions(servers=(server.url,)), "test") as nats:
+        store = FileStore(nats, tmp_path / "cache")
+        key = await store.put(b"tokenizer")
+        with pytest.raises(APIError, match="rollup not permitted"):
+            await nats.client.jetstream().publish(f"$O.{BUCKET}.M.x", b"", headers={"Nats-Rollup": "all"})
+        assert await store.missing([key]) == set()
+
+
+@pytest.mark.parametrize("loss", ["purge_stream", "delete_stream"])
+async def test_a_worker_stores_files_again_that_are_lost_while_nats_goes_on(tmp_path: Path, loss: str) -> None:
+    async with start_nats(tmp_path / "nats") as server, connect_nats(NatsOptions(servers=(server.url,)), "test") as nats:
+        engine = EchoTokens("words")
+        model = ServedModel.of(await engine.start(), engine, engine.files())
+        files = ModelFiles([model], nats, check_s=0.01)
+        assert await files.store([model]) == []
+        keys = [file_key(data) for data in model.files]
+        reader = FileStore(nats, tmp_path / "cache")
+        assert await reader.missing(keys) == set()
+        await getattr(nats.client.jetstream(), loss)(f"OBJ_{BUCKET}")
+        assert await reader.missing(keys) == set(keys)
+
+        async def nothing_new() -> None:
+            pass
+
+        async with running(files.keep_stored(lambda: [model], nothing_new), "model files"):
+            async with asyncio.timeout(120):
+                while await reader.missing(keys):
+                    await asyncio.sleep(0.01)
+        for key in keys:
+            await reader.get(key)

@@ -22,13 +22,14 @@ from nats.aio.msg import Msg
 from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext
 from nats.js.api import StreamSource
-from nats.js.errors import NotFoundError
+from nats.js.errors import APIError, NotFoundError
 
 from dynamo.common.config import load
 from dynamo.common.errors import DynamoError
 from dynamo.common.messaging.connection import connect_nats
 from dynamo.common.messaging.kv_stream import KvStream
 from dynamo.common.messaging.records import open_records
+from dynamo.common.messaging.store import FileStore
 from dynamo.common.options import NatsOptions
 from dynamo.worker.config import WorkerConfig
 from tests.support.certificates import issue, write_ca
@@ -272,6 +273,7 @@ NOT_ALLOWED = {
             "$JS.API.STREAM.UPDATE.dynamo-kv",
             "$JS.API.STREAM.DELETE.OBJ_dynamo-models",
             "$JS.API.STREAM.DELETE.dynamo-kv",
+            "$JS.API.STREAM.PURGE.OBJ_dynamo-models",
             "$JS.API.CONSUMER.CREATE.OBJ_dynamo-models",
             "_INBOX.another",
             "_INBOX_frontend.another",
@@ -382,6 +384,20 @@ async def test_a_deployment_serves_with_the_permissions_of_its_roles(
             async with fleet.frontend(reset_states=True):
                 await fleet.generate("after the record was cleared")
         assert "Violation" not in server.log_file.read_text()
+
+
+async def test_a_worker_may_not_delete_the_files_of_models(tmp_path: Path) -> None:
+    async with start_nats(tmp_path, config=deployed_permissions()) as server:
+        own = {role: NatsOptions(servers=(server.url,), user=role, password=role[0]) for role in LOGINS}
+        async with connect_nats(own["frontend"], "frontend", role="frontend") as frontend:
+            await FileStore(frontend, tmp_path / "frontend").ensure()
+        async with connect_nats(own["worker"], "worker", role="worker") as worker:
+            store = FileStore(worker, tmp_path / "worker")
+            key = await store.put(b"tokenizer")
+            stream = worker.client.jetstream()
+            with pytest.raises(APIError, match="rollup not permitted"):
+                await stream.publish("$O.dynamo-models.M.x", b"", headers={"Nats-Rollup": "all"})
+            assert await store.missing([key]) == set()
 
 
 async def test_a_worker_does_not_receive_what_a_frontend_reads_from_the_store(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -151,6 +152,8 @@ class JetStream:
 
     def _store(self, stream: Stream, subject: bytes, header: bytes, payload: bytes) -> dict[str, Any]:
         fields = _fields(header)
+        if "nats-rollup" in fields and not stream.config.get("allow_rollup_hdrs"):
+            return {"error": {"code": 400, "err_code": 10111, "description": "rollup not permitted"}}
         if (expected := fields.get("nats-expected-last-subject-sequence")) is not None:
             last = stream.last.get(subject, 0)
             if int(expected) != last:
@@ -230,7 +233,10 @@ class JetStream:
             return {"error": _NOT_FOUND}
         match words:
             case ["STREAM", "INFO", _]:
-                return _described(found) | {"ts": _shown_time(self._clock())}
+                described = _described(found) | {"ts": _shown_time(self._clock())}
+                if "subjects_filter" in request:
+                    described["state"]["subjects"] = self._counted(found, request["subjects_filter"])
+                return described
             case ["STREAM", "PURGE", _]:
                 pattern = tuple(request.get("filter", ">").encode().split(b"."))
                 gone = [each for each in found.messages.values() if self._matches(pattern, tuple(each.subject.split(b".")))]
@@ -248,6 +254,12 @@ class JetStream:
             case ["CONSUMER", "DELETE", _, consumer]:
                 return {"success": True} if self._consumers.pop(consumer, None) else {"error": _NO_CONSUMER}
         raise NotImplementedError(".".join(words))
+
+    def _counted(self, stream: Stream, pattern: str) -> dict[str, int]:
+        """Return how many messages there are on each subject that matches."""
+        tokens = tuple(pattern.encode().split(b"."))
+        subjects = [each.subject for each in stream.messages.values() if self._matches(tokens, tuple(each.subject.split(b".")))]
+        return {subject.decode(): count for subject, count in Counter(subjects).items()}
 
     def _found(self, stream: Stream, request: dict[str, Any]) -> Stored | None:
         if "next_by_subj" in request:

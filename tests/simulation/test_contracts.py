@@ -399,6 +399,7 @@ async def a_file_is_fetched_as_it_was_put(world: World) -> None:
             assert await store.get(key) == data
             with pytest.raises(Unavailable, match="is not in the store"):
                 await store.get("0" * 64)
+            assert await store.missing([key, "0" * 64]) == {"0" * 64}
 
 
 CONTRACTS: list[Contract] = [

@@ -8,22 +8,25 @@ import logging
 import os
 import re
 import tempfile
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 from nats.errors import Error as NatsError
-from nats.js.errors import BucketNotFoundError, ObjectNotFoundError
+from nats.js.api import DiscardPolicy, StreamConfig
+from nats.js.errors import BucketNotFoundError, NotFoundError, ObjectNotFoundError
 from nats.js.errors import Error as JetStreamError
 from nats.js.object_store import ObjectStore
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.connection import Connection
-from dynamo.common.messaging.objects import read_object
+from dynamo.common.messaging.objects import ObjectWrite, meta_subject, read_object
 from dynamo.common.messaging.replicas import create_replicated
 
 log = logging.getLogger(__name__)
 
 BUCKET = "dynamo-models"
+_STREAM = f"OBJ_{BUCKET}"
 _KEY = re.compile(r"[0-9a-f]{64}")
 
 
@@ -38,6 +41,8 @@ class FileStore:
     def __init__(self, connection: Connection, cache: Path) -> None:
         self._connection = connection
         self._cache = cache
+        self._writes: dict[str, ObjectWrite] = {}
+        """Files that were not stored to their end, by key."""
 
     async def ensure(self) -> None:
         """Make the object store unless it exists. Raises Unavailable."""
@@ -47,17 +52,34 @@ class FileStore:
             raise Unavailable(f"the model file store cannot be made: {error or type(error).__name__}") from error
 
     async def put(self, data: bytes) -> str:
-        """Keeps `data`, unless it is kept already; returns its key. Raises Unavailable."""
+        """Keeps `data`, unless it is kept already; returns its key. Raises Unavailable.
+
+        Nothing is ever replaced or deleted, so a login that may write files needs no permission to purge the store.
+        """
         key = file_key(data)
         try:
             store = await self._bucket()
             try:
                 await store.get_info(key)
             except ObjectNotFoundError:
-                await store.put(key, data)
+                # A write that failed is continued: what it has stored cannot be deleted, and would be stored again each time.
+                await self._writes.setdefault(key, ObjectWrite(BUCKET, key)).run(self._connection, data)
         except (NatsError, JetStreamError, TimeoutError) as error:
             raise Unavailable(f"the model file store cannot be written: {error or type(error).__name__}") from error
+        self._writes.pop(key, None)
         return key
+
+    async def missing(self, keys: Collection[str]) -> set[str]:
+        """Return the keys of the files that are not in the store, by one request. Raises Unavailable."""
+        stream = self._connection.client.jetstream()
+        try:
+            info = await stream.stream_info(_STREAM, subjects_filter=f"$O.{BUCKET}.M.*")
+        except NotFoundError:
+            return set(keys)
+        except (NatsError, JetStreamError, TimeoutError) as error:
+            raise Unavailable(f"the model file store cannot be read: {error or type(error).__name__}") from error
+        stored = info.state.subjects or {}
+        return {key for key in keys if meta_subject(BUCKET, key) not in stored}
 
     async def fetch(self, key: str) -> None:
         """Have a file on disk. Raises Unavailable if it cannot be had."""
@@ -88,7 +110,8 @@ class FileStore:
         try:
             return await stream.object_store(BUCKET)
         except BucketNotFoundError:
-            return await create_replicated(lambda replicas: stream.create_object_store(BUCKET, replicas=replicas))
+            await create_replicated(lambda replicas: stream.add_stream(_configuration(replicas)))
+        return await stream.object_store(BUCKET)
 
     def _read_cached(self, key: str) -> bytes | None:
         try:
@@ -111,3 +134,16 @@ class FileStore:
             if name:
                 with suppress(OSError):
                     os.unlink(name)
+
+
+def _configuration(replicas: int) -> StreamConfig:
+    """Return the bucket as nats-py makes buckets, except that no message may delete others: a roll-up of all is a purge."""
+    return StreamConfig(
+        name=_STREAM,
+        subjects=[f"$O.{BUCKET}.C.>", f"$O.{BUCKET}.M.>"],
+        discard=DiscardPolicy.NEW,
+        num_replicas=replicas,
+        max_consumers=0,
+        allow_direct=True,
+        allow_rollup_hdrs=False,
+    )
