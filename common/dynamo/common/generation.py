@@ -13,6 +13,9 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest
 
+GRAMMAR_OWNER = "grammar-owner"
+"""The header that says whose schema or grammar a request has: the name of an API key. Keys take turns where they are compiled."""
+
 
 class FinishReason(StrEnum):
     STOP = "stop"

@@ -23,6 +23,7 @@ from dynamo.common.errors import (
     Unavailable,
 )
 from dynamo.common.generation import (
+    GRAMMAR_OWNER,
     Delta,
     FinishReason,
     GenerateRequest,
@@ -148,6 +149,15 @@ async def test_a_generation_gives_text_and_then_its_summary() -> None:
         assert f.count("inflight_requests") == 0
         labels = {"endpoint": "completions", "request_type": "stream", "status": "success", "error_type": ""}
         assert f.count("requests_total", **labels) == 1
+
+
+@pytest.mark.parametrize(("guided", "owner"), [({"regex": "a"}, "team"), (None, None)])
+async def test_a_worker_is_told_whose_grammar_it_is(guided: dict[str, Any] | None, owner: str | None) -> None:
+    call = msgspec.structs.replace(CALL, account=KeyAccount(ApiKey(name="team", salt=b"", digest=b"")))
+    async with front(TokenEngine([], gone)) as f:
+        async with f.plane.generate(text_request(3, sampling=Sampling(guided=guided)), call) as generation:
+            await read_all(generation)
+        assert [stream.headers.get(GRAMMAR_OWNER) for stream in f.client.streams] == [owner]
 
 
 async def test_deltas_that_queued_up_are_read_together() -> None:

@@ -107,11 +107,44 @@ async def test_a_caller_that_leaves_takes_its_response_along(compiler: GrammarCo
 
 
 async def test_only_so_many_wait(compiler: GrammarCompiler) -> None:
-    waiting = [asyncio.ensure_future(compiler.compile(WORD)) for _ in range(MAX_WAITING)]
+    waiting = [asyncio.ensure_future(compiler.compile(WORD)) for _ in range(MAX_WAITING + 1)]  # one of them is compiled
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="64 grammars are waiting"):
         await compiler.compile(WORD)
     assert all("[a-z]+" in grammar for grammar in await asyncio.gather(*waiting))
+
+
+async def test_what_was_compiled_or_refused_is_remembered(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = await compiler.compile(WORD)
+    with pytest.raises(InvalidRequest, match="more than 1 s of CPU time") as endless:
+        await compiler.compile(ENDLESS)
+    with pytest.raises(InvalidRequest, match="regex cannot be used") as broken:
+        await compiler.compile({"regex": "a("})
+    await compiler.close()
+    monkeypatch.setattr(compiler_module, "COMMAND", ("sh", "-c", "exit 7"))
+    assert await compiler.compile(WORD) == grammar
+    for guided, refused in ((ENDLESS, endless), ({"regex": "a("}, broken)):
+        with pytest.raises(InvalidRequest) as again:
+            await compiler.compile(guided)
+        assert (str(again.value), again.value.param) == (str(refused.value), refused.value.param)
+    with pytest.raises(EngineError, match="ended with status 7"):
+        await compiler.compile({"regex": "[a-y]+"})
+
+
+async def test_a_key_with_slow_grammars_delays_those_of_another_key_by_one(
+    compiler: GrammarCompiler,
+) -> None:
+    ended: list[str] = []
+
+    async def compile(regex: str, key: str) -> None:
+        assert await compiler.compile({"regex": regex}, key)
+        ended.append(regex)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(8):
+            tasks.create_task(compile(f"slow{number}", "a"))
+        tasks.create_task(compile("quick", "b"))
+    assert ended[:2] == ["slow0", "quick"]
 
 
 async def test_no_process_is_left_behind(compiler: GrammarCompiler) -> None:

@@ -14,6 +14,7 @@ import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Cancelled, DynamoError
+from dynamo.common.generation import GRAMMAR_OWNER
 from dynamo.common.messaging.frames import READS_MANY
 from dynamo.common.names import InstanceId
 from dynamo.common.tensor_request import SEQUENCE_OWNER
@@ -127,6 +128,8 @@ class Booker:
             headers[READS_MANY] = ""  # a token is a response
         if work.sequence_owner:
             headers[SEQUENCE_OWNER] = work.sequence_owner
+        if work.grammar_owner:
+            headers[GRAMMAR_OWNER] = work.grammar_owner
         try:
             stream = self._client.open(
                 *(instance.id, instance.subject, work.verb, work.body),

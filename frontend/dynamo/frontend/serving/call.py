@@ -99,6 +99,8 @@ class Work(msgspec.Struct, kw_only=True):
     """The sequence that the request is part of, unlike those of other keys; empty: none."""
     sequence_owner: str = ""
     """The API key whose sequences it may be part of; empty: it names no sequence, or has no key."""
+    grammar_owner: str = ""
+    """The API key whose schema or grammar it has; empty: it has none, or no key."""
     prompt: bytes = b""
     hashes: PromptHashes | None = None
     """Of `prompt`, where it is so long that they were computed before an instance is picked."""

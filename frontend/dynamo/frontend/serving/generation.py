@@ -345,6 +345,7 @@ class Generation:
             cache_salt=prompt.cache_salt,
             expected_output_tokens=prompt.stop.max_tokens or 0,
             fingerprint=b"" if prompt.sampling.guided is None else _fingerprint(prompt),
+            grammar_owner="" if prompt.sampling.guided is None else self._call.account.name,
         )
 
     def _direct_stream(self) -> Stream | None:

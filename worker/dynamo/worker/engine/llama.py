@@ -32,7 +32,7 @@ import msgspec
 import xllamacpp
 
 from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, Overloaded, Unavailable
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
+from dynamo.common.generation import GRAMMAR_OWNER, Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.engine.base import Context, EngineLoad
@@ -336,7 +336,7 @@ class LlamaEngine:
                 yield part
             return
         mailbox = _Mailbox()
-        choices = await self._begin(request, mailbox)
+        choices = await self._begin(request, mailbox, context.headers.get(GRAMMAR_OWNER, ""))
         try:
             open_choices = len(choices)
             while open_choices:
@@ -360,10 +360,10 @@ class LlamaEngine:
                 choice.is_cancelled = True  # its thread sees it at the next chunk
                 self._waiting.pop(choice, None)
 
-    async def _begin(self, request: GenerateRequest, mailbox: _Mailbox) -> list[_ChoiceRun]:
-        """Queue the choices of `request`."""
+    async def _begin(self, request: GenerateRequest, mailbox: _Mailbox, owner: str) -> list[_ChoiceRun]:
+        """Queue the choices of `request`. `owner`: the API key whose grammar it has."""
         guided = request.sampling.guided
-        grammar = None if guided is None else await self._grammars.compile(guided)
+        grammar = None if guided is None else await self._grammars.compile(guided, owner)
         to_options = partial(sampling_options, request, context_length=self._context_length, grammar=grammar)
         options = [to_options(request.first_choice + index) for index in range(request.n)]
         if self._pool is None:

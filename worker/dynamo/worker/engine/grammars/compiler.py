@@ -8,11 +8,14 @@ import logging
 import signal
 import sys
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded
+from dynamo.worker.engine.grammars.memory import CompiledMemory
+from dynamo.worker.engine.grammars.turns import Turns
 
 MAX_CPU_S = 1
 """CPU time of one grammar. llama.cpp takes about as long again, in which it generates nothing."""
@@ -24,6 +27,8 @@ _MAX_WALL_S = 120.0
 waits for the interpreter to start, too, which takes long while others read the disk."""
 _TOO_MUCH = frozenset({-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV, 1})
 """How a process ends that exceeds its bounds: of CPU time; of memory, in Rust, in C, in Python."""
+_REMEMBERED = _TOO_MUCH - {1}
+"""A process that cannot be started ends with 1, too."""
 _MAX_LINE_BYTES = 8 << 20
 _EXIT_S = 30.0
 _TRIES = 3
@@ -48,27 +53,30 @@ class GrammarCompiler:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
-        self._waiting = 0
+        self._turns = Turns(MAX_WAITING)
+        self._memory = CompiledMemory()
 
-    async def compile(self, guided: Mapping[str, Any]) -> str:
-        """Return the grammar of `guided`. Raises InvalidRequest if there is none within the bounds, Overloaded, EngineError."""
-        if self._waiting >= MAX_WAITING:
-            raise Overloaded(f"{self._waiting} grammars are waiting to be compiled already")
+    async def compile(self, guided: Mapping[str, Any], key: str = "") -> str:
+        """Return the grammar of `guided`. Raises InvalidRequest if there is none within the bounds, Overloaded, EngineError.
+
+        `key`: the API key on whose behalf, which takes turns with the others. What was compiled, or refused, lately waits for no
+        turn.
+        """
         line = msgspec.json.encode(Wanted(dict(guided))) + b"\n"
-        self._waiting += 1
-        try:
-            async with self._turn:
-                response = await self._compiled(line, next(iter(guided), "structured output"))
-        finally:
-            self._waiting -= 1
+        digest = sha256(line).digest()
+        if (response := self._memory.find(digest)) is None:
+            async with self._turns.turn(key):
+                if (response := self._memory.find(digest)) is None:  # as of a request that came before
+                    response = await self._compiled(line, next(iter(guided), "structured output"))
+                    self._memory.add(digest, response)
         compiled = msgspec.json.decode(response, type=Compiled)
         if compiled.problem:
             raise InvalidRequest(compiled.problem, param=compiled.param)
         return compiled.grammar
 
     async def _compiled(self, line: bytes, kind: str) -> bytes:
-        """Return the process's response. Raises InvalidRequest if it ended over it, Overloaded, EngineError.
+        """Return the process's response, or that it exceeded its bounds. Raises Overloaded, EngineError, and InvalidRequest if it
+        ended in a way that may not repeat.
 
         A process that ends is replaced, since it may have ended for another reason: one has lost its input as it was started. A
         grammar that takes too much memory takes it `_TRIES` times; one that takes too long has shown that.
@@ -82,7 +90,10 @@ class GrammarCompiler:
             _log.warning("the process that compiles grammars ended with status %s over a %s", status, kind)
             if status == -signal.SIGXCPU:
                 break
-        raise _failure(status, kind)
+        failure = _failure(status, kind)
+        if status not in _REMEMBERED:
+            raise failure
+        return msgspec.json.encode(Compiled(problem=str(failure), param=kind))
 
     async def _response(self, process: asyncio.subprocess.Process, line: bytes, kind: str) -> bytes:
         """Return what a process responds; empty if it has ended. Raises Overloaded."""
