@@ -7,6 +7,7 @@ single bytes: automata depend on the bytes and not on the tokens made of them.
 from __future__ import annotations
 
 import resource
+import signal
 import sys
 
 import msgspec
@@ -20,12 +21,10 @@ from dynamo.worker.engine.llama_request import to_grammar
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     output = sys.stdout.buffer
     for line in sys.stdin.buffer:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        # Seconds are counted in whole ones, since the process began; the signal ends it.
-        resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + MAX_CPU_S, hard))
+        # Its signal ends the process. A limit on resources would do that after up to a second more: it counts whole seconds.
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         try:
             guided = msgspec.json.decode(line, type=Wanted).guided
             compiled = Compiled(grammar=to_grammar(guided))
@@ -33,6 +32,7 @@ def main() -> None:
                 walk_rules(compiled.grammar)
         except InvalidRequest as error:
             compiled = Compiled(problem=str(error), param=error.param)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
         output.write(msgspec.json.encode(compiled) + b"\n")
         output.flush()
 

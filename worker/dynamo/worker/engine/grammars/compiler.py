@@ -25,7 +25,7 @@ MAX_WAITING = 64
 _MAX_WALL_S = 120.0
 """For a process that waits instead of computing, or gets no CPU: the kernel bounds the time that it computes. The first grammar
 waits for the interpreter to start, too, which takes long while others read the disk."""
-_TOO_MUCH = frozenset({-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV, 1})
+_TOO_MUCH = frozenset({-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV, 1})
 """How a process ends that exceeds its bounds: of CPU time; of memory, in Rust, in C, in Python."""
 _REMEMBERED = _TOO_MUCH - {1}
 """A process that cannot be started ends with 1, too."""
@@ -88,7 +88,7 @@ class GrammarCompiler:
                 return response
             status = await self._exit_status(process)
             _log.warning("the process that compiles grammars ended with status %s over a %s", status, kind)
-            if status == -signal.SIGXCPU:
+            if status == -signal.SIGPROF:
                 break
         failure = _failure(status, kind)
         if status not in _REMEMBERED:
