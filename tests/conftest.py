@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import secrets
 from collections.abc import Generator, Iterator
 
@@ -19,6 +20,9 @@ _RESIDENT = pytest.StashKey[int]()
 settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dynamo", settings.get_profile("new"), derandomize=True)
 settings.load_profile("dynamo")
+
+# Each of some hundred processes that tests start imports numpy, whose threads for matrices would then spin for 50 ms of CPU.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 collect_ignore = files_of_other_environments()
 
