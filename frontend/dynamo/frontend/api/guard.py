@@ -20,7 +20,8 @@ from dynamo.common.logs import AUDIT
 from dynamo.common.security.files import Watched
 from dynamo.frontend.api.declaration import Charge, Declaration
 from dynamo.frontend.config import FrontendConfig
-from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount, WithoutRequests
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount
+from dynamo.frontend.security.derived_accounts import WithoutRequests
 from dynamo.frontend.security.keys import ApiKey, KeyRing, read_keys
 from dynamo.frontend.security.ledger import Ledger
 from dynamo.frontend.security.sharing import Fleet, KeyUse

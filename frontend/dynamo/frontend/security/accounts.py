@@ -13,7 +13,7 @@ from hashlib import sha256
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
-from dynamo.common.errors import EngineError, Forbidden, InvalidRequest, RateLimited, Unauthenticated
+from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
 from dynamo.common.names import MAX_NAME_CHARS
 from dynamo.common.repository import ALL_MODELS, matches
 from dynamo.frontend.security.keys import MAX_PRIORITY, ApiKey
@@ -440,67 +440,6 @@ class Ticket:
             account.part_over(self._running, self._sequences)
             if self._reserved:
                 account.take_tokens(-self._reserved)
-
-
-class SameAccount:
-    """An account that does as another one, but for what a class derived from it changes."""
-
-    __slots__ = ("_account",)
-
-    def __init__(self, account: Account) -> None:
-        self._account = account
-
-    @property
-    def name(self) -> str:
-        return self._account.name
-
-    @property
-    def weight(self) -> float:
-        return self._account.weight
-
-    @property
-    def max_priority(self) -> int:
-        return self._account.max_priority
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        return self._account.models
-
-    def isolate(self, cache_salt: str) -> str:
-        return self._account.isolate(cache_salt)
-
-    def permits(self, model: str) -> bool:
-        return self._account.permits(model)
-
-    def permit(self, model: str) -> None:
-        self._account.permit(model)
-
-    def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
-        return self._account.admit(model, request, sequences)
-
-    def occupy(self) -> Ticket:
-        return self._account.occupy()
-
-    def take_calls(self, calls: int) -> None:
-        self._account.take_calls(calls)
-
-    def take_tokens(self, tokens: int) -> None:
-        self._account.take_tokens(tokens)
-
-    def record(self, model: str, usage: Usage) -> None:
-        self._account.record(model, usage)
-
-    def rate_limits(self) -> Sequence[RateLimit]:
-        return self._account.rate_limits()
-
-
-class WithoutRequests(SameAccount):
-    """The account of a key, for an operation that does not declare that it is charged with requests to models."""
-
-    __slots__ = ()
-
-    def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
-        raise EngineError("this operation makes a request to a model, with which it does not declare to be charged")
 
 
 _UNCOUNTED = Ticket(None, None, 0)

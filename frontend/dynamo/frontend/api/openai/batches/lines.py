@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from dynamo.frontend.security.accounts import Account, SameAccount, Ticket
+from dynamo.frontend.security.accounts import Account, Ticket
+from dynamo.frontend.security.derived_accounts import SameAccount
 from dynamo.frontend.security.ledger import Usage
 
 

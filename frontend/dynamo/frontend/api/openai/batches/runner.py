@@ -55,6 +55,7 @@ from dynamo.frontend.api.openai.batches.batch import (
 )
 from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount
+from dynamo.frontend.api.openai.batches.result_room import ResultRoom
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.offload import Offload
@@ -276,7 +277,7 @@ class BatchRunner:
                     return await self._failed(owner, batch, [Problem(message, code="too_many_attempts")])
                 left = MAX_RESULT_CHARS - sum(segment.chars for segment in done.values())
                 async with AsyncExitStack() as counted:  # as stored, until the batch says so
-                    room = _Room(self._batches, owner, left, hold, counted)
+                    room = ResultRoom(self._batches, owner, left, hold, counted)
                     done[number] = await self._segment(account, before, number, lines, room)
                     results_bytes += done[number].size_bytes
                     batch = await self._count(owner, batch, results_bytes, [segment.counts for segment in done.values()])
@@ -341,7 +342,7 @@ class BatchRunner:
             owner, batch.id, lambda batch: replace(batch, status="failed", failed_at=now, errors=Problems(problems))
         )
 
-    async def _segment(self, account: Account, owned: Owned, number: int, lines: Sequence[Line], room: _Room) -> Segment:
+    async def _segment(self, account: Account, owned: Owned, number: int, lines: Sequence[Line], room: ResultRoom) -> Segment:
         """Carry out a segment, keep its results, and return them. Raises Unavailable if others have done so, and Overloaded."""
         batch, first = owned.batch, number * SEGMENT_LINES
         own = lines[first : first + SEGMENT_LINES]
@@ -396,7 +397,7 @@ class BatchRunner:
         batch: Batch,
         line: Line,
         turns: AdmissionTurns,
-        room: _Room,
+        room: ResultRoom,
         alone: Callable[[], AbstractAsyncContextManager[None]],
     ) -> _Outcome:
         """Carry out a line, each time within `alone`."""
@@ -502,42 +503,6 @@ async def _not_again(batch: Batch, line: Line) -> _Outcome:
     """Return the outcome of a line at which too many frontends ended."""
     why = f"{MAX_ENDED} frontends ended, or lost their leases, while they carried out this request"
     return _Outcome(_result(batch.id, line, None, _ENDED, why), is_good=False)
-
-
-class _Room:
-    """The room that the results of a batch may still take, in memory and of what its key may store."""
-
-    def __init__(self, batches: Batches, owner: str, left: int, hold: Hold, counted: AsyncExitStack) -> None:
-        """`left`: how many bytes they may still take; `hold` counts them. While `counted` is open, the key has stored them."""
-        self._batches = batches
-        self._owner = owner
-        self._left = left
-        self._hold = hold
-        self._counted = counted
-        self._is_full = False
-        """Whether a result did not fit; no further one is made then."""
-
-    async def is_left(self) -> bool:
-        """Return whether a further result may fit."""
-        if not self._is_full:
-            self._is_full = not await self._batches.may_store(self._owner)
-        return not self._is_full
-
-    async def take(self, size: int, stored_bytes: int) -> bool:
-        """Return whether a result fits, which takes so much where it is stored, and count it if it does. Raises Overloaded."""
-        if size > self._left:
-            self._is_full = True
-            return False
-        self._left -= size
-        self._hold(size)
-        try:
-            await self._counted.enter_async_context(self._batches.room(self._owner, stored_bytes))
-        except PayloadTooLarge:
-            self._is_full = True
-            return False
-        except Unavailable:  # what the key has stored cannot be read; the result counts when it is kept itself
-            pass
-        return True
 
 
 def _is_full(done: Mapping[int, Segment]) -> bool:
