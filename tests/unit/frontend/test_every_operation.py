@@ -263,14 +263,19 @@ async def test_an_operation_that_declares_another_charge_can_make_no_request_to_
             account.admit("m", object())
 
 
-@pytest.mark.parametrize("size", [2, 1 << 20])
+@pytest.mark.parametrize("form", ["short", "long", "stream", "last event"])
 @pytest.mark.parametrize("is_admitted", [False, True])
 async def test_an_operation_that_declares_requests_responds_with_none_unless_one_was_admitted(
-    is_admitted: bool, size: int
+    is_admitted: bool, form: str
 ) -> None:
     async def handle(exchange: Exchange) -> None:
         exchange.progress.started = is_admitted
-        await exchange.respond(b"x" * size)
+        if form in ("short", "long"):
+            return await exchange.respond(b"x" * (2 if form == "short" else 1 << 20))
+        async with exchange.events() as stream:
+            if form == "stream":
+                await stream.write(b"data: x\n\n")
+            await stream.end(b"data: y\n\n")
 
     app = HttpApp([Operation(path="/unpaid", declared=TEXT, errors=OPENAI_ERRORS, handle=handle)], HttpSettings())
     async with (

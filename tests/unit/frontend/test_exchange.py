@@ -195,7 +195,7 @@ async def test_no_comment_comes_between_the_pieces_of_an_event() -> None:
             await goes_on.wait()
             sent.append(bytes(message["body"]))
 
-    stream = EventStream(slow, tuple, 1000.0)
+    stream = EventStream(slow, tuple, lambda: None, 1000.0)
     stream.comment()  # waits for the client
     writing = asyncio.create_task(stream.write_pieces([b"data: ", b"1", b"\n\n"]))
     await asyncio.sleep(0)

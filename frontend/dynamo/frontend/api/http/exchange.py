@@ -365,8 +365,8 @@ class Exchange:
         """Send the whole response. Raises Overloaded for a long one if the process holds too much."""
         if len(body) > _LARGE_BODY_BYTES:
             return await self.respond_in_pieces((body,), headers, status)
-        if self.is_request and status < 400 and not self.progress.started:
-            raise EngineError(_UNCHARGED)
+        if status < 400:
+            self._check_charged()
         self.status = status
         length = (b"content-length", b"%d" % len(body))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._common()]})
@@ -383,8 +383,8 @@ class Exchange:
         if size <= _LARGE_BODY_BYTES:
             return await self.respond(b"".join(pieces), status, headers)
         self.hold(size - held_bytes)
-        if self.is_request and status < 400 and not self.progress.started:
-            raise EngineError(_UNCHARGED)
+        if status < 400:
+            self._check_charged()
         self.status = status
         length = (b"content-length", b"%d" % size)
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._common()]})
@@ -415,7 +415,7 @@ class Exchange:
     @asynccontextmanager
     async def events(self) -> AsyncIterator[EventStream]:
         """A stream of server-sent events. Its head goes with the first event, so that an earlier failure has its own status."""
-        self.stream = stream = EventStream(self._send, self._common, self.settings.options.keepalive_s)
+        self.stream = stream = EventStream(self._send, self._common, self._check_charged, self.settings.options.keepalive_s)
         self._scope[ON_HALF_CLOSE] = stream.comment
         try:
             yield stream
@@ -454,6 +454,11 @@ class Exchange:
         if pause_s is not None:
             headers = (JSON, _retry_after(pause_s))
         await self.respond(self.errors.body(error, status), status, headers)
+
+    def _check_charged(self) -> None:
+        """Raise EngineError for a request to a model that none was admitted for, before it gets a response."""
+        if self.is_request and not self.progress.started:
+            raise EngineError(_UNCHARGED)
 
     def ensure_id(self) -> str:
         """Return the request's id: the caller's, or a new one."""
@@ -510,13 +515,30 @@ class Attended:
 class EventStream:
     """Server-sent events, written by one handler; comments are sent when it writes nothing for a while."""
 
-    __slots__ = ("_headers", "_idle", "_interval_s", "_is_within", "_loop", "_send", "_timer", "_writing", "begun")
+    __slots__ = (
+        "_check",
+        "_has_events",
+        "_headers",
+        "_idle",
+        "_interval_s",
+        "_is_within",
+        "_loop",
+        "_send",
+        "_timer",
+        "_writing",
+        "begun",
+    )
 
-    def __init__(self, send: Send, headers: Callable[[], tuple[Header, ...]], keepalive_s: float) -> None:
+    def __init__(
+        self, send: Send, headers: Callable[[], tuple[Header, ...]], check: Callable[[], None], keepalive_s: float
+    ) -> None:
+        """`check` raises what keeps the first event, which no comment is, from being sent."""
         self.begun = False
         """The status has gone out."""
         self._send = send
         self._headers = headers
+        self._check = check
+        self._has_events = False
         self._interval_s = keepalive_s
         self._loop = asyncio.get_running_loop()
         self._idle = True
@@ -529,6 +551,9 @@ class EventStream:
     async def write(self, events: bytes) -> None:
         """Send some whole events. Waits while the client is slow."""
         self._idle = False
+        if not self._has_events:
+            self._check()
+            self._has_events = True
         if not self.begun:
             await self._begin()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
@@ -547,14 +572,15 @@ class EventStream:
     async def end(self, events: bytes) -> None:
         """Send the last events."""
         self._stop_keepalive()
-        if not self.begun:
+        if not self.begun:  # else it may be an error before there were events
+            self._check()
             await self._begin()
         await self._send({"type": "http.response.body", "body": events})
 
     def close(self) -> None:
         """Write nothing more, unless the stream has begun and ends with `end`."""
         self._stop_keepalive()
-        self._headers = tuple  # the exchange's method holds the exchange, which holds this stream: break the cycle
+        self._headers, self._check = tuple, _pass  # the exchange's methods hold the exchange, which holds this stream
 
     def _stop_keepalive(self) -> None:
         self._timer.cancel()
@@ -570,13 +596,23 @@ class EventStream:
         """Send a comment, which clients ignore."""
         # It may wait for a slow client, as any write may; while it does, no other is needed.
         if not self._is_within and (self._writing is None or self._writing.done()):
-            self._writing = start(self.write(_KEEPALIVE), "keep-alive comment")
+            self._writing = start(self._write_comment(), "keep-alive comment")
+
+    async def _write_comment(self) -> None:
+        self._idle = False
+        if not self.begun:
+            await self._begin()
+        await self._send({"type": "http.response.body", "body": _KEEPALIVE, "more_body": True})
 
     def _tick(self) -> None:
         if self._idle:
             self.comment()
         self._idle = True
         self._timer = self._loop.call_later(self._interval_s, self._tick)
+
+
+def _pass() -> None:
+    """Check nothing."""
 
 
 def _join(pieces: list[bytes]) -> bytes:
