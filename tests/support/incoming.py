@@ -24,6 +24,8 @@ class FakeIncoming:
         self.body: Buffer = joined(body)
         self.sent: list[bytes] = []
         self.final: bytes | None = None
+        self.lent_bytes: list[int] = []
+        """Sizes of the responses that were to be lent in steps."""
         self.window = window
         self.waiting = asyncio.Event()
         """Set while the handler waits for credit."""
@@ -41,6 +43,10 @@ class FakeIncoming:
             self._credit.clear()
             await self._credit.wait()
         self.waiting.clear()
+
+    async def lend_in_steps(self, body: Body, *, last: bool = False) -> Body:
+        self.lent_bytes.append(len(joined(body)))
+        return body
 
     def end(self, body: Body = b"") -> None:
         assert self.final is None, "two last words"

@@ -32,6 +32,8 @@ MAX_BYTES_ELEMENTS = 1_000_000
 """BYTES elements of one request. Each becomes an object, of 40 bytes and more, which takes 0.1 to 0.3 µs."""
 LONG_BYTES = 64 * 1024
 """Raw BYTES tensors of more bytes are read in steps (`steps`): they may have a quarter as many elements."""
+_LONG_COPY_BYTES = 4 << 20
+"""A copy of more takes 2 ms and more, for which an event loop should not wait."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -134,6 +136,30 @@ def encode_bytes(elements: Iterable[bytes | str]) -> bytes:
             raise InvalidRequest(f"a BYTES element has {len(data)} bytes; its length must fit 32 bits")
         pieces += (_LENGTH.pack(len(data)), data)
     return b"".join(pieces)
+
+
+def encode_bytes_in_steps(array: Array, datatype: str = "") -> Work[tuple[str, Buffer]]:
+    """Do the same as `from_numpy` with an array of BYTES, in steps."""
+    elements = array.reshape(-1)
+    name, _ = from_numpy(elements[:0], datatype)  # raises if it is not BYTES that are wanted
+    parts: list[bytes] = []
+    for start in range(0, elements.size, _STEP_OBJECTS):
+        parts.append(encode_bytes(elements[start : start + _STEP_OBJECTS].tolist()))
+        yield 0
+    raw = np.empty(sum(map(len, parts)), np.uint8).data  # a bytearray would be cleared at once
+    position = 0
+    for part in parts:
+        raw[position : position + len(part)] = part
+        position += len(part)
+        yield 0
+    return name, raw
+
+
+def takes_long_to_encode(array: Array, datatype: str) -> bool:
+    """Return whether `from_numpy` makes many objects or copies much of an array of more than `LONG_BYTES`."""
+    if array.dtype.kind in "OSU":
+        return True
+    return array.nbytes > _LONG_COPY_BYTES and not (array.flags.c_contiguous and array.dtype == DATATYPES[datatype].dtype)
 
 
 def decode_bytes(raw: Buffer, count: int, what: str = "a tensor") -> list[bytes]:

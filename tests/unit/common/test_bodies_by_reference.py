@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -23,6 +23,7 @@ from tests.support.arenas import memory_folder
 from tests.support.fake_bus import FakeBus, FakeConnection
 from tests.support.virtual_time import in_virtual_time
 
+T = TypeVar("T")
 ENDPOINT = Endpoint()
 INSTANCE = InstanceId(1)
 LARGE = 600 * KIB
@@ -109,6 +110,17 @@ class Held:
         request.end(request.body)
 
 
+async def beside(turns: list[int], work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns, and add the turns that the event loop had meanwhile."""
+    task = asyncio.ensure_future(work)
+    count = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        count += 1
+    turns.append(count)
+    return task.result()
+
+
 def content(size: int) -> bytes:
     return bytes(range(256)) * (size // 256) + bytes(size % 256)
 
@@ -123,6 +135,66 @@ async def test_a_body_of_any_size_comes_back_unchanged_and_leaves_nothing(size: 
         assert (p.ours.bytes["lent"], p.ours.bytes["taken"]) == (by_reference, by_reference)
         assert p.regions == (0, 0)
         assert p.client.free_budget_bytes == RequestClient(FakeConnection(p.bus), "x", p.client.limits).free_budget_bytes
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@in_virtual_time
+async def test_a_large_response_is_copied_beside_other_work(is_stream: bool) -> None:
+    turns: list[int] = []
+    large = content(48 * MIB)
+
+    async def respond(request: Incoming) -> None:
+        body = await beside(turns, request.lend_in_steps([b"12", large], last=not is_stream))
+        assert not body, "it is where the caller reads it"
+        if is_stream:
+            request.send_nowait(body)
+        else:
+            request.end(body)
+
+    async with plane({"respond": respond}, size=128 * MIB) as p:
+        async with p.open("respond", b"") as stream:
+            if is_stream:
+                [response] = await stream.read()
+            else:
+                response = await stream.result()
+            assert bytes(response) == b"12" + large
+        del response, stream
+        assert p.theirs.bytes["lent"] == len(large) + 2
+        assert turns[0] > 2
+        assert p.regions == (0, 0)
+
+
+@in_virtual_time
+async def test_a_response_that_finds_no_room_or_no_neighbour_is_returned_whole(tmp_path: Path) -> None:
+    large = content(12 * MIB)
+
+    async def respond(request: Incoming) -> None:
+        body = await request.lend_in_steps(large, last=True)
+        assert body is large
+        request.end(b"in messages")
+
+    for room, folder in ((4 * MIB, None), (64 * MIB, tmp_path)):
+        async with plane({"respond": respond}, size=room, theirs_in=folder) as p:
+            assert await p.open("respond", b"").result() == b"in messages"
+
+
+@in_virtual_time
+async def test_a_caller_that_leaves_while_its_response_is_copied_leaves_no_region() -> None:
+    begun = asyncio.Event()
+    large = content(60 * MIB)
+
+    async def respond(request: Incoming) -> None:
+        begun.set()
+        await request.lend_in_steps(large, last=True)
+        raise AssertionError("it was cancelled")
+
+    async with plane({"respond": respond}, size=128 * MIB) as p:
+        stream = p.open("respond", b"")
+        await begun.wait()
+        stream.cancel()
+        await p.server.drained()
+        assert p.regions == (0, 0)
+        assert p.theirs.used_bytes == 0
 
 
 @in_virtual_time
@@ -327,7 +399,7 @@ COPIED_IN_STEPS = 9 * MIB
 
 @in_virtual_time
 async def test_large_bodies_are_copied_in_turns_and_the_event_loop_goes_on_between_them() -> None:
-    async with plane({"measure": measure}, size=64 * MIB) as p:
+    async with plane({"measure": measure}, size=128 * MIB) as p:
         streams = [p.open("measure", content(COPIED_IN_STEPS)) for _ in range(3)]
         turns = 0
         while p.ours.bytes["lent"] < 3 * COPIED_IN_STEPS:
@@ -340,7 +412,7 @@ async def test_large_bodies_are_copied_in_turns_and_the_event_loop_goes_on_betwe
 
 @in_virtual_time
 async def test_a_request_that_is_cancelled_while_its_body_is_copied_leaves_no_region() -> None:
-    async with plane({"echo": echo}, size=64 * MIB) as p:
+    async with plane({"echo": echo}, size=128 * MIB) as p:
         stream = p.open("echo", content(COPIED_IN_STEPS))
         for _ in range(2):
             await asyncio.sleep(0)
@@ -356,7 +428,7 @@ async def test_a_large_body_that_finds_no_room_or_cannot_be_read_travels_in_mess
     async with plane({"measure": measure}, size=8 * MIB) as p:
         assert bytes(await p.open("measure", content(COPIED_IN_STEPS)).result()) == b"%d" % COPIED_IN_STEPS
         assert p.ours.fallbacks == {"full": 1}
-    async with plane({"measure": measure}, size=64 * MIB) as p:
+    async with plane({"measure": measure}, size=128 * MIB) as p:
         p.theirs.take = lambda owner, reference: None  # type: ignore[method-assign]
         assert bytes(await p.open("measure", content(COPIED_IN_STEPS)).result()) == b"%d" % COPIED_IN_STEPS
         assert p.ours.bytes["lent"] == COPIED_IN_STEPS, "it is not copied again"

@@ -18,8 +18,10 @@ from dynamo.common.tensors import (
     decode_bytes,
     element_count,
     encode_bytes,
+    encode_bytes_in_steps,
     float32_to_bf16,
     from_numpy,
+    takes_long_to_encode,
     to_numpy,
     typed_to_raw,
 )
@@ -214,3 +216,21 @@ def test_scalars_and_empty_tensors_have_shapes_too() -> None:
     assert to_numpy(b"", "INT8", (3, 0)).shape == (3, 0)
     with pytest.raises(InvalidRequest, match=r"has 3 bytes where INT16 of shape \[2\] needs 4"):
         to_numpy(b"abc", "INT16", (2,))
+
+
+@pytest.mark.parametrize("kind", ["O", "S", "U"])
+def test_long_bytes_are_encoded_in_steps_as_at_once(kind: str) -> None:
+    array = np.array([["", "a"], ["ä" if kind != "S" else "b", "abc"]] * 10_000, kind)
+    steps = encode_bytes_in_steps(array)
+    assert finish(encode_bytes_in_steps(array.T, "BYTES")) == from_numpy(array.T)
+    assert sum(1 for _ in steps) >= 5
+    with pytest.raises(InvalidRequest, match="cannot be sent as FP32"):
+        finish(encode_bytes_in_steps(array, "FP32"))
+
+
+def test_large_numbers_take_long_only_if_they_are_copied() -> None:
+    array = np.zeros((1024, 2048), np.float32)
+    assert not takes_long_to_encode(array, "FP32")
+    assert takes_long_to_encode(array.T, "FP32")
+    assert takes_long_to_encode(array, "BF16")
+    assert not takes_long_to_encode(array[:100, :100], "FP32")

@@ -260,6 +260,29 @@ async def test_long_bytes_are_read_beside_other_requests(decoupled: bool) -> Non
     assert turns > 10
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+async def test_long_bytes_are_encoded_beside_other_requests(decoupled: bool) -> None:
+    strings = np.array([b"", b"a", "ä"] * 200_000, object)
+
+    class Long(Base):
+        outputs = {"y": Tensor("BYTES", [-1])}  # noqa: RUF012
+        inline = True
+
+        def infer(self, x: Any) -> Any:
+            return strings
+
+    model = Long()
+    model.decoupled = decoupled  # type: ignore[attr-defined]
+    turns = 0
+    task = asyncio.create_task(infer_all(model, request({"x": X})))
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    [response] = task.result()
+    assert response["y"].tolist() == [b"", b"a", "ä".encode()] * 200_000
+    assert turns > 10
+
+
 async def test_an_invalid_request_passes_through_as_the_callers_mistake() -> None:
     with pytest.raises(InvalidRequest, match="too small"):
         await infer_all(Raises(InvalidRequest("x is too small")), request({"x": X}))

@@ -205,6 +205,17 @@ async def test_a_long_classification_lets_the_loop_run_and_ends_with_its_request
     assert turns < 10
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+async def test_large_responses_alone_are_lent_in_steps(decoupled: bool) -> None:
+    for size, is_large in ((1000, False), (9 << 20, True)):
+        head = ModelInferResponse()
+        head.outputs.add(name="X", datatype="UINT8", shape=[size])
+        incoming = FakeIncoming(infer_request())
+        await service(Scripted(TensorResponse(head, [bytes(size)])), card(decoupled=decoupled)).infer(incoming)
+        [sent] = incoming.sent if decoupled else [incoming.final or b""]
+        assert incoming.lent_bytes == [len(sent)] * is_large
+
+
 async def test_a_response_with_long_bytes_lets_the_loop_run() -> None:
     head, strings = ModelInferResponse(), encode_bytes([b""] * 999_999 + [b"a"])
     head.outputs.add(name="S", datatype="BYTES", shape=[1_000_000])

@@ -24,6 +24,7 @@ from dynamo.common.generation import Summary, delta_encoder, request_decoder, su
 from dynamo.common.guided_rules import check_guided
 from dynamo.common.known_heads import KnownHeads, PerHead
 from dynamo.common.messaging.frames import Body, Buffer, size_of
+from dynamo.common.messaging.limits import COPIED_AT_ONCE_BYTES
 from dynamo.common.messaging.server import Handler
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
@@ -62,6 +63,8 @@ class IncomingRequest(Protocol):
     def send_nowait(self, body: Body) -> bool: ...
 
     async def ready(self) -> None: ...
+
+    async def lend_in_steps(self, body: Body, *, last: bool = False) -> Body: ...
 
     def end(self, body: Body = b"") -> None: ...
 
@@ -289,7 +292,10 @@ class Service:
                 else:
                     body = form.encode(response.head, response.raw_outputs, response.encoded)
                 record.timings.output_ns += perf_counter_ns() - made_ns
-            record.sent_bytes += size_of(body)
+            size = size_of(body)
+            record.sent_bytes += size
+            if size > COPIED_AT_ONCE_BYTES:
+                body = await incoming.lend_in_steps(body, last=True)
         if record.span is not None:
             end_inference(record.span, context.timings)
         incoming.end(body)
@@ -399,11 +405,15 @@ class Service:
                 made_ns = perf_counter_ns()
                 if record.trace is not None:
                     record.trace.response(response)
+                body: Body
                 if form.may_be_slow and form.is_slow(response.raw_outputs):
                     body = await self._encoded_in_steps(form, response)
                 else:
                     body = form.encode(response.head, response.raw_outputs, response.encoded)
-                record.responded(made_ns, size_of(body), empty=not response.head.outputs)
+                size = size_of(body)
+                record.responded(made_ns, size, empty=not response.head.outputs)
+                if size > COPIED_AT_ONCE_BYTES:
+                    body = await incoming.lend_in_steps(body)
                 if not incoming.send_nowait(body):
                     await incoming.ready()
         except BaseException:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import zip_longest
 from types import TracebackType
@@ -33,13 +33,14 @@ from dynamo.common.messaging import frames
 from dynamo.common.messaging.connection import Connection
 from dynamo.common.messaging.credit import ResponseCredits, StreamCredit
 from dynamo.common.messaging.frames import INLINE_BYTES, Body, Buffer, Pieces, batched, size_of
-from dynamo.common.messaging.limits import FRAME_COST, PlaneLimits
+from dynamo.common.messaging.limits import COPIED_AT_ONCE_BYTES, FRAME_COST, PlaneLimits
 from dynamo.common.messaging.outbox import Outbox
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import InstanceId, responses_prefix
 from dynamo.common.shared_memory.layout import Reference
 from dynamo.common.shared_memory.neighbour import Neighbour
 from dynamo.common.shared_memory.sharing import SharedMemory
+from dynamo.common.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +51,6 @@ _PER_FRAME = 1000
 """Streams named in one frame."""
 _LARGE_RESPONSE_BYTES = 256
 """Smaller ones fit into windows."""
-_COPIED_AT_ONCE_BYTES = 8 << 20
-"""A larger body is copied into shared memory in steps, one in a turn of the event loop, and leaves when it is there."""
 _SMALL_CREDIT_BYTES = 64 * 1024
 """A stream with less credit than this gets it back at once if it waits for it; others when half of it is used."""
 _SHARES_OF_WINDOW = 4
@@ -220,7 +219,7 @@ class RequestStream:
         """The OPEN frame (see outbox.Opening)."""
         if self._over:
             return None
-        if self._total > _COPIED_AT_ONCE_BYTES and self._is_copied_first():
+        if self._total > COPIED_AT_ONCE_BYTES and self._is_copied_first():
             return None
         client, limits = self._client, self._client.limits
         self.batch = batch
@@ -260,7 +259,7 @@ class RequestStream:
         memory, near = self._client.memory, self._peer.near
         if memory is None or near is None:
             return None
-        if self._total > _COPIED_AT_ONCE_BYTES:
+        if self._total > COPIED_AT_ONCE_BYTES:
             reference, self._copied = self._copied, None
             return reference
         reference = memory.lend(self._body, self._total, near)
@@ -277,7 +276,7 @@ class RequestStream:
         self._client.copy(self, memory.lend_in_steps(self._body, self._total, near))
         return True
 
-    def copy(self, steps: Generator[None, None, Reference | None]) -> bool:
+    def copy(self, steps: Work[Reference | None]) -> bool:
         """Copy a part of the body. Return whether more is to be copied."""
         if self._over:
             steps.close()
@@ -616,7 +615,7 @@ class RequestClient:
         self._peers_by_subject: dict[str, _InstancePeer] = {}
         self._streams: dict[int, RequestStream] = {}
         self._last = 0
-        self._copies: deque[tuple[RequestStream, Generator[None, None, Reference | None]]] = deque()
+        self._copies: deque[tuple[RequestStream, Work[Reference | None]]] = deque()
         """Bodies that are being copied; a turn of the event loop copies a part of one."""
         self.credits = ResponseCredits(limits)
 
@@ -667,7 +666,7 @@ class RequestClient:
         peer.outbox.add(stream, at_once=len(self._streams) == 1)
         return stream
 
-    def copy(self, stream: RequestStream, steps: Generator[None, None, Reference | None]) -> None:
+    def copy(self, stream: RequestStream, steps: Work[Reference | None]) -> None:
         """Copy the body of a stream in steps, fairly with other bodies."""
         self._copies.append((stream, steps))
         if len(self._copies) == 1:

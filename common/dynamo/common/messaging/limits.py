@@ -9,6 +9,8 @@ MIB = 1024 * KIB
 
 FRAME_COST = 16
 """Bytes that a frame counts against a window beyond its body, so that empty bodies are bounded too."""
+COPIED_AT_ONCE_BYTES = 8 * MIB
+"""A larger body is copied into shared memory in steps, beside other work of the event loop, and leaves when it is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

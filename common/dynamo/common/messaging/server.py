@@ -35,6 +35,7 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.shared_memory.layout import Reference
 from dynamo.common.shared_memory.neighbour import Neighbour
 from dynamo.common.shared_memory.sharing import SharedMemory
+from dynamo.common.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -225,6 +226,19 @@ class Incoming:
         frame = frames.encode(frames.End(self.id, self._seq, whole))  # type: ignore[arg-type]
         self._peer.outbox.add(frame, at_once=not self._server.open_requests)
 
+    async def lend_in_steps(self, body: Body, *, last: bool = False) -> Body:
+        """Copy a large response to where the caller can read it, beside other work. Return what `send_nowait`, or `end` for the
+        `last` one, is to send of it at once: nothing, or the whole body if the caller cannot read it there.
+        """
+        memory, neighbour, size = self._server.memory, self._neighbour, frames.size_of(body)
+        if memory is None or neighbour is None or self._outgoing or not (last or self._may_lend()):
+            return body
+        lent = await self._server.steps.run(memory.lend_in_steps(body, size, neighbour))
+        if lent is None:
+            return body
+        self._announce(lent, size)
+        return b""
+
     def _lend(self, body: Body, size: int) -> bool:
         """Send a body of `size` bytes by reference. Return False if there is no room."""
         memory = self._server.memory
@@ -233,11 +247,14 @@ class Incoming:
         lent = memory.lend(body, size, self._neighbour)
         if lent is None:
             return False
+        self._announce(lent, size)
+        return True
+
+    def _announce(self, lent: Reference, size: int) -> None:
         self._peer.outbox.lead(frames.encode(frames.Lent(self.id, 0, lent.unit, size, lent.generation)))
         self._loans.append(lent.generation)
         self._seq += 1
         self._window -= FRAME_COST
-        return True
 
     def _may_lend(self) -> bool:
         """Return whether a further response of this stream may lie in shared memory."""
@@ -466,6 +483,7 @@ class RequestServer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._unreadable = Unreadable("a message to an instance")
+        self.steps = Steps()
 
     @property
     def held_bytes(self) -> int:

@@ -18,7 +18,7 @@ import os
 import re
 import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from dynamo.common.shared_memory.layout import (
     units_for,
 )
 from dynamo.common.shared_memory.units import Units
+from dynamo.common.work import Work
 
 UNTAKEN_BEATS = 30
 """A region that its reader has not taken within so many of the reader's beats, which are seconds, is revoked."""
@@ -195,7 +196,7 @@ class Arena:
 
     def lend_in_steps(
         self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: Reader
-    ) -> Generator[None, None, Reference | None]:
+    ) -> Work[Reference | None]:
         """Do what `lend` does in steps of some milliseconds; closed before its end, it lends nothing.
 
         Memory is prepared with each step: that takes longer than the copy.
@@ -222,7 +223,7 @@ class Arena:
                     copied += len(part)
                     if copied >= _STEP_BYTES:
                         copied = 0
-                        yield
+                        yield 0
             region, unit = Region(unit, count), -1
             return self._lend(region, begin, size, reader)
         finally:

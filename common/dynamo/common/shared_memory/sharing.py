@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from dynamo.common.shared_memory.files import ArenaRefused, is_token, remove_sta
 from dynamo.common.shared_memory.layout import Reference
 from dynamo.common.shared_memory.neighbour import BadReference, Neighbour
 from dynamo.common.tensors import Buffer
+from dynamo.common.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -138,9 +139,7 @@ class SharedMemory:
             self.bytes["lent"] += size
         return reference
 
-    def lend_in_steps(
-        self, body: Buffer | Sequence[Buffer], size: int, reader: Neighbour
-    ) -> Generator[None, None, Reference | None]:
+    def lend_in_steps(self, body: Buffer | Sequence[Buffer], size: int, reader: Neighbour) -> Work[Reference | None]:
         """Do what `lend` does in steps of some milliseconds; closed before its end, it lends nothing.
 
         `lend` is called for most requests, so it shares no calls with this.

@@ -57,7 +57,9 @@ from dynamo.common.tensors import (
     bf16_to_float32,
     bytes_array,
     element_count,
+    encode_bytes_in_steps,
     from_numpy,
+    takes_long_to_encode,
     to_numpy,
     typed_to_raw,
 )
@@ -162,7 +164,7 @@ class PythonEngine:
         else:
             outputs = await caller.call(inputs, request, context)
         start = time.perf_counter_ns()
-        response = caller.to_response(outputs)
+        response = await caller.to_response(outputs)
         timings.output_ns += time.perf_counter_ns() - start
         return response
 
@@ -271,19 +273,19 @@ class _Caller:
         inputs = await read_in_steps(request, self._steps) if has_long_bytes(request) else read_inputs(request)
         extra = self._extra(request, context)
         if not self._is_generator:
-            yield self.to_response(await self._timed(lambda: inputs, extra, context))
+            yield await self.to_response(await self._timed(lambda: inputs, extra, context))
         elif self._is_async:
             responses = self._function(**inputs, **extra)
             try:
                 while (item := await self._guarded_await(anext(responses, _END))) is not _END:
-                    yield self.to_response(self._arrays(item))
+                    yield await self.to_response(self._arrays(item))
             finally:
                 await self._guarded_await(responses.aclose())
         else:
             steps = _Steps(self._function(**inputs, **extra))
             try:
                 while (item := await self._in_thread(steps.next)) is not _END:
-                    yield self.to_response(self._arrays(item))
+                    yield await self.to_response(self._arrays(item))
                     if self._pool is None:
                         await asyncio.sleep(0)  # the other requests' turn
             finally:
@@ -375,12 +377,16 @@ class _Caller:
             raise self._broken(f"gave the output '{spec.name}' in shape {list(array.shape)}; it declares {list(spec.shape)}")
         return array
 
-    def to_response(self, arrays: Tensors) -> TensorResponse:
+    async def to_response(self, arrays: Tensors) -> TensorResponse:
+        """Return a response with `arrays`. Other requests go on while large ones are encoded."""
         head = ModelInferResponse()
         raws: list[Buffer] = []
         for name, array in arrays.items():
             try:
-                datatype, raw = from_numpy(array, self._outputs[name].datatype)
+                if array.nbytes > LONG_BYTES and takes_long_to_encode(array, self._outputs[name].datatype):
+                    datatype, raw = await encode_long(array, self._outputs[name].datatype, self._steps)
+                else:
+                    datatype, raw = from_numpy(array, self._outputs[name].datatype)
             except InvalidRequest as error:
                 raise self._broken(f"gave a wrong output '{name}': {error}") from error
             head.outputs.add(name=name, datatype=datatype, shape=array.shape)
@@ -440,6 +446,13 @@ def read_inputs(
             array = array.copy()
         arrays[tensor.name] = array
     return arrays
+
+
+async def encode_long(array: Array, datatype: str, steps: Steps) -> tuple[str, Buffer]:
+    """Do the same as `from_numpy` for an array that takes long; other requests go on beside it."""
+    if array.dtype.kind in "OSU":
+        return await steps.run(encode_bytes_in_steps(array, datatype))
+    return await asyncio.to_thread(from_numpy, array, datatype)  # numpy leaves the interpreter while it copies numbers
 
 
 def has_long_bytes(request: TensorRequest) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TypeAlias
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.known_heads import PerHead
@@ -14,10 +15,10 @@ from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.steps import Steps
 from dynamo.common.tensor_request import TensorRequest
 from dynamo.common.tensor_response import FINAL_RESPONSE
-from dynamo.common.tensors import DATATYPES, Buffer, element_count, from_numpy
+from dynamo.common.tensors import DATATYPES, LONG_BYTES, Buffer, element_count, from_numpy, takes_long_to_encode
 from dynamo.protos.inference_pb2 import ModelInferResponse
 from dynamo.worker.engine.base import Context, TensorResponse
-from dynamo.worker.engine.python import has_long_bytes, read_in_steps, read_inputs
+from dynamo.worker.engine.python import encode_long, has_long_bytes, read_in_steps, read_inputs
 from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, closing, from_parameter, to_parameter
 from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.repository.loaded import LoadedModel, output_datatype
@@ -31,6 +32,8 @@ ALL = "*"
 _CONVERTED = ("BOOL", "BF16")
 """Datatypes of which arrays have other bytes: a true BOOL is 1, and BF16 is float32."""
 _MAX_HEADS = 256
+Encoded: TypeAlias = dict[str, tuple[str, Buffer]]
+"""Datatypes and raw forms of outputs, by name."""
 
 
 class RepositoryEngine:
@@ -91,7 +94,9 @@ class RepositoryEngine:
     async def respond(self, request: TensorRequest, context: Context) -> TensorResponse:
         model = self.models.find(request.head.model_name)
         inputs = await self._decoded(request) if model.reads_strings else None
-        return self._responses.encode(await model.respond(self._to_model_request(request, context, inputs)), model.datatypes)
+        result = await model.respond(self._to_model_request(request, context, inputs))
+        long = {} if result.outputs.__class__ is RawTensors else await self._encode_long(result.outputs, model.datatypes)
+        return self._responses.encode(result, model.datatypes, long)
 
     async def close(self) -> None:
         await self.models.close()
@@ -100,7 +105,19 @@ class RepositoryEngine:
         inputs = await self._decoded(request) if model.reads_strings else None
         async with closing(model.run(self._to_model_request(request, context, inputs))) as responses:
             async for response in responses:
-                yield self._responses.encode(response, model.datatypes, is_final=response.is_final)
+                outputs = response.outputs
+                long = {} if outputs.__class__ is RawTensors else await self._encode_long(outputs, model.datatypes)
+                yield self._responses.encode(response, model.datatypes, long, is_final=response.is_final)
+
+    async def _encode_long(self, outputs: Arrays, datatypes: Mapping[str, str]) -> Encoded:
+        """Encode the outputs that take long, beside other requests."""
+        encoded: Encoded = {}
+        for name, array in outputs.items():
+            if array.nbytes > LONG_BYTES:
+                datatype = output_datatype(array, datatypes[name])
+                if takes_long_to_encode(array, datatype):
+                    encoded[name] = await encode_long(array, datatype, self._steps)
+        return encoded
 
     async def _decoded(self, request: TensorRequest) -> Arrays | None:
         """Return the inputs, read in steps, if some are long BYTES; None for others."""
@@ -145,8 +162,13 @@ class _Responses:
     def __init__(self) -> None:
         self._heads: dict[Kind, tuple[ModelInferResponse, bytes]] = {}
 
-    def encode(self, response: ModelResult, datatypes: Mapping[str, str], *, is_final: bool = False) -> TensorResponse:
-        """Return a response. Raises EngineError. `is_final`: mark it as the last one of several."""
+    def encode(
+        self, response: ModelResult, datatypes: Mapping[str, str], long: Encoded, *, is_final: bool = False
+    ) -> TensorResponse:
+        """Return a response. Raises EngineError.
+
+        `long`: outputs that have been encoded before. `is_final`: mark it as the last one of several.
+        """
         outputs = response.outputs
         if isinstance(outputs, RawTensors):
             head, encoded = self._heads.get(outputs.kind) or self._head(outputs)
@@ -155,7 +177,7 @@ class _Responses:
                 return made
             made = TensorResponse(ModelInferResponse.FromString(encoded), outputs.raws)
         else:
-            made = _from_arrays(outputs, datatypes)
+            made = _from_arrays(outputs, datatypes, long)
         for name, value in response.parameters.items():
             made.head.parameters[name].CopyFrom(from_parameter(value))
         if is_final:
@@ -175,12 +197,15 @@ class _Responses:
         return made
 
 
-def _from_arrays(outputs: Arrays, datatypes: Mapping[str, str]) -> TensorResponse:
+def _from_arrays(outputs: Arrays, datatypes: Mapping[str, str], long: Encoded) -> TensorResponse:
     head = ModelInferResponse()
     raws: list[Buffer] = []
     for name, array in outputs.items():
         declared = datatypes[name]
-        datatype, raw = from_numpy(array, output_datatype(array, declared) if declared == "BF16" else "")
+        if name in long:
+            datatype, raw = long[name]
+        else:
+            datatype, raw = from_numpy(array, output_datatype(array, declared) if declared == "BF16" else "")
         head.outputs.add(name=name, datatype=datatype, shape=array.shape)
         raws.append(raw)
     return TensorResponse(head, raws)
