@@ -960,3 +960,32 @@ async def test_a_model_completes_its_configuration(tmp_path: Path) -> None:
         assert models.config("complete", "").HasField("dynamic_batching")
     async with opened(tmp_path, auto_complete=False) as models:
         assert "there is no config.pbtxt" in str((await models.load_all(["complete"]))["complete"])
+
+
+@pytest.mark.parametrize(
+    "model", ["class TritonPythonModel(Base): pass", "TritonPythonModel = Base", "from beside import Base as TritonPythonModel"]
+)
+async def test_a_model_completes_its_configuration_by_code_of_another_file(tmp_path: Path, model: str) -> None:
+    base = """
+class Base:
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "x", "data_type": "TYPE_FP32", "dims": [-1]})
+        return config
+    def execute(self, requests): ...
+"""
+    folder = python_model(
+        tmp_path, "inherits", f"from beside import Base\n{model}\n", config='output { name: "y" data_type: TYPE_FP32 dims: 1 }'
+    )
+    (folder / "1" / "beside.py").write_text(base)
+    async with opened(tmp_path, "inherits") as models:
+        assert [tensor.name for tensor in models.find("inherits").card.inputs] == ["x"]
+
+
+async def test_a_model_that_completes_nothing_is_imported_once(tmp_path: Path) -> None:
+    """Imports of a model may take long, such as that of PyTorch."""
+    imports = tmp_path / "imports"
+    code = f"open({str(imports)!r}, 'a').write('once')\nclass TritonPythonModel:\n    def execute(self, requests): ...\n"
+    python_model(tmp_path, "plain", code)
+    async with opened(tmp_path, "plain"):
+        assert imports.read_text() == "once"

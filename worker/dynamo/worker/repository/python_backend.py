@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager, suppress
@@ -46,6 +47,8 @@ from dynamo.worker.repository.stub_process import CallHandlers, StubProcess, ope
 log = logging.getLogger(__name__)
 
 DEFAULT_FILE = "model.py"
+_CLASS, _COMPLETES = b"TritonPythonModel", b"auto_complete_config"
+_PLAIN_CLASS = re.compile(rb"^class TritonPythonModel(?:\(object\))?:", re.MULTILINE)
 _SHORTEST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 30.0
 _RESTART_WAIT_S = 10.0
@@ -77,6 +80,8 @@ class PythonBackend:
 
     async def complete(self, version: Version) -> ModelConfig:
         file = _file_of(version)
+        if not _may_complete(await asyncio.to_thread(file.read_bytes)):
+            return version.config
         metrics = self.metrics.owner()
         with ExitStack() as environment:
             interpreter = await self._interpreter(version, environment)
@@ -129,6 +134,14 @@ def _file_of(version: Version) -> Path:
     if not file.is_file():
         raise InvalidRequest(f"there is no file {version.version}/{file.name}")
     return file
+
+
+def _may_complete(source: bytes) -> bool:
+    """Return whether a model may complete its configuration. To find that out for certain takes a process that imports it.
+
+    A class that inherits, or that the file names elsewhere, may have the method although the file does not name it.
+    """
+    return _COMPLETES in source or source.count(_CLASS) != 1 or _PLAIN_CLASS.search(source) is None
 
 
 class PythonModel:
