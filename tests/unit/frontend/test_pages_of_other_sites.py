@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,30 @@ LINKED = {"/console", "/console/", "/docs", "/openapi.json", "/metrics"}
 LINK = (("sec-fetch-site", "cross-site"), ("sec-fetch-mode", "navigate"), ("sec-fetch-dest", "document"))
 
 
+@cache
+def edge_with(**options: Any) -> Edge:
+    """Return a server that needs no key. It keeps nothing of a request, and making one takes longer than many requests."""
+    return Edge(Guard(None), HttpOptions(**options))
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """Servers for the holder of a key, who may do everything."""
+
+    edge: Edge
+    open_edge: Edge
+    """Where everything is open to others, too."""
+    credentials: tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Keyed:
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    file.write_text(entry_for(key := make_key(), "admin", scopes=[Scope.ADMIN]))
+    accounts = Accounts(watch_keys(file))
+    return Keyed(Edge(Guard(accounts)), Edge(Guard(accounts, open_surfaces=set(Surface))), ("x-api-key", key))
+
+
 async def reaches(edge: Edge, operation: Operation, *headers: tuple[str, str]) -> bool:
     """Whether the handler ran; else the request was refused with 403."""
     encoded = [(name.encode(), value.encode()) for name, value in headers]
@@ -40,11 +66,9 @@ async def reaches(edge: Edge, operation: Operation, *headers: tuple[str, str]) -
 
 
 @EVERY
-async def test_pages_of_other_sites_reach_health_alone(operation: Operation, tmp_path: Path) -> None:
+async def test_pages_of_other_sites_reach_health_alone(operation: Operation, keyed: Keyed) -> None:
     is_health = operation.declared.surface is Surface.HEALTH
-    (tmp_path / "keys.yaml").write_text(entry_for(key := make_key(), "admin", scopes=[Scope.ADMIN]))
-    with_keys = Guard(Accounts(watch_keys(tmp_path / "keys.yaml")))
-    for edge, credentials in ((Edge(Guard(None)), ()), (Edge(with_keys), (("x-api-key", key),))):
+    for edge, credentials in ((edge_with(), ()), (keyed.edge, (keyed.credentials,))):
         assert await reaches(edge, operation, HOST, *credentials)
         for page in FOREIGN:
             assert await reaches(edge, operation, HOST, *credentials, *page) == is_health
@@ -53,7 +77,7 @@ async def test_pages_of_other_sites_reach_health_alone(operation: Operation, tmp
 
 @EVERY
 async def test_own_pages_and_programs_reach_everything(operation: Operation) -> None:
-    edge = Edge(Guard(None))
+    edge = edge_with()
     for own in (
         (),
         (("origin", "http://127.0.0.1:8000"),),
@@ -69,29 +93,27 @@ async def test_pages_of_allowed_origins_reach_what_callers_reach(operation: Oper
     page = (("origin", "https://app.example"), ("sec-fetch-site", "cross-site"))
     stranger = (("origin", "https://evil.example"), ("sec-fetch-site", "cross-site"))
     is_health, is_of_admins = operation.declared.surface is Surface.HEALTH, operation.declared.surface in ADMIN
-    named = Edge(Guard(None), HttpOptions(allowed_origins=("https://app.example",)))
+    named = edge_with(allowed_origins=("https://app.example",))
     assert await reaches(named, operation, HOST, *page)
     assert await reaches(named, operation, HOST, *stranger) == is_health
     assert await reaches(named, operation, HOST, ("sec-fetch-site", "cross-site")) == is_health, "of which origin, is unknown"
-    every = Edge(Guard(None), HttpOptions(allowed_origins=("*",)))
+    every = edge_with(allowed_origins=("*",))
     assert await reaches(every, operation, HOST, *stranger) != is_of_admins
-    both = Edge(Guard(None), HttpOptions(allowed_origins=("*", "https://app.example")))
+    both = edge_with(allowed_origins=("*", "https://app.example"))
     assert await reaches(both, operation, HOST, *page)
-    readers = Edge(Guard(None), HttpOptions(allowed_origins=("https://app.example",), allowed_methods=("GET",)))
+    readers = edge_with(allowed_origins=("https://app.example",), allowed_methods=("GET",))
     assert await reaches(readers, operation, HOST, *page) == (is_health or operation.method == "GET")
 
 
 @EVERY
-async def test_without_a_key_other_names_than_the_servers_reach_health_alone(operation: Operation, tmp_path: Path) -> None:
-    (tmp_path / "keys.yaml").write_text(entry_for(key := make_key(), "admin", scopes=[Scope.ADMIN]))
-    accounts = Accounts(watch_keys(tmp_path / "keys.yaml"))
+async def test_without_a_key_other_names_than_the_servers_reach_health_alone(operation: Operation, keyed: Keyed) -> None:
     is_health = operation.declared.surface is Surface.HEALTH
     for rebound in ((), (("origin", "http://evil.example"), ("sec-fetch-site", "same-origin"))):
         other = (("host", "evil.example"), *rebound)
-        assert await reaches(Edge(Guard(None)), operation, *other) == is_health
-        assert await reaches(Edge(Guard(None), HttpOptions(allowed_hosts=("evil.example",))), operation, *other)
-        assert await reaches(Edge(Guard(accounts, open_surfaces=set(Surface))), operation, *other) == is_health
-        assert await reaches(Edge(Guard(accounts)), operation, *other, ("x-api-key", key)), "a page has no key"
+        assert await reaches(edge_with(), operation, *other) == is_health
+        assert await reaches(edge_with(allowed_hosts=("evil.example",)), operation, *other)
+        assert await reaches(keyed.open_edge, operation, *other) == is_health
+        assert await reaches(keyed.edge, operation, *other, keyed.credentials), "a page has no key"
 
 
 @EVERY
@@ -102,7 +124,7 @@ def test_what_changes_something_is_never_done_by_a_link(operation: Operation) ->
 
 
 async def test_paths_and_methods_that_do_not_exist_are_refused_as_well() -> None:
-    edge = Edge(Guard(None))
+    edge = edge_with()
     for method, path in (("POST", "/nowhere"), ("DELETE", "/v1/models"), ("OPTIONS", "/v1/models")):
         for header in ((b"origin", b"http://evil.example"), (b"host", b"evil.example")):
             assert (await edge.request(method, path, [header]))[0] == 403
