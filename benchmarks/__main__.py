@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from dynamo.common.interpreter import interpreter
+from dynamo.common.process.interpreter import interpreter
 
 NAMES = (
     "bus",

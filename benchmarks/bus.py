@@ -22,7 +22,7 @@ import uvloop
 from nats.aio.msg import Msg
 
 from benchmarks.measuring import table
-from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.options import NatsOptions
 from dynamo.local.servers import NatsServer
 

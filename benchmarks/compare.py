@@ -31,7 +31,7 @@ import uvloop
 from benchmarks import http, kserve
 from benchmarks.deployment import System, http_ready, make_model, ours, words_of
 from benchmarks.measuring import Result, add_round_flags, chosen_cases, median, print_errors, table
-from dynamo.common.interpreter import interpreter
+from dynamo.common.process.interpreter import interpreter
 
 ROOT = Path(__file__).parents[1]
 _SOURCE_ROOTS = ("protos", "common", "frontend", "worker", "local")

@@ -20,12 +20,13 @@ import uvloop
 from dynamo.common.discovery import Instance
 from dynamo.common.etcd import connect_etcd
 from dynamo.common.kv.events import KvMessage, KvSnapshot, KvUpdate, LoadMessage, LoadReport, message_encoder
-from dynamo.common.messaging.connection import Connection, connect_nats
-from dynamo.common.messaging.server import Handler, Incoming, serve_requests
+from dynamo.common.messaging.nats.connection import Connection, connect_nats
+from dynamo.common.messaging.request_plane.incoming import Handler, Incoming
+from dynamo.common.messaging.request_plane.server import serve_requests
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.options import EtcdOptions, NatsOptions
-from dynamo.worker.registration import Registration
+from dynamo.worker.process.registration import Registration
 
 MODEL = "flooded"
 ENDPOINT = Endpoint(component="flood")

@@ -27,12 +27,12 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import EtcdOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, KvRouterOptions, RouterMode, RouterOptions
-from dynamo.frontend.router.balance import LoadRouter, least_loaded, power_of_two
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.router.load import LoadTable
-from dynamo.frontend.router.shared_bookings import SharedBookings
-from dynamo.frontend.router.thresholds import ThresholdTable
+from dynamo.frontend.router.loads.shared_bookings import SharedBookings
+from dynamo.frontend.router.loads.table import LoadTable
+from dynamo.frontend.router.loads.thresholds import ThresholdTable
+from dynamo.frontend.router.policies.balance import LoadRouter, least_loaded, power_of_two
 
 ENDPOINT = Endpoint()
 _AT_ONCE = 64

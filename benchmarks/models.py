@@ -23,8 +23,8 @@ from benchmarks.deployment import START_TIMEOUT_S, bus, logs_on_timeout, process
 from benchmarks.measuring import cpu_s, rss_mib
 from dynamo.common.discovery import Instance, encode_registration
 from dynamo.common.etcd import connect_etcd
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.store import FileStore
+from dynamo.common.messaging.jetstream.store import FileStore
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.options import EtcdOptions, NatsOptions

@@ -27,9 +27,10 @@ import msgspec
 import uvloop
 
 from dynamo.common.errors import DynamoError
-from dynamo.common.messaging.client import open_client
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.server import Incoming, serve_requests
+from dynamo.common.messaging.nats.connection import connect_nats
+from dynamo.common.messaging.request_plane.client import open_client
+from dynamo.common.messaging.request_plane.incoming import Incoming
+from dynamo.common.messaging.request_plane.server import serve_requests
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import NatsOptions
 from dynamo.local.servers import NatsServer, free_ports

@@ -19,8 +19,8 @@ from time import perf_counter
 
 import uvloop
 
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.records import RecordStore, open_records
+from dynamo.common.messaging.jetstream.records import RecordStore, open_records
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.options import NatsOptions
 from dynamo.local.servers import NatsServer
 

@@ -28,7 +28,7 @@ from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.router.base import RouteRequest
-from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.frontend.router.cache.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter
 
 MODEL = "scale"

@@ -28,9 +28,9 @@ from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouterWrapper
+from dynamo.frontend.router.cost.step_model import StepModel
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.router.load import InstanceLoad
-from dynamo.frontend.router.step_model import StepModel
+from dynamo.frontend.router.loads.instance_load import InstanceLoad
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from tests.support.processes import worker

@@ -23,7 +23,7 @@ from benchmarks.costs.counting import Count
 from benchmarks.costs.edge import LATENCY_S, join
 from benchmarks.costs.python_model import EchoSocket, Stubs
 from dynamo.common.etcd import client as etcd_client
-from dynamo.common.messaging import store as file_store
+from dynamo.common.messaging.jetstream import store as file_store
 from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions
 from dynamo.frontend.app import Frontend, serve_frontend
@@ -31,8 +31,8 @@ from dynamo.frontend.config import FrontendConfig, GrpcOptions, HttpOptions, Rou
 from dynamo.frontend.preprocess import offload
 from dynamo.worker.app import open_worker
 from dynamo.worker.config import WorkerConfig
-from dynamo.worker.engines import AnyEngine
-from dynamo.worker.repository import python_backend
+from dynamo.worker.process.engine_factory import AnyEngine
+from dynamo.worker.repository.python import python_backend
 from tests.simulation.clock import Process, SimulatedLoop, current_process
 from tests.simulation.etcd_server import SimulatedEtcd, SimulatedTransport
 from tests.simulation.nats_server import Client, SimulatedNats

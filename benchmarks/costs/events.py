@@ -17,10 +17,10 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.config import RouterMode
 from dynamo.frontend.router.base import RouteRequest
-from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.frontend.router.cache.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.worker.engine.sim.engine import SimEngine
-from dynamo.worker.engines import sim_config
+from dynamo.worker.process.engine_factory import sim_config
 from tests.simulation.clock import Process
 
 INSTANCES = 100

@@ -13,9 +13,9 @@ from typing import cast
 
 from benchmarks.costs.counting import Count
 from dynamo.common.shared_memory.sharing import SharedMemory
-from dynamo.worker.repository import wire
-from dynamo.worker.repository.environments import OWN, Interpreter
-from dynamo.worker.repository.stub_process import CallHandlers, StubProcess
+from dynamo.worker.repository.python.environments import OWN, Interpreter
+from dynamo.worker.repository.python.stub_process import CallHandlers, StubProcess
+from dynamo.worker.repository.wire import wire
 
 _INFER_NS = 20_000
 

@@ -21,7 +21,7 @@ from benchmarks.kserve import SERVICE, tensor_body, text_request
 from dynamo.worker.config import RepositoryOptions
 from dynamo.worker.engine.echo import EchoTensors
 from dynamo.worker.engine.sim.engine import SimEngine
-from dynamo.worker.engines import make_repository, sim_config
+from dynamo.worker.process.engine_factory import make_repository, sim_config
 
 TOKENS = 128
 _AFTER_S = 0.004

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.hashes import TOKEN_BYTES
-from dynamo.common.tally import Amount, Tally
+from dynamo.common.observability.tally import Amount, Tally
 from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from enum import IntEnum
 from typing import ClassVar
 
-from dynamo.common.tensors import Array
+from dynamo.common.tensors.tensors import Array
 from dynamo.worker.engine.python import InferContext, Tensor
 
 HANG_S = 6.0

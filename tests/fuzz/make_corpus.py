@@ -23,12 +23,12 @@ from dynamo.common.generation import (
 )
 from dynamo.common.kv.events import KvMessage, KvSnapshot, KvUpdate, LoadMessage, LoadReport
 from dynamo.common.kv.hashes import pack_hashes
-from dynamo.common.messaging import frames
+from dynamo.common.messaging.request_plane import frames
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.repository import ControlMode, RepositoryInstance
 from dynamo.frontend.api.rpc.http2 import frames as http2_frames
-from dynamo.frontend.router.shared_bookings import LAST_ID, InstanceBookings, SharedBookings, SharedPrompt
+from dynamo.frontend.router.loads.shared_bookings import LAST_ID, InstanceBookings, SharedBookings, SharedPrompt
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.fuzz.targets import CARD
 from tests.support import http2

@@ -17,14 +17,14 @@ from dynamo.common.discovery import decode_registration
 from dynamo.common.errors import DynamoError
 from dynamo.common.generation import delta_decoder, request_decoder, summary_decoder, unpack_tokens
 from dynamo.common.kv.events import load_message_decoder, read_message, snapshot_decoder
-from dynamo.common.messaging import frames
+from dynamo.common.messaging.request_plane import frames
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.process.work import finish
 from dynamo.common.repository import decode_repository
-from dynamo.common.tensor_check import RequestChecker
-from dynamo.common.tensor_request import TensorRequest, parse_response
-from dynamo.common.tensor_response import ResponseForm
-from dynamo.common.tensors import Buffer
-from dynamo.common.work import finish
+from dynamo.common.tensors.check import RequestChecker
+from dynamo.common.tensors.request import TensorRequest, parse_response
+from dynamo.common.tensors.response import ResponseForm
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.anthropic.requests import MessagesRequest
 from dynamo.frontend.api.http import json_body
 from dynamo.frontend.api.http.json_scan import check_json
@@ -36,12 +36,12 @@ from dynamo.frontend.api.rpc.http2 import frames as http2_frames
 from dynamo.frontend.api.rpc.http2.headers import HeaderDecoder, MalformedRequest
 from dynamo.frontend.api.rpc.http2.messages import CorruptMessage, MessageOwner, MessageReader, PlainMemory, inflate_steps
 from dynamo.frontend.config import HttpOptions
-from dynamo.frontend.router.load import LoadTable
-from dynamo.frontend.router.predicted import PredictedIndex
-from dynamo.frontend.router.shared_bookings import SharedBookings
-from dynamo.frontend.router.thinning import SPARSE
+from dynamo.frontend.router.cache.predicted import PredictedIndex
+from dynamo.frontend.router.cache.thinning import SPARSE
+from dynamo.frontend.router.loads.shared_bookings import SharedBookings
+from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.worker.kv.vllm_events import Translator, decode_batch
-from dynamo.worker.repository.model_config import check_supported, config_from_json, instances_of, read_config
+from dynamo.worker.repository.declared.model_config import check_supported, config_from_json, instances_of, read_config
 from dynamo.worker.tokenizers.gguf import GgufModel, parse_metadata
 from dynamo.worker.tokenizers.sentencepiece import SentencePieceModel
 

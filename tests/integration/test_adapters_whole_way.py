@@ -19,7 +19,7 @@ from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, Rout
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import AdapterOptions, WorkerConfig
 from dynamo.worker.engine.sim.engine import SimEngine
-from dynamo.worker.engines import sim_config
+from dynamo.worker.process.engine_factory import sim_config
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.waiting import until
 

@@ -27,8 +27,8 @@ import pytest
 import trustme
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo.common.messaging.connection import Connection, connect_nats
-from dynamo.common.messaging.kv_stream import KvStream
+from dynamo.common.messaging.jetstream.kv_stream import KvStream
+from dynamo.common.messaging.nats.connection import Connection, connect_nats
 from dynamo.common.options import NatsOptions
 from dynamo.frontend.security.keys import entry_for, make_key
 from dynamo.local.servers import etcd_binary, nats_binary

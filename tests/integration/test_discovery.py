@@ -18,7 +18,7 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import EtcdOptions
 from dynamo.frontend.fleet.directory import Directory, open_directory
-from dynamo.worker.registration import Registration, registered
+from dynamo.worker.process.registration import Registration, registered
 from tests.support.proxy import start_proxy
 from tests.support.servers import EtcdServer, etcdctl, free_ports, start_etcd
 

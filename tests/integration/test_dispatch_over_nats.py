@@ -11,17 +11,18 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.discovery import Instance
-from dynamo.common.messaging.client import open_client
-from dynamo.common.messaging.connection import Connection, connect_nats
-from dynamo.common.messaging.limits import PlaneLimits
-from dynamo.common.messaging.server import Incoming, serve_requests
+from dynamo.common.messaging.nats.connection import Connection, connect_nats
+from dynamo.common.messaging.request_plane.client import open_client
+from dynamo.common.messaging.request_plane.incoming import Incoming
+from dynamo.common.messaging.request_plane.limits import PlaneLimits
+from dynamo.common.messaging.request_plane.server import serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import NatsOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call, Work
-from dynamo.frontend.serving.dispatch import Dispatcher
+from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from tests.support.fakes import FakeDirectory, tensor_card
 from tests.support.servers import NatsServer, start_nats
 

@@ -14,9 +14,9 @@ from nats.js.api import ObjectInfo
 from nats.js.object_store import ObjectStore
 
 from dynamo.common.kv.events import read_message
-from dynamo.common.messaging import kv_stream
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.kv_stream import LOAD_S, STREAM, KvStream
+from dynamo.common.messaging.jetstream import kv_stream
+from dynamo.common.messaging.jetstream.kv_stream import LOAD_S, STREAM, KvStream
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.names import Endpoint, InstanceId, instance_of
 from dynamo.common.options import NatsOptions
 from tests.support.servers import EtcdServer, NatsServer, start_nats

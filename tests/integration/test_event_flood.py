@@ -10,20 +10,21 @@ from random import Random
 
 import pytest
 
-from dynamo.common.background import running
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import KvUpdate
-from dynamo.common.messaging.client import RequestClient, open_client
-from dynamo.common.messaging.connection import Connection, connect_nats
-from dynamo.common.messaging.frames import Body, Buffer
-from dynamo.common.messaging.server import Incoming, serve_requests
+from dynamo.common.messaging.buffers import Body, Buffer
+from dynamo.common.messaging.nats.connection import Connection, connect_nats
+from dynamo.common.messaging.request_plane.client import RequestClient, open_client
+from dynamo.common.messaging.request_plane.incoming import Incoming
+from dynamo.common.messaging.request_plane.server import serve_requests
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import NatsOptions
+from dynamo.common.process.background import running
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
-from dynamo.frontend.fleet.kv_feed import open_kv_feed
+from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.worker.publisher import publishing
+from dynamo.worker.process.publisher import publishing
 from tests.support.bad_bus import CachingEngine
 from tests.support.fakes import FakeDirectory
 from tests.support.servers import start_nats

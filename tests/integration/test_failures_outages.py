@@ -12,9 +12,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from dynamo.common.messaging.client import open_client
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.server import Incoming, serve_requests
+from dynamo.common.messaging.nats.connection import connect_nats
+from dynamo.common.messaging.request_plane.client import open_client
+from dynamo.common.messaging.request_plane.incoming import Incoming
+from dynamo.common.messaging.request_plane.server import serve_requests
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.options import NatsOptions
 from dynamo.frontend.fleet.directory import ABSENT_S

@@ -21,8 +21,8 @@ from openai import AsyncOpenAI, NotFoundError
 from openai.types import Batch
 
 from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.records import INLINE_BYTES, open_records
+from dynamo.common.messaging.jetstream.records import INLINE_BYTES, open_records
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
@@ -35,7 +35,7 @@ from dynamo.protos import inference_pb2 as pb
 from dynamo.worker.app import open_worker
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.sim.engine import SimEngine
-from dynamo.worker.engines import sim_config
+from dynamo.worker.process.engine_factory import sim_config
 from tests.support.fleet import SERVICE, text_request
 from tests.support.processes import frontend as frontend_process
 from tests.support.servers import EtcdServer, NatsServer, start_nats

@@ -9,16 +9,16 @@ from random import Random
 import pytest
 
 from dynamo.common.discovery import Instance
-from dynamo.common.messaging.client import open_client
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.frames import Body, Buffer
-from dynamo.common.messaging.server import serve_requests
+from dynamo.common.messaging.buffers import Body, Buffer
+from dynamo.common.messaging.nats.connection import connect_nats
+from dynamo.common.messaging.request_plane.client import open_client
+from dynamo.common.messaging.request_plane.server import serve_requests
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import NatsOptions
-from dynamo.frontend.fleet.kv_feed import open_kv_feed
+from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.worker.publisher import publishing
+from dynamo.worker.process.publisher import publishing
 from tests.support.bad_bus import BadBus, CachingEngine
 from tests.support.fakes import FakeDirectory
 from tests.support.servers import NatsServer

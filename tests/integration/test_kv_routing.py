@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from dynamo.common.generation import Stop
 from dynamo.common.kv.events import KvMessage, KvUpdate, message_encoder
-from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.names import Endpoint
 from dynamo.common.options import NatsOptions
 from dynamo.frontend.preprocess.text import TextRequest

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from dynamo.frontend.config import KvCost
-from dynamo.worker.engine.llama import LlamaEngine
+from dynamo.worker.engine.llama.engine import LlamaEngine
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import SimFleet, prompt
 from tests.support.waiting import until

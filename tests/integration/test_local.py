@@ -17,7 +17,7 @@ import pytest
 
 from dynamo.common.errors import Unauthenticated
 from dynamo.common.etcd import connect_etcd
-from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.options import EtcdOptions, NatsOptions
 from dynamo.local.logins import LoginsNotSet, make_login, protect_etcd
 from tests.support.servers import EtcdServer, NatsServer, etcdctl, start_etcd

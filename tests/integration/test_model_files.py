@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from nats.js.errors import APIError
 
-from dynamo.common.background import running
 from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.objects import ObjectWrite
-from dynamo.common.messaging.store import BUCKET, FileStore, file_key
+from dynamo.common.messaging.jetstream.objects import ObjectWrite
+from dynamo.common.messaging.jetstream.store import BUCKET, FileStore, file_key
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.options import NatsOptions
+from dynamo.common.process.background import running
 from dynamo.worker.engine.echo import EchoTokens
-from dynamo.worker.model_files import ModelFiles
+from dynamo.worker.process.model_files import ModelFiles
 from dynamo.worker.serve import ServedModel
 from tests.support.servers import NatsServer, start_nats
 

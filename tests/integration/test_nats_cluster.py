@@ -9,9 +9,9 @@ from pathlib import Path
 from nats.js.errors import Error as JetStreamError
 
 from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.connection import Connection, connect_nats
-from dynamo.common.messaging.kv_stream import KvStream
-from dynamo.common.messaging.store import FileStore
+from dynamo.common.messaging.jetstream.kv_stream import KvStream
+from dynamo.common.messaging.jetstream.store import FileStore
+from dynamo.common.messaging.nats.connection import Connection, connect_nats
 from dynamo.common.options import NatsOptions
 from tests.support.servers import start_nats_cluster
 

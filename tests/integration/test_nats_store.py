@@ -14,9 +14,9 @@ import httpx2
 import pytest
 
 from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.key_values import DamagedRecord
-from dynamo.common.messaging.records import RecordStore, open_records
+from dynamo.common.messaging.jetstream.key_values import DamagedRecord
+from dynamo.common.messaging.jetstream.records import RecordStore, open_records
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.options import NatsOptions
 from tests.support.servers import NatsServer, free_ports, start_nats
 from tests.support.waiting import until

@@ -15,15 +15,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import DynamoError
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.records import INLINE_BYTES, open_records
+from dynamo.common.messaging.jetstream.records import INLINE_BYTES, open_records
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.options import NatsOptions
-from dynamo.common.work import hold_nothing
+from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.openai.batches.batch import Batches
 from dynamo.frontend.api.openai.batches.files import Files
-from dynamo.frontend.api.openai.responses.events import ResponseObject
-from dynamo.frontend.api.openai.responses.stored import StoredResponses, new_response_id
-from dynamo.frontend.fleet.response_changes import ResponseChanges
+from dynamo.frontend.api.openai.store.events import ResponseObject
+from dynamo.frontend.api.openai.store.stored import StoredResponses, new_response_id
+from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
 from dynamo.frontend.metrics import FrontendMetrics
 from tests.support.power import stop_between_calls, traced
 from tests.support.servers import NatsServer, start_nats, start_nats_cluster

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 from dynamo.worker.engine.echo import CHAT_TEMPLATE, byte_tokenizer
 from dynamo.worker.engine.sim.engine import SimEngine
-from dynamo.worker.engines import sim_config
+from dynamo.worker.process.engine_factory import sim_config
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer, free_ports
 from tests.support.vllm_server import serve_vllm

@@ -25,12 +25,14 @@ from dynamo.common.errors import (
     Unavailable,
     Unsupported,
 )
-from dynamo.common.messaging import frames
-from dynamo.common.messaging.client import RequestClient, RequestStream, open_client
-from dynamo.common.messaging.connection import Connection, connect_nats
-from dynamo.common.messaging.limits import KIB, MIB, PlaneLimits
-from dynamo.common.messaging.outbox import FRAMES
-from dynamo.common.messaging.server import Handler, Incoming, RequestServer, serve_requests
+from dynamo.common.messaging.nats.connection import Connection, connect_nats
+from dynamo.common.messaging.request_plane import frames
+from dynamo.common.messaging.request_plane.client import RequestClient, open_client
+from dynamo.common.messaging.request_plane.incoming import Handler, Incoming
+from dynamo.common.messaging.request_plane.limits import KIB, MIB, PlaneLimits
+from dynamo.common.messaging.request_plane.outbox import FRAMES
+from dynamo.common.messaging.request_plane.request_stream import RequestStream
+from dynamo.common.messaging.request_plane.server import RequestServer, serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import NatsOptions
 from tests.support.servers import NatsServer, start_nats
@@ -457,7 +459,7 @@ async def test_requests_wait_for_the_connection_and_are_then_answered(tmp_path: 
         await server.restart()
         try:
             response = await asyncio.wait_for(waiting.result(), 120)
-        except InstanceGone:  # we were back before the instance was: `dispatch` asks again inside the grace
+        except InstanceGone:  # we were back before the instance was: `dispatcher` asks again inside the grace
             while True:
                 try:
                     response = await p.open("echo", b"patient", deadline_s=10).result()

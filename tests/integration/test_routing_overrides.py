@@ -28,17 +28,17 @@ from dynamo.frontend.config import (
     RouterOptions,
     Thresholds,
 )
-from dynamo.frontend.router.affinity import SessionRouter
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.explain import ExplainingRouter
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.measured import MeasuredRouter
-from dynamo.frontend.router.sequences import SequenceRouter
+from dynamo.frontend.router.policies.affinity import SessionRouter
+from dynamo.frontend.router.policies.sequences import SequenceRouter
 from dynamo.protos import inference_pb2 as pb
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.sim.engine import SimEngine
-from dynamo.worker.engines import sim_config
+from dynamo.worker.process.engine_factory import sim_config
 from tests.support.fleet import SERVICE, text_request
 from tests.support.processes import frontend as frontend_process
 from tests.support.processes import worker as worker_process

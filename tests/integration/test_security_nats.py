@@ -26,10 +26,10 @@ from nats.js.errors import APIError, NotFoundError
 
 from dynamo.common.config import load
 from dynamo.common.errors import DynamoError
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.kv_stream import KvStream
-from dynamo.common.messaging.records import open_records
-from dynamo.common.messaging.store import FileStore
+from dynamo.common.messaging.jetstream.kv_stream import KvStream
+from dynamo.common.messaging.jetstream.records import open_records
+from dynamo.common.messaging.jetstream.store import FileStore
+from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.options import NatsOptions
 from dynamo.worker.config import WorkerConfig
 from tests.support.certificates import issue, write_ca

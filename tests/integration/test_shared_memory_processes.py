@@ -20,10 +20,12 @@ from typing import Any
 
 import pytest
 
-from dynamo.common.messaging.client import RequestClient, RequestStream, open_client
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.limits import KIB, PlaneLimits
-from dynamo.common.messaging.server import Incoming, RequestServer, serve_requests
+from dynamo.common.messaging.nats.connection import connect_nats
+from dynamo.common.messaging.request_plane.client import RequestClient, open_client
+from dynamo.common.messaging.request_plane.incoming import Incoming
+from dynamo.common.messaging.request_plane.limits import KIB, PlaneLimits
+from dynamo.common.messaging.request_plane.request_stream import RequestStream
+from dynamo.common.messaging.request_plane.server import RequestServer, serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import NatsOptions, SharedMemoryOptions
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory

@@ -20,7 +20,7 @@ from dynamo.frontend.serving.call import Call
 from dynamo.worker.app import Worker
 from dynamo.worker.config import StatusOptions
 from dynamo.worker.engine.sim.engine import SimEngine
-from dynamo.worker.engines import sim_config
+from dynamo.worker.process.engine_factory import sim_config
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import SimFleet, prompt
 from tests.support.waiting import until

@@ -19,11 +19,11 @@ import pytest
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unavailable
 from dynamo.common.etcd import connect_etcd
-from dynamo.common.messaging.client import RequestClient, open_client
-from dynamo.common.messaging.connection import Connection, connect_nats
-from dynamo.common.messaging.store import FileStore
+from dynamo.common.messaging.jetstream.store import FileStore
+from dynamo.common.messaging.nats.connection import Connection, connect_nats
+from dynamo.common.messaging.request_plane.client import RequestClient, open_client
 from dynamo.common.options import EtcdOptions, NatsOptions
-from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from dynamo.worker.app import Worker, open_worker, serve_fleet, serve_worker

@@ -13,9 +13,9 @@ import pytest
 
 from dynamo.common.errors import InvalidRequest, ShuttingDown, Unavailable
 from dynamo.common.generation import GenerateRequest, Stop, Summary, delta_decoder, pack_tokens, request_encoder, summary_decoder
-from dynamo.common.messaging.client import RequestClient, open_client
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.server import RequestServer, serve_requests
+from dynamo.common.messaging.nats.connection import connect_nats
+from dynamo.common.messaging.request_plane.client import RequestClient, open_client
+from dynamo.common.messaging.request_plane.server import RequestServer, serve_requests
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import NatsOptions

@@ -9,7 +9,7 @@ from typing import Any, cast
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo.common.interpreter import interpreter
+from dynamo.common.process.interpreter import interpreter
 from tests.support.processes import frontend, worker
 from tests.support.servers import EtcdServer, NatsServer, free_ports
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dynamo.common.errors import DynamoError, release
 from dynamo.common.generation import Sampling, Stop
-from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS

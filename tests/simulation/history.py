@@ -35,10 +35,10 @@ from unittest import mock
 
 from nats.js import object_store
 
-from dynamo.common import telemetry
 from dynamo.common.errors import Unavailable
 from dynamo.common.etcd import client as etcd_client
-from dynamo.common.messaging import records
+from dynamo.common.messaging.jetstream import records
+from dynamo.common.observability import telemetry
 from dynamo.frontend.api.openai.batches import runner
 from dynamo.frontend.config import RouterMode
 from dynamo.frontend.preprocess.offload import Offload

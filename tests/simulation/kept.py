@@ -18,9 +18,9 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from dynamo.common.errors import DynamoError, NotFound
-from dynamo.common.work import hold_nothing
+from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.openai.batches.batch import ENDED
-from dynamo.frontend.api.openai.responses.stored import RUNNING
+from dynamo.frontend.api.openai.store.stored import RUNNING
 from dynamo.frontend.security.ledger import Row
 from tests.simulation.clients import Attempt, Outcome
 from tests.simulation.process import LANGUAGE_MODELS

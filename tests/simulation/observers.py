@@ -19,28 +19,30 @@ from weakref import WeakSet
 from dynamo.common.errors import DeadlineExceeded, DynamoError, InstanceGone, ShuttingDown
 from dynamo.common.etcd import Events, Put, Reset
 from dynamo.common.etcd.lease import Session
-from dynamo.common.messaging import records
-from dynamo.common.messaging.client import RequestClient, RequestStream
-from dynamo.common.messaging.records import RecordStore
-from dynamo.common.messaging.server import Incoming, RequestServer
-from dynamo.common.messaging.socket_transport import SocketTransport
+from dynamo.common.messaging.jetstream import records
+from dynamo.common.messaging.jetstream.records import RecordStore
+from dynamo.common.messaging.nats.socket_transport import SocketTransport
+from dynamo.common.messaging.request_plane.client import RequestClient
+from dynamo.common.messaging.request_plane.incoming import Incoming
+from dynamo.common.messaging.request_plane.request_stream import RequestStream
+from dynamo.common.messaging.request_plane.server import RequestServer
 from dynamo.common.names import InstanceId
 from dynamo.common.options import NatsOptions
 from dynamo.common.shared_memory.arena import Arena
 from dynamo.frontend.api.openai.batches.batch import Batches
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
-from dynamo.frontend.api.openai.responses.stored import StoredResponses
+from dynamo.frontend.api.openai.store.stored import StoredResponses
 from dynamo.frontend.fleet.directory import Directory
-from dynamo.frontend.fleet.kv_feed import KvFeed
-from dynamo.frontend.fleet.kv_follow import Follower
+from dynamo.frontend.fleet.kv.feed import KvFeed
+from dynamo.frontend.fleet.kv.follow import Follower
 from dynamo.frontend.fleet.leases import Leases
-from dynamo.frontend.fleet.usage import UsageStore
+from dynamo.frontend.fleet.peers.usage import UsageStore
 from dynamo.frontend.metrics import ModelMetrics
-from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.security.sharing import Shares
-from dynamo.frontend.serving.admission import Place
-from dynamo.frontend.serving.dispatch import DispatchedStream
-from dynamo.frontend.serving.turns import Line
+from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream
+from dynamo.frontend.serving.queue.admission import Place
+from dynamo.frontend.serving.queue.turns import Line
 from tests.simulation.clients import Attempt, Outcome
 from tests.simulation.milestones import Reached
 from tests.simulation.process import SimulatedFrontend, SimulatedWorker

@@ -14,23 +14,23 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import EngineError
 from dynamo.common.etcd import connect_etcd
-from dynamo.common.messaging.client import RequestClient, open_client
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.frames import Body, Buffer
-from dynamo.common.messaging.limits import KIB, PlaneLimits
+from dynamo.common.messaging.buffers import Body, Buffer
+from dynamo.common.messaging.nats.connection import connect_nats
+from dynamo.common.messaging.request_plane.client import RequestClient, open_client
+from dynamo.common.messaging.request_plane.limits import KIB, PlaneLimits
 from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
-from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.config import KvRouterOptions, QueueOptions, RouterMode, RouterOptions, ServingOptions, Thresholds
-from dynamo.frontend.fleet.bookings import Bookings
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
-from dynamo.frontend.fleet.kv_feed import open_kv_feed
-from dynamo.frontend.fleet.turns import open_turn_exchange
+from dynamo.frontend.fleet.kv.feed import open_kv_feed
+from dynamo.frontend.fleet.peers.bookings import Bookings
+from dynamo.frontend.fleet.peers.turns import open_turn_exchange
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.router.select import follows_loads, make_router
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.worker.app import Worker, open_worker
@@ -38,7 +38,7 @@ from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors, echo_declaration
 from dynamo.worker.engine.sim.engine import SimEngine
-from dynamo.worker.engines import sim_config
+from dynamo.worker.process.engine_factory import sim_config
 from tests.simulation.clock import Process
 from tests.simulation.stores import Stores, open_stores
 from tests.support.fakes import FakeTexts

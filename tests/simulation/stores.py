@@ -15,12 +15,12 @@ from random import Random
 
 from msgspec.structs import replace
 
-from dynamo.common.background import running
 from dynamo.common.etcd import Etcd
 from dynamo.common.generation import Sampling, Stop
-from dynamo.common.messaging.connection import Connection
-from dynamo.common.messaging.records import open_records
+from dynamo.common.messaging.jetstream.records import open_records
+from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.names import leases_prefix
+from dynamo.common.process.background import running
 from dynamo.common.security.files import Watched
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.guard import Accounts
@@ -29,15 +29,15 @@ from dynamo.frontend.api.http.exchange import HttpSettings
 from dynamo.frontend.api.openai.batches.batch import Batch, Batches
 from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
-from dynamo.frontend.api.openai.responses.background import BackgroundResponses, Stages
-from dynamo.frontend.api.openai.responses.events import ResponseObject
-from dynamo.frontend.api.openai.responses.stored import StoredResponses, new_response_id
+from dynamo.frontend.api.openai.store.background import BackgroundResponses, Stages
+from dynamo.frontend.api.openai.store.events import ResponseObject
+from dynamo.frontend.api.openai.store.stored import StoredResponses, new_response_id
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import TextOptions
 from dynamo.frontend.fleet.leases import open_leases
-from dynamo.frontend.fleet.limits import open_limit_exchange
-from dynamo.frontend.fleet.response_changes import ResponseChanges
-from dynamo.frontend.fleet.usage import UsageStore, open_usage
+from dynamo.frontend.fleet.peers.limits import open_limit_exchange
+from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
+from dynamo.frontend.fleet.peers.usage import UsageStore, open_usage
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import Account

@@ -18,9 +18,9 @@ import pytest
 from dynamo.common.errors import Unavailable
 from dynamo.common.etcd import Etcd, Events, LeaseLost, Reset, connect_etcd
 from dynamo.common.etcd import client as etcd_client
-from dynamo.common.messaging.connection import Connection, connect_nats
-from dynamo.common.messaging.records import RecordStore
-from dynamo.common.messaging.store import FileStore
+from dynamo.common.messaging.jetstream.records import RecordStore
+from dynamo.common.messaging.jetstream.store import FileStore
+from dynamo.common.messaging.nats.connection import Connection, connect_nats
 from dynamo.common.options import EtcdOptions, NatsOptions
 from tests.simulation.clock import Process, SimulatedLoop
 from tests.simulation.etcd_server import SimulatedEtcd, SimulatedTransport

@@ -13,15 +13,15 @@ from unittest import mock
 
 import pytest
 
-from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.api.openai.batches import runner
 from dynamo.frontend.api.openai.batches.batch import Line
 from dynamo.frontend.api.openai.batches.files import FileObject, Files
-from dynamo.frontend.api.openai.responses.background import BackgroundResponses
-from dynamo.frontend.api.openai.responses.events import ResponseObject
+from dynamo.frontend.api.openai.store.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.events import ResponseObject
 from dynamo.frontend.fleet import event_bus
 from dynamo.frontend.fleet.event_bus import EventBus
-from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.security.accounts import KeyAccount
 from dynamo.frontend.security.ledger import Ledger, Usage
 from dynamo.worker.engine.base import Context, TensorResponse

@@ -22,7 +22,8 @@ from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import CapacityOptions, GrpcOptions, OverloadStatus, ServingOptions
-from dynamo.frontend.metrics import FrontendMetrics, GrpcServerMetrics
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.port_metrics import GrpcServerMetrics
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane

@@ -6,11 +6,11 @@ from importlib.util import find_spec
 
 PACKAGES = {
     "integration/test_vllm_whole_way.py": "vllm",
-    "unit/worker/test_openvino_backend.py": "openvino",
-    "unit/worker/test_s3_store.py": "s3fs",
-    "unit/worker/test_torch_backend.py": "torch",
-    "unit/worker/test_vllm_engine.py": "vllm",
-    "unit/worker/test_vllm_images.py": "vllm",
+    "unit/worker/repository/sessions/test_openvino_backend.py": "openvino",
+    "unit/worker/repository/stores/test_s3_store.py": "s3fs",
+    "unit/worker/repository/sessions/test_torch_backend.py": "torch",
+    "unit/worker/engine/vllm/test_vllm_engine.py": "vllm",
+    "unit/worker/engine/vllm/test_vllm_images.py": "vllm",
 }
 """The package that a file of tests needs, by its path."""
 

@@ -28,15 +28,15 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import EngineError, InstanceGone, Unsupported, release
 from dynamo.common.etcd import Etcd, KeyValue, Reset
-from dynamo.common.http_request import CLIENT_WATCH, ClientWatch
-from dynamo.common.messaging.frames import Body
-from dynamo.common.messaging.records import Record
+from dynamo.common.http.request import CLIENT_WATCH, ClientWatch
+from dynamo.common.messaging.buffers import Body
+from dynamo.common.messaging.jetstream.records import Record
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import InstanceId
-from dynamo.common.protobuf_wire import delimited
+from dynamo.common.process.work import hold_nothing
 from dynamo.common.repository import LOAD, UNLOAD, ControlMode, RepositoryInstance
-from dynamo.common.tensors import decode_bytes
-from dynamo.common.work import hold_nothing
+from dynamo.common.tensors.protobuf_wire import delimited
+from dynamo.common.tensors.tensors import decode_bytes
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, Declaration, Reads
 from dynamo.frontend.api.guard import Accounts, Guard, watch_keys
@@ -52,7 +52,7 @@ from dynamo.frontend.api.openai.batches.batch import Batches
 from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
-from dynamo.frontend.api.openai.responses.background import IN_BACKGROUND, BackgroundResponses
+from dynamo.frontend.api.openai.store.background import IN_BACKGROUND, BackgroundResponses
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.api.rpc.bounded import bounded
 from dynamo.frontend.api.rpc.guard import account_source, guarded
@@ -67,8 +67,8 @@ from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.names.rules import Rule, Target
 from dynamo.frontend.preprocess.text_files import open_text_files
 from dynamo.frontend.router.explain import DecisionLog
+from dynamo.frontend.router.loads.thresholds import ThresholdTable
 from dynamo.frontend.router.simple import RoundRobin
-from dynamo.frontend.router.thresholds import ThresholdTable
 from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
 from dynamo.frontend.security.ledger import Ledger, Usage
 from dynamo.frontend.security.surfaces import Scope, Surface

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from dynamo.common.messaging.connection import Connection, OnMessage
-from dynamo.common.messaging.frames import Body, joined
+from dynamo.common.messaging.buffers import Body
+from dynamo.common.messaging.nats.connection import Connection, OnMessage
+from dynamo.common.messaging.request_plane.frames import joined
 
 
 class FakeSubscription:

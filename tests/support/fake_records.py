@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Callable
 from fnmatch import fnmatchcase
 
 from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.key_values import DamagedRecord
-from dynamo.common.messaging.records import Changes, Content, Position, Record
+from dynamo.common.messaging.jetstream.key_values import DamagedRecord
+from dynamo.common.messaging.jetstream.records import Changes, Content, Position, Record
 
 PIECE_BYTES = 128 * 1024
 

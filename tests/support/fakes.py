@@ -19,12 +19,13 @@ from dynamo.common.generation import (
     request_decoder,
     summary_encoder,
 )
-from dynamo.common.messaging.frames import Body, Buffer, joined
+from dynamo.common.messaging.buffers import Body, Buffer
+from dynamo.common.messaging.request_plane.frames import joined
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
-from dynamo.frontend.serving.text_models import TextModel
+from dynamo.frontend.serving.text.text_models import TextModel
 from dynamo.protos import inference_pb2 as pb
 
 ENDPOINT = Endpoint()

@@ -30,11 +30,11 @@ import grpc.aio
 import httpx2
 import msgspec
 
-from dynamo.common.messaging.client import open_client
-from dynamo.common.messaging.connection import connect_nats
+from dynamo.common.messaging.nats.connection import connect_nats
+from dynamo.common.messaging.request_plane.client import open_client
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import NatsOptions
-from dynamo.common.tensors import decode_bytes
+from dynamo.common.tensors.tensors import decode_bytes
 from dynamo.protos import inference_pb2 as pb
 from tests.support.processes import FrontendProcess, Process, Reachable, frontend, worker
 from tests.support.servers import NatsServer

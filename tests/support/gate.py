@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
-from dynamo.common.tensors import Array
+from dynamo.common.tensors.tensors import Array
 from dynamo.worker.engine.python import InferContext, Tensor
 
 GATE = ("--model", f"{__file__}:Gate")

@@ -26,19 +26,19 @@ from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.exchange import HttpSettings
+from dynamo.frontend.api.http.management.server import LinkState, health_operations, model_operations, process_operations
 from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.server import serve_http
-from dynamo.frontend.api.http.server_operations import LinkState, health_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.kserve.server import KserveServer
-from dynamo.frontend.api.openai.responses.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.background import BackgroundResponses
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import CapacityOptions, HttpOptions, OverloadStatus, ServingOptions, TextOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.names.rules import Rule
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.text_files import open_text_files
-from dynamo.frontend.preprocess.tokenizer import Tokenizer
+from dynamo.frontend.preprocess.tokens.tokenizer import Tokenizer
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane

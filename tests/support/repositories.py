@@ -11,8 +11,9 @@ import numpy as np
 
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.worker.engine.base import Context
-from dynamo.worker.repository.execution import ModelRequest, ModelResult, Parameter, closing
-from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
+from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult, Parameter, closing
+from dynamo.worker.repository.models.models import RepositoryModels
+from dynamo.worker.repository.models.settings import RepositorySettings
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "repository"
 

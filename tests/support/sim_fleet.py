@@ -20,12 +20,12 @@ from dynamo.frontend.serving.call import Call
 from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import StatusOptions, WorkerConfig
 from dynamo.worker.engine.sim.engine import SimEngine
-from dynamo.worker.engines import sim_config
+from dynamo.worker.process.engine_factory import sim_config
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.waiting import until
 
 if TYPE_CHECKING:  # its package is not everywhere
-    from dynamo.worker.engine.llama import LlamaEngine
+    from dynamo.worker.engine.llama.engine import LlamaEngine
 
 SIM = "blocks=200,block_size=16,speedup=0"
 

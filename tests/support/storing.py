@@ -10,10 +10,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from dynamo.frontend.api.openai.responses.background import BackgroundResponses
-from dynamo.frontend.api.openai.responses.stored import StoredResponses
+from dynamo.frontend.api.openai.store.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.stored import StoredResponses
 from dynamo.frontend.config import CapacityOptions
-from dynamo.frontend.fleet.response_changes import ResponseChanges
+from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.parsers import OutputParsers
 from tests.support.fake_bus import FakeBus, FakeConnection

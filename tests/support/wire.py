@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dynamo.common.protobuf_wire import delimited, tag
+from dynamo.common.tensors.protobuf_wire import delimited, tag
 from dynamo.protos import inference_pb2 as pb
 
 Tensor = pb.ModelInferRequest.InferInputTensor

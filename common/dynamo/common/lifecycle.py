@@ -29,9 +29,9 @@ from typing import Any, NoReturn, TypeVar
 
 import uvloop
 
-from dynamo.common.background import TaskFailed
 from dynamo.common.config import EXIT_CONFIG, ConfigError, exit_with
-from dynamo.common.memory import keep_freed_memory
+from dynamo.common.process.background import TaskFailed
+from dynamo.common.process.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.protocol import UNNAMED, check_protocol
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.tensors import Buffer
 
 LOAD = "repository_load"
 UNLOAD = "repository_unload"

@@ -21,24 +21,24 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynamo.common.accepting import Descriptors, raise_open_files
-from dynamo.common.background import running, start
 from dynamo.common.config import ConfigError
 from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.common.etcd.config import check_etcd
-from dynamo.common.http_server import HttpServer
+from dynamo.common.http.accepting import Descriptors, raise_open_files
+from dynamo.common.http.server import HttpServer
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal
-from dynamo.common.memory import Trimmer
-from dynamo.common.messaging.login import check_nats
+from dynamo.common.messaging.nats.login import check_nats
+from dynamo.common.process.background import running, start
+from dynamo.common.process.memory import Trimmer
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.server import open_kserve
 from dynamo.frontend.api.kserve.settings import Settings
-from dynamo.frontend.api.openai.quota import StoredBytes
-from dynamo.frontend.api.openai.responses.background import BackgroundResponses
-from dynamo.frontend.api.openai.responses.stored import StoredResponses
+from dynamo.frontend.api.openai.store.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.quota import StoredBytes
+from dynamo.frontend.api.openai.store.stored import StoredResponses
 from dynamo.frontend.api.rpc.server import GrpcServer, check_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import FrontendConfig

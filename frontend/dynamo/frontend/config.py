@@ -15,12 +15,12 @@ import msgspec
 from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation_rules import MAX_CHOICES, MAX_LOGPROBS
-from dynamo.common.message_limits import MessageLimits
+from dynamo.common.http.web_pages import parse_allowed_host
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
 from dynamo.common.security.tls import TlsFiles
-from dynamo.common.web_pages import parse_allowed_host
+from dynamo.common.tensors.message_limits import MessageLimits
 from dynamo.frontend.security.surfaces import Restriction, Surface, parse_restrictions
 
 MIB = 2**20

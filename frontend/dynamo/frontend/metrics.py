@@ -16,28 +16,25 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from dynamo.common.errors import Code
 from dynamo.common.model_card import ModelCard
-from dynamo.common.tally import Amount, Tally
-from dynamo.common.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, code_of, error_type
+from dynamo.common.observability.tally import Amount, Tally
+from dynamo.common.observability.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, code_of, error_type
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.security.ledger import Usage
 
 if TYPE_CHECKING:
-    from dynamo.common.tracing import Span
+    from dynamo.common.observability.tracing import Span
+
 
 SHORT_SECONDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02, 0.1)
 """Of what is computed between two requests."""
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 MISPREDICTIONS = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0, 4.0, 10.0)
 BLOCKS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)
-_AGES_S = (0.1, 1, 10, 60, 600, 3600, 6 * 3600, 24 * 3600)
 RATIOS = tuple(step / 10 for step in range(11))
-
 UNKNOWN_MODEL = "unknown_model"
 """Label of names that no instance serves: clients choose them, so they may not become labels."""
-
 MAX_KEY_MODELS = 1000
 """Pairs of an API key and a model that have metrics of their own."""
-
 _TOKEN_BYTES = 4
 _FLUSH_TOKENS = 128
 
@@ -426,105 +423,6 @@ class RequestTimer:
             self._gaps = None
             self._gap_sum = 0.0
             self._pending = 0
-
-
-class ConnectionMetrics:
-    """The connections of one protocol."""
-
-    def __init__(self, connections: Gauge, open_ages: Gauge, ages: Histogram, clock: Callable[[], float]) -> None:
-        self._connections = connections
-        self._open_ages = open_ages
-        self._ages = ages
-        self._clock = clock
-        self._count = 0
-        self._opened_at = 0.0
-        """The times at which the open ones were opened, added up."""
-
-    def opened(self) -> None:
-        self._connections.inc()
-        self._count += 1
-        self._opened_at += self._clock()
-
-    def closed(self, age_s: float) -> None:
-        self._connections.dec()
-        self._ages.observe(age_s)
-        self._count -= 1
-        self._opened_at -= self._clock() - age_s
-
-    def show(self) -> None:
-        """Set the ages of those that are open. Called about once a second."""
-        self._open_ages.set(self._count * self._clock() - self._opened_at if self._count else 0.0)
-
-
-def connection_metrics(
-    registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic
-) -> tuple[ConnectionMetrics, ConnectionMetrics]:
-    """Return the metrics of HTTP and of gRPC. The `grpcio` server keeps its connections to itself, and counts none."""
-    connections = Gauge(
-        "dynamo_frontend_connections",
-        "Connections that are open.",
-        ("protocol",),
-        registry=registry,
-        multiprocess_mode="livesum",
-    )
-    open_ages = Gauge(
-        "dynamo_frontend_open_connection_seconds",
-        "Ages of the open connections, added up; by their number, the mean age.",
-        ("protocol",),
-        registry=registry,
-        multiprocess_mode="livesum",
-    )
-    ages = Histogram(
-        "dynamo_frontend_connection_seconds",
-        "How long connections were open that are closed.",
-        ("protocol",),
-        registry=registry,
-        buckets=_AGES_S,
-    )
-    http, grpc = (
-        ConnectionMetrics(connections.labels(protocol), open_ages.labels(protocol), ages.labels(protocol), clock)
-        for protocol in ("http", "grpc")
-    )
-    return http, grpc
-
-
-class GrpcServerMetrics:
-    """`grpc_server_*`, as the interceptors of other languages name them. `for_method` gives bound children."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        labels = ("grpc_type", "grpc_service", "grpc_method")
-        self.tally = Tally(registry)
-        self.started = Counter("grpc_server_started", "RPCs started.", labels, registry=registry)
-        self.handled = Counter("grpc_server_handled", "RPCs ended.", (*labels, "grpc_code"), registry=registry)
-        self.received = Counter("grpc_server_msg_received", "Messages received.", labels, registry=registry)
-        self.sent = Counter("grpc_server_msg_sent", "Messages sent.", labels, registry=registry)
-        self.handling = Histogram("grpc_server_handling_seconds", "Duration of RPCs.", labels, registry=registry, buckets=SECONDS)
-
-    def for_method(self, service: str, method: str, grpc_type: str) -> GrpcMethodMetrics:
-        """Return the metrics of a method; call it once per method. `grpc_type` is `unary`, `server_stream` or `bidi_stream`."""
-        return GrpcMethodMetrics(self, (grpc_type, service, method))
-
-
-class GrpcMethodMetrics:
-    """The children of one RPC method, bound once. Calls: add to `started`, `received` and `sent`, and `handled`."""
-
-    def __init__(self, server: GrpcServerMetrics, labels: tuple[str, str, str]) -> None:
-        self._server = server
-        self._labels = labels
-        self._codes: dict[str, Amount] = {}
-        tally = server.tally
-        self.started = tally.amount(server.started.labels(*labels))
-        self.received = tally.amount(server.received.labels(*labels))
-        self.sent = tally.amount(server.sent.labels(*labels))
-        self.duration = tally.spread(server.handling, *labels)
-
-    def handled(self, code: str, duration_s: float) -> None:
-        """`code` is the name of the status, written `OK`, `InvalidArgument`, …"""
-        amount = self._codes.get(code)
-        if amount is None:
-            amount = self._codes[code] = self._server.tally.amount(self._server.handled.labels(*self._labels, code))
-        amount.value += 1
-        self.duration.observe(duration_s)
 
 
 class EventMetrics:

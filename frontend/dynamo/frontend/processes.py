@@ -26,7 +26,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.etcd.config import check_etcd
 from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, open_listener, run
 from dynamo.common.logs import setup_logging
-from dynamo.common.messaging.login import check_nats
+from dynamo.common.messaging.nats.login import check_nats
 from dynamo.common.security.tls import read_contents
 from dynamo.frontend import app
 from dynamo.frontend.api.guard import watch_keys

@@ -9,10 +9,10 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError
 from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, end_at_once, stop_on_signal
 from dynamo.common.model_card import ModelKind
+from dynamo.common.process.background import awaited
 from dynamo.local.config import EXIT_UNAUTHENTICATED, LocalConfig
 from dynamo.local.deployment import Deployment, claimed, start_deployment
 from dynamo.local.supervisor import Supervisor, open_supervisor

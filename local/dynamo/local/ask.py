@@ -22,7 +22,7 @@ import numpy as np
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.lifecycle import EXIT_FAILURE
-from dynamo.common.tensors import Array, datatype_named, encode_bytes, from_numpy, to_numpy
+from dynamo.common.tensors.tensors import Array, datatype_named, encode_bytes, from_numpy, to_numpy
 from dynamo.local.config import EXIT_UNAUTHENTICATED
 from dynamo.protos import inference_pb2 as pb
 from dynamo.protos.inference_pb2_grpc import GRPCInferenceServiceStub

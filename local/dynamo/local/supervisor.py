@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynamo.common.background import awaited, start
 from dynamo.common.config import EXIT_CONFIG
 from dynamo.common.errors import DynamoError
+from dynamo.common.process.background import awaited, start
 from dynamo.local.child import Child, ServerFailed
 from dynamo.local.servers import Server
 

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.worker.repository import custom_metrics
-from dynamo.worker.repository.custom_metrics import CustomMetrics, MetricOwner
-from dynamo.worker.repository.models import RepositoryModels
-from dynamo.worker.repository.wire import MetricOrder
+from dynamo.worker.repository.models.models import RepositoryModels
+from dynamo.worker.repository.python import custom_metrics
+from dynamo.worker.repository.python.custom_metrics import CustomMetrics, MetricOwner
+from dynamo.worker.repository.wire.wire import MetricOrder
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
 
 HEAD = """

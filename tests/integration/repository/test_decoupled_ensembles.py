@@ -10,8 +10,8 @@ from google.protobuf import text_format
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelTransactionPolicy
 from dynamo.worker.engine.base import Context
-from dynamo.worker.repository.ensemble import decoupled_origins
-from dynamo.worker.repository.execution import ModelRequest, closing
+from dynamo.worker.repository.declared.execution import ModelRequest, closing
+from dynamo.worker.repository.models.ensemble import decoupled_origins
 from tests.support.repositories import DOUBLE, X_TO_Y, ensemble, infer_all, opened, python_model, step, x
 
 SPLIT = """

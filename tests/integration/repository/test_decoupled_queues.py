@@ -14,9 +14,9 @@ import pytest
 from dynamo.common.errors import EngineError, Overloaded, Unavailable
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.request_queue import QueueTimeout
-from dynamo.worker.repository.execution import ModelRequest, ModelResult
-from dynamo.worker.repository.models import RepositoryModels
-from dynamo.worker.repository.response_order import ResponseOrder
+from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult
+from dynamo.worker.repository.models.models import RepositoryModels
+from dynamo.worker.repository.scheduling.response_order import ResponseOrder
 from tests.support.repositories import X_TO_Y, infer, infer_all, opened, python_model, x
 from tests.support.waiting import until
 

@@ -18,13 +18,13 @@ from google.protobuf import text_format
 from dynamo.common.errors import EngineError, Overloaded
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
-from dynamo.worker.repository.calls import MAX_CALLS, MAX_DEPTH, CallMemory
-from dynamo.worker.repository.content_cache import ContentCache
-from dynamo.worker.repository.environments import Environments
-from dynamo.worker.repository.execution import ModelRequest, ModelResult, Version, closing
-from dynamo.worker.repository.pb_utils import TritonError
-from dynamo.worker.repository.python_backend import PythonBackend, PythonModel
-from dynamo.worker.repository.wire import TensorHead
+from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult, Version, closing
+from dynamo.worker.repository.python.environments import Environments
+from dynamo.worker.repository.python.python_backend import PythonBackend, PythonModel
+from dynamo.worker.repository.stores.content_cache import ContentCache
+from dynamo.worker.repository.stub.pb_utils import TritonError
+from dynamo.worker.repository.wire.calls import MAX_CALLS, MAX_DEPTH, CallMemory
+from dynamo.worker.repository.wire.wire import TensorHead
 from tests.support.repositories import X_TO_Y, ensemble, infer, opened, python_model, step, x
 from tests.support.waiting import until
 

@@ -9,14 +9,14 @@ import pytest
 from google.protobuf import text_format
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.tensors import Array
+from dynamo.common.tensors.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.config import RepositoryOptions
 from dynamo.worker.engine.base import Context
-from dynamo.worker.repository.execution import Arrays, ModelRequest, Version
-from dynamo.worker.repository.model_config import instances_of
-from dynamo.worker.repository.rate_limiter import ExecutionLimits, ProvidedResource, RateLimit, RateLimiter
-from dynamo.worker.repository.session import SessionModel
+from dynamo.worker.repository.declared.execution import Arrays, ModelRequest, Version
+from dynamo.worker.repository.declared.model_config import instances_of
+from dynamo.worker.repository.scheduling.rate_limiter import ExecutionLimits, ProvidedResource, RateLimit, RateLimiter
+from dynamo.worker.repository.sessions.session import SessionModel
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
 from tests.support.waiting import until
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.process.work import finish
 from dynamo.common.shared_memory.sharing import SharedMemory
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import bytes_array, encode_bytes
-from dynamo.common.work import finish
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.tensors import bytes_array, encode_bytes
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from dynamo.worker.engine.base import Context
-from dynamo.worker.repository import wire
 from dynamo.worker.repository.engine import RepositoryEngine
-from dynamo.worker.repository.models import RepositorySettings
-from dynamo.worker.repository.raw_tensors import RawTensors, pack
+from dynamo.worker.repository.models.settings import RepositorySettings
+from dynamo.worker.repository.wire import wire
+from dynamo.worker.repository.wire.raw_tensors import RawTensors, pack
 from tests.support.repositories import X_TO_Y, ensemble, infer_all, opened, python_model, step
 
 ECHO = """

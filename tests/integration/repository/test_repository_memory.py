@@ -13,12 +13,12 @@ import pytest
 
 from dynamo.common.errors import EngineError
 from dynamo.common.shared_memory.sharing import SharedMemory
-from dynamo.common.tensor_request import TensorRequest, parse_response
-from dynamo.common.tensor_response import ResponseForm
-from dynamo.common.tensors import Buffer, from_numpy
+from dynamo.common.tensors.request import TensorRequest, parse_response
+from dynamo.common.tensors.response import ResponseForm
+from dynamo.common.tensors.tensors import Buffer, from_numpy
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
-from dynamo.worker.repository.execution import ModelResult
-from dynamo.worker.repository.models import RepositoryModels
+from dynamo.worker.repository.declared.execution import ModelResult
+from dynamo.worker.repository.models.models import RepositoryModels
 from tests.support.repositories import X_TO_Y, infer_all, opened, python_model
 
 HEAD = """

@@ -16,19 +16,20 @@ import pytest
 from google.protobuf import json_format
 from onnx import TensorProto, helper
 
-from dynamo.common.background import running
 from dynamo.common.errors import Code, DynamoError, Forbidden, InvalidRequest, ModelNotFound, PayloadTooLarge, Unsupported
-from dynamo.common.message_json import to_json
+from dynamo.common.process.background import running
 from dynamo.common.repository import ControlMode, IndexEntry, LoadRequest, ModelState
+from dynamo.common.tensors.message_json import to_json
 from dynamo.protos.model_config_pb2 import ModelConfig
-from dynamo.worker.repository.content_cache import ContentCache
 from dynamo.worker.repository.control import RepositoryControl
+from dynamo.worker.repository.declared.layout import Fingerprint
 from dynamo.worker.repository.engine import RepositoryEngine
-from dynamo.worker.repository.layout import Fingerprint
-from dynamo.worker.repository.model_folders import ModelFolders
-from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
-from dynamo.worker.repository.rate_limiter import ProvidedResource, RateLimiter
-from dynamo.worker.repository.source import ModelPaths
+from dynamo.worker.repository.models.model_folders import ModelFolders
+from dynamo.worker.repository.models.models import RepositoryModels
+from dynamo.worker.repository.models.settings import RepositorySettings
+from dynamo.worker.repository.scheduling.rate_limiter import ProvidedResource, RateLimiter
+from dynamo.worker.repository.stores.content_cache import ContentCache
+from dynamo.worker.repository.stores.source import ModelPaths
 from dynamo.worker.serve import Service
 from tests.support.repositories import DOUBLE, EXAMPLES, X_TO_Y, ensemble, infer, model_with_config, opened, python_model, step, x
 

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.common.errors import EngineError, Unavailable
-from dynamo.worker.repository import wire
-from dynamo.worker.repository.models import RepositoryModels
-from dynamo.worker.repository.python_backend import PythonModel
-from dynamo.worker.repository.stub_process import StubProcess
+from dynamo.worker.repository.models.models import RepositoryModels
+from dynamo.worker.repository.python.python_backend import PythonModel
+from dynamo.worker.repository.python.stub_process import StubProcess
+from dynamo.worker.repository.wire import wire
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
 
 RECORDS = """

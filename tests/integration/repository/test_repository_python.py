@@ -28,12 +28,12 @@ from dynamo.common.errors import (
 from dynamo.common.repository import LoadRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
-from dynamo.worker.repository import wire
-from dynamo.worker.repository.content_cache import ContentCache
-from dynamo.worker.repository.environments import Environments
-from dynamo.worker.repository.execution import ModelRequest, ModelResult, Version, closing
-from dynamo.worker.repository.python_backend import PythonBackend
-from dynamo.worker.repository.responses import MAX_UNREAD
+from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult, Version, closing
+from dynamo.worker.repository.python.environments import Environments
+from dynamo.worker.repository.python.python_backend import PythonBackend
+from dynamo.worker.repository.scheduling.responses import MAX_UNREAD
+from dynamo.worker.repository.stores.content_cache import ContentCache
+from dynamo.worker.repository.wire import wire
 from tests.support.repositories import X_TO_Y, infer, infer_all, opened, python_model, x
 from tests.support.waiting import until
 

@@ -18,13 +18,13 @@ from google.protobuf import text_format
 from onnx import TensorProto, helper
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded
-from dynamo.common.tensor_request import SEQUENCE_OWNER
+from dynamo.common.tensors.request import SEQUENCE_OWNER
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context, RequestTimings
-from dynamo.worker.repository.execution import ModelRequest, ModelResult
-from dynamo.worker.repository.models import RepositoryModels
-from dynamo.worker.repository.pipeline import NoProcess
-from dynamo.worker.repository.sequences import SequenceModel, UnknownSequence
+from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult
+from dynamo.worker.repository.models.models import RepositoryModels
+from dynamo.worker.repository.scheduling.pipeline import NoProcess
+from dynamo.worker.repository.scheduling.sequences import SequenceModel, UnknownSequence
 from tests.support.repositories import infer, infer_all, opened, python_model
 from tests.support.virtual_time import run as run_in_virtual_time
 from tests.support.waiting import until

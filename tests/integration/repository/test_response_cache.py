@@ -11,10 +11,10 @@ import pytest
 from dynamo.common.errors import Code, DynamoError
 from dynamo.common.repository import LoadRequest
 from dynamo.worker.engine.base import Context, RequestTimings
-from dynamo.worker.repository.execution import ModelRequest
-from dynamo.worker.repository.models import RepositoryModels
-from dynamo.worker.repository.response_cache import ResponseCache
-from dynamo.worker.statistics import VersionStatistics
+from dynamo.worker.observability.statistics import VersionStatistics
+from dynamo.worker.repository.declared.execution import ModelRequest
+from dynamo.worker.repository.models.models import RepositoryModels
+from dynamo.worker.repository.models.response_cache import ResponseCache
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
 from tests.support.waiting import until
 

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from dynamo.common.background import running
 from dynamo.common.config import EXIT_CONFIG, ConfigError
 from dynamo.common.lifecycle import EXIT_FAILURE, freeze_garbage, open_listener, run, stop_on_signal, within
+from dynamo.common.process.background import running
 
 
 @pytest.fixture

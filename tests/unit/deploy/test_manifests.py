@@ -19,10 +19,10 @@ import yaml
 from packaging.requirements import Requirement
 
 from dynamo.common.config import load, parse_bytes
-from dynamo.common.web_pages import OwnHosts
+from dynamo.common.http.web_pages import OwnHosts
 from dynamo.frontend.config import FrontendConfig
 from dynamo.worker.config import WorkerConfig
-from dynamo.worker.engines import choose_engine
+from dynamo.worker.process.engine_factory import choose_engine
 from tests.support.manifests import (
     BASE,
     DEPLOY,

@@ -15,12 +15,13 @@ from dynamo.common.errors import Cancelled, Code, Overloaded
 from dynamo.common.generation import Summary
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
-from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
-from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, GrpcServerMetrics, RequestType, connection_metrics
+from dynamo.common.observability.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
+from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, RequestType
+from dynamo.frontend.port_metrics import GrpcServerMetrics, connection_metrics
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
-from dynamo.worker.metrics import WorkerMetrics
-from dynamo.worker.statistics import VersionStatistics
-from dynamo.worker.triton_metrics import TritonMetrics
+from dynamo.worker.observability.metrics import WorkerMetrics
+from dynamo.worker.observability.statistics import VersionStatistics
+from dynamo.worker.observability.triton_metrics import TritonMetrics
 from tests.support.promql import ADDED_BY_PROMETHEUS, DASHBOARDS, all_expressions, dashboard_expressions, parsed, rules, selectors
 
 

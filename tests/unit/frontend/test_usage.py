@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from dynamo.common.asgi import Message
 from dynamo.common.config import ConfigError, load
 from dynamo.common.errors import Unavailable
+from dynamo.common.http.asgi import Message
 from dynamo.frontend import metrics as metrics_module
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.frontend.api.http.management.usage import UsageReport, usage_operations
 from dynamo.frontend.api.http.operation import Operation
-from dynamo.frontend.api.http.usage_operations import UsageReport, usage_operations
 from dynamo.frontend.config import FrontendConfig, UsageOptions
-from dynamo.frontend.fleet.usage import SAVE_S, UsageStore, open_usage
+from dynamo.frontend.fleet.peers.usage import SAVE_S, UsageStore, open_usage
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security import ledger as ledger_module
 from dynamo.frontend.security.__main__ import main

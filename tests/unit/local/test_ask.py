@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.tensors import to_numpy
+from dynamo.common.tensors.tensors import to_numpy
 from dynamo.local.ask import from_file, from_metadata, shown, text_request
 from dynamo.protos import inference_pb2 as pb
 

@@ -20,8 +20,8 @@ from dynamo.common.generation import (
     summary_decoder,
 )
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import encode_bytes
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.tensors import encode_bytes
 from dynamo.protos.inference_pb2 import (
     InferTensorContents,
     ModelInferRequest,

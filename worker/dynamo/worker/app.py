@@ -23,44 +23,45 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count, zip_longest
 
-from dynamo.common.background import awaited, running
 from dynamo.common.config import ConfigError, project_version
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
 from dynamo.common.etcd import Etcd, connect_etcd
 from dynamo.common.etcd.config import check_etcd
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal, within
-from dynamo.common.log_settings import apply_log_settings
-from dynamo.common.memory import Trimmer
-from dynamo.common.messaging.connection import Connection, connect_nats
-from dynamo.common.messaging.kv_stream import KvStream
-from dynamo.common.messaging.login import check_nats
-from dynamo.common.messaging.server import Handler, RequestServer, serve_requests
+from dynamo.common.messaging.jetstream.kv_stream import KvStream
+from dynamo.common.messaging.nats.connection import Connection, connect_nats
+from dynamo.common.messaging.nats.login import check_nats
+from dynamo.common.messaging.request_plane.incoming import Handler
+from dynamo.common.messaging.request_plane.server import RequestServer, serve_requests
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
+from dynamo.common.observability.log_settings import apply_log_settings
+from dynamo.common.observability.scrape import Scraper
+from dynamo.common.observability.server_settings import ServerSettings, open_server_settings
+from dynamo.common.observability.telemetry import RuntimeMetrics, make_registry
+from dynamo.common.observability.tracing import Tracing, open_tracing
+from dynamo.common.process.background import awaited, running
+from dynamo.common.process.memory import Trimmer
 from dynamo.common.protocol import PROTOCOL
 from dynamo.common.repository import RepositoryInstance
-from dynamo.common.scrape import Scraper
-from dynamo.common.server_settings import ServerSettings, open_server_settings
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
-from dynamo.common.telemetry import RuntimeMetrics, make_registry
-from dynamo.common.tracing import Tracing, open_tracing
-from dynamo.worker.adapters import AdapterFollower
-from dynamo.worker.cards import CardFinisher
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, HasRanks, MayFail, TracksKv, UsesSharedMemory
-from dynamo.worker.engines import AnyEngine, make_engine, make_remote, make_repository, split_repositories
-from dynamo.worker.metrics import WorkerMetrics
-from dynamo.worker.model_files import ModelFiles
-from dynamo.worker.publisher import KvPublishers, publishing
-from dynamo.worker.registration import Registered, Registration
+from dynamo.worker.observability.metrics import WorkerMetrics
+from dynamo.worker.observability.triton_metrics import MetricsConfig, TritonMetrics
+from dynamo.worker.process.adapters import AdapterFollower
+from dynamo.worker.process.cards import CardFinisher
+from dynamo.worker.process.engine_factory import AnyEngine, make_engine, make_remote, make_repository, split_repositories
+from dynamo.worker.process.model_files import ModelFiles
+from dynamo.worker.process.publisher import KvPublishers, publishing
+from dynamo.worker.process.registration import Registered, Registration
+from dynamo.worker.process.sleep import Sleeper
+from dynamo.worker.process.status import Status, serve_status
 from dynamo.worker.repository.control import RepositoryControl
 from dynamo.worker.repository.engine import RepositoryEngine
 from dynamo.worker.serve import ServedModel, Service, check_names
-from dynamo.worker.sleep import Sleeper
-from dynamo.worker.status import Status, serve_status
 from dynamo.worker.traces.recorder import TritonTraces, open_triton_traces
-from dynamo.worker.triton_metrics import MetricsConfig, TritonMetrics
 
 log = logging.getLogger(__name__)
 

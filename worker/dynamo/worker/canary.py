@@ -14,9 +14,9 @@ from typing import cast
 
 import msgspec
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded
 from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
+from dynamo.common.process.background import awaited
 from dynamo.worker.engine.base import Context, Engine
 
 log = logging.getLogger(__name__)

@@ -10,16 +10,16 @@ from pathlib import Path
 from dynamo.common.adapters import MAX_LOADED
 from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.messaging.limits import MIB, PlaneLimits
+from dynamo.common.http.web_pages import parse_allowed_host
+from dynamo.common.messaging.request_plane.limits import MIB, PlaneLimits
 from dynamo.common.model_card import Role
 from dynamo.common.names import Endpoint, parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
 from dynamo.common.parser_names import AUTO, parse_reasoning_parser, parse_tool_parser
 from dynamo.common.repository import ControlMode
-from dynamo.common.web_pages import parse_allowed_host
 from dynamo.worker.engine.remote.dialect import RemoteKind
-from dynamo.worker.repository.rate_limiter import ProvidedResource, RateLimit
-from dynamo.worker.triton_metrics import MetricsConfig
+from dynamo.worker.observability.triton_metrics import MetricsConfig
+from dynamo.worker.repository.scheduling.rate_limiter import ProvidedResource, RateLimit
 
 _PASSWORD_IN_URL = re.compile(r"://[^/@]*:[^/@]*@")
 

@@ -22,26 +22,27 @@ from dynamo.common import logs
 from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest, ModelNotFound, NoInstances
 from dynamo.common.generation import Summary, delta_encoder, request_decoder, summary_encoder
 from dynamo.common.guided_rules import check_guided
-from dynamo.common.known_heads import KnownHeads, PerHead
-from dynamo.common.messaging.frames import Body, Buffer, size_of
-from dynamo.common.messaging.limits import COPIED_AT_ONCE_BYTES
-from dynamo.common.messaging.server import Handler
+from dynamo.common.messaging.buffers import Body, Buffer
+from dynamo.common.messaging.request_plane.frames import size_of
+from dynamo.common.messaging.request_plane.incoming import Handler
+from dynamo.common.messaging.request_plane.limits import COPIED_AT_ONCE_BYTES
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.common.reception import Reception
-from dynamo.common.steps import Steps
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensor_response import ResponseForm
-from dynamo.common.tracing import Tracing, context_of
+from dynamo.common.observability.reception import Reception
+from dynamo.common.observability.tracing import Tracing, context_of
+from dynamo.common.process.steps import Steps
+from dynamo.common.tensors.known_heads import KnownHeads, PerHead
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.response import ResponseForm
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.canary import Canary, CanaryRequest
 from dynamo.worker.engine.base import Context, Engine, RequestTimings, RespondsOnce, TensorEngine, TensorResponse
-from dynamo.worker.metrics import WorkerMetrics, WorkerModelMetrics
-from dynamo.worker.request_record import RequestRecord
-from dynamo.worker.request_trace import RequestTrace
-from dynamo.worker.spans import end_generation, end_inference
-from dynamo.worker.statistics import VersionStatistics
+from dynamo.worker.observability.metrics import WorkerMetrics, WorkerModelMetrics
+from dynamo.worker.observability.request_record import RequestRecord
+from dynamo.worker.observability.request_trace import RequestTrace
+from dynamo.worker.observability.spans import end_generation, end_inference
+from dynamo.worker.observability.statistics import VersionStatistics
 from dynamo.worker.traces.recorder import TritonTraces
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ Respond: TypeAlias = Callable[[TensorRequest, Context], Awaitable[TensorResponse
 
 
 class IncomingRequest(Protocol):
-    """One request, as `dynamo.common.messaging.server.Incoming` hands it to a handler."""
+    """One request, as `dynamo.common.messaging.request_plane.incoming.Incoming` hands it to a handler."""
 
     deadline: float | None
     headers: dict[str, str]

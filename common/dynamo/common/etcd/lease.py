@@ -14,10 +14,10 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from dynamo.common.background import running
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd.errors import EtcdUnavailable, LeaseLost
 from dynamo.common.etcd.transport import Method, Transport, backoff
+from dynamo.common.process.background import running
 from dynamo.protos import etcd_pb2 as pb
 
 log = logging.getLogger(__name__)

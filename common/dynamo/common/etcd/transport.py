@@ -20,11 +20,11 @@ from typing import Any, Generic, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd.config import check_etcd, parse_endpoint, uses_etcd_tls
 from dynamo.common.etcd.errors import EtcdUnavailable, TokenExpired, from_rpc_error
 from dynamo.common.options import EtcdOptions
+from dynamo.common.process.background import awaited
 from dynamo.protos import etcd_pb2 as pb
 
 log = logging.getLogger(__name__)

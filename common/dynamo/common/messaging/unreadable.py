@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from dynamo.common.messaging.frames import Buffer
+from dynamo.common.messaging.buffers import Buffer
 
 T = TypeVar("T")
 

@@ -27,6 +27,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamo.common.process.work import Work
 from dynamo.common.shared_memory.files import create_file, name_of, remove_file, tag_of
 from dynamo.common.shared_memory.layout import (
     BEAT_OFFSET,
@@ -41,7 +42,6 @@ from dynamo.common.shared_memory.layout import (
     units_for,
 )
 from dynamo.common.shared_memory.units import Units
-from dynamo.common.work import Work
 
 UNTAKEN_BEATS = 30
 """A region that its reader has not taken within so many of the reader's beats, which are seconds, is revoked."""

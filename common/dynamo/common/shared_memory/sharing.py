@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from dynamo.common.background import running
 from dynamo.common.options import SharedMemoryOptions
+from dynamo.common.process.background import running
+from dynamo.common.process.work import Work
 from dynamo.common.shared_memory.arena import Arena, Region
 from dynamo.common.shared_memory.files import ArenaRefused, is_token, remove_stale_files
 from dynamo.common.shared_memory.layout import Reference
 from dynamo.common.shared_memory.neighbour import BadReference, Neighbour
-from dynamo.common.tensors import Buffer
-from dynamo.common.work import Work
+from dynamo.common.tensors.tensors import Buffer
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import InstanceId, parse_instance
-from dynamo.common.tracing import context_of
-from dynamo.common.work import hold_nothing
+from dynamo.common.observability.tracing import context_of
+from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.overrides import LIMITS, read_overrides

@@ -9,7 +9,7 @@ from dynamo.frontend.api.kserve.rest.operations import kserve_operations
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.operations import openai_operations, read_request_template
-from dynamo.frontend.api.openai.responses.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.background import BackgroundResponses
 from dynamo.frontend.config import TextOptions
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY

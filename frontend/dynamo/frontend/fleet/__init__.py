@@ -1,0 +1,16 @@
+"""What this process knows of the other processes of its fleet.
+
+| module | holds |
+|---|---|
+| `adapters` | LoRA adapters of the fleet's models: loaded and unloaded in all instances |
+| `canary` | every instance is probed now and then whether its engine works |
+| `directory` | a live view of all registrations |
+| `event_bus` | events that may be lost: KV events, load reports, bookings |
+| `kv` | KV caches of instances, kept in step |
+| `leases` | work that one process of the fleet does at a time |
+| `peers` | what the frontends of a namespace tell one another |
+| `presence` | whether instances that etcd does not list any more are still there |
+| `repository` | the model repositories of the fleet |
+| `statistics` | aggregates the statistics of several instances |
+| `worker_streams` | streams of JetStream that workers write, made by frontends |
+"""

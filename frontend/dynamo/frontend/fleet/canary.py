@@ -16,12 +16,12 @@ from typing import Protocol
 
 import msgspec
 
-from dynamo.common.background import running
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError
-from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.model_card import ModelKind
 from dynamo.common.names import InstanceId
+from dynamo.common.process.background import running
 from dynamo.frontend.metrics import FrontendMetrics
 
 log = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from functools import partial
 
-from dynamo.common.background import Tasks, running
 from dynamo.common.discovery import Change, Instance, View
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
 from dynamo.common.etcd.follow import follow
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, namespace_prefix
+from dynamo.common.process.background import Tasks, running
 from dynamo.frontend.fleet.presence import Silent, Unknown
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo.common.background import running
-from dynamo.common.messaging.connection import OnMessage
-from dynamo.common.messaging.frames import Body
+from dynamo.common.messaging.buffers import Body
+from dynamo.common.messaging.nats.connection import OnMessage
+from dynamo.common.process.background import running
 
 log = logging.getLogger(__name__)
 

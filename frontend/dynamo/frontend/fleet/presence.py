@@ -15,7 +15,7 @@ import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DeadlineExceeded, DynamoError, InstanceGone, Unavailable
-from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.messaging.buffers import Body, Buffer
 
 RECONNECT_GRACE_S = 5.0
 """After our connection to NATS came back: those of instances may take so long."""

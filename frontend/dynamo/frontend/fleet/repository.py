@@ -16,13 +16,13 @@ from typing import Protocol
 
 import msgspec
 
-from dynamo.common.background import running
 from dynamo.common.discovery import WITHDRAWN, Instance
 from dynamo.common.errors import Code, DynamoError, EngineError, ModelNotFound, Unsupported, from_wire
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
 from dynamo.common.etcd.follow import follow
-from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.names import InstanceId, repository_prefix
+from dynamo.common.process.background import running
 from dynamo.common.repository import (
     LOAD,
     NO_FILES,

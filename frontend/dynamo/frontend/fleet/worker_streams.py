@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol
 
-from dynamo.common.background import running
 from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.connection import Connection
+from dynamo.common.messaging.nats.connection import Connection
+from dynamo.common.process.background import running
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from dynamo.common.background import running
 from dynamo.common.etcd import Etcd
 from dynamo.common.etcd.document import DocumentType, EtcdDocument
 from dynamo.common.names import model_names_key
+from dynamo.common.process.background import running
 from dynamo.frontend.names.rules import Rule, Rules, check_rules
 
 log = logging.getLogger(__name__)

@@ -5,24 +5,24 @@ from __future__ import annotations
 from dynamo.common.parser_names import REASONING_PARSER_ALIASES, TOOL_PARSER_ALIASES
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.reasoning.kinds import REASONING
-from dynamo.frontend.preprocess.tools.deepseek import DeepSeek
-from dynamo.frontend.preprocess.tools.deepseek_v32 import deepseek_v32
-from dynamo.frontend.preprocess.tools.generic import Generic
-from dynamo.frontend.preprocess.tools.glm import glm45
-from dynamo.frontend.preprocess.tools.granite import granite
-from dynamo.frontend.preprocess.tools.harmony import Harmony
-from dynamo.frontend.preprocess.tools.hermes import hermes
-from dynamo.frontend.preprocess.tools.jamba import jamba
-from dynamo.frontend.preprocess.tools.kimi import Kimi
-from dynamo.frontend.preprocess.tools.llama3_json import Llama3Json
-from dynamo.frontend.preprocess.tools.longcat import longcat
-from dynamo.frontend.preprocess.tools.minimax import minimax_m2
-from dynamo.frontend.preprocess.tools.mistral import Mistral
-from dynamo.frontend.preprocess.tools.nemotron import nemotron
-from dynamo.frontend.preprocess.tools.phi4 import phi4
-from dynamo.frontend.preprocess.tools.pythonic import Pythonic
-from dynamo.frontend.preprocess.tools.qwen3_coder import qwen3_coder
-from dynamo.frontend.preprocess.tools.seed_oss import seed_oss
+from dynamo.frontend.preprocess.tools.formats.deepseek import DeepSeek
+from dynamo.frontend.preprocess.tools.formats.deepseek_v32 import deepseek_v32
+from dynamo.frontend.preprocess.tools.formats.generic import Generic
+from dynamo.frontend.preprocess.tools.formats.glm import glm45
+from dynamo.frontend.preprocess.tools.formats.granite import granite
+from dynamo.frontend.preprocess.tools.formats.harmony import Harmony
+from dynamo.frontend.preprocess.tools.formats.hermes import hermes
+from dynamo.frontend.preprocess.tools.formats.jamba import jamba
+from dynamo.frontend.preprocess.tools.formats.kimi import Kimi
+from dynamo.frontend.preprocess.tools.formats.llama3_json import Llama3Json
+from dynamo.frontend.preprocess.tools.formats.longcat import longcat
+from dynamo.frontend.preprocess.tools.formats.minimax import minimax_m2
+from dynamo.frontend.preprocess.tools.formats.mistral import Mistral
+from dynamo.frontend.preprocess.tools.formats.nemotron import nemotron
+from dynamo.frontend.preprocess.tools.formats.phi4 import phi4
+from dynamo.frontend.preprocess.tools.formats.pythonic import Pythonic
+from dynamo.frontend.preprocess.tools.formats.qwen3_coder import qwen3_coder
+from dynamo.frontend.preprocess.tools.formats.seed_oss import seed_oss
 
 _DEEPSEEK = ParserKind(DeepSeek, needs_special_tokens=True)
 _HARMONY = ParserKind(Harmony, needs_special_tokens=True)

@@ -23,16 +23,16 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.parser_names import GENERIC
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
-from dynamo.frontend.preprocess.detokenize import CONTEXT_TOKENS, Detokenizer
-from dynamo.frontend.preprocess.images import check_places, has_parts, read_images, read_parts, with_parts, with_places
-from dynamo.frontend.preprocess.media import MediaUrls
+from dynamo.frontend.preprocess.media.images import check_places, has_parts, read_images, read_parts, with_parts, with_places
+from dynamo.frontend.preprocess.media.media import MediaUrls
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.plain import pack_conversation
-from dynamo.frontend.preprocess.shortening import fitting
-from dynamo.frontend.preprocess.template import ChatTemplate
-from dynamo.frontend.preprocess.template_budget import OutOfTime
+from dynamo.frontend.preprocess.templates.budget import OutOfTime
+from dynamo.frontend.preprocess.templates.shortening import fitting
+from dynamo.frontend.preprocess.templates.template import ChatTemplate
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
-from dynamo.frontend.preprocess.tokenizer import Tokenizer, TooManyTokens, out_of_vocabulary
+from dynamo.frontend.preprocess.tokens.detokenize import CONTEXT_TOKENS, Detokenizer
+from dynamo.frontend.preprocess.tokens.tokenizer import Tokenizer, TooManyTokens, out_of_vocabulary
 from dynamo.frontend.preprocess.tools import call_ids
 from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
 

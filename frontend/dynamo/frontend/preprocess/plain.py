@@ -19,10 +19,10 @@ from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.common.parser_names import GENERIC
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
-from dynamo.frontend.preprocess.detokenize import stopper_maker
-from dynamo.frontend.preprocess.media import MediaUrls
+from dynamo.frontend.preprocess.media.media import MediaUrls
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import ContextExceeded, TextDelta, TextRequest
+from dynamo.frontend.preprocess.tokens.detokenize import stopper_maker
 from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
 
 _MANY_MESSAGES = 128

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
-from dynamo.common.background import awaited
+from dynamo.common.process.background import awaited
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from dynamo.common.errors import EngineError
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.frontend.config import TextOptions
-from dynamo.frontend.preprocess.media import MediaUrls
+from dynamo.frontend.preprocess.media.media import MediaUrls
 from dynamo.frontend.preprocess.offload import Offload, TextThreads
 from dynamo.frontend.preprocess.shared import Shared
 
 if TYPE_CHECKING:  # heavy; a fleet of tensor models does without
     from dynamo.frontend.preprocess.pipeline import TextModel
     from dynamo.frontend.preprocess.plain import PlainTextModel
-    from dynamo.frontend.preprocess.template import ChatTemplate
-    from dynamo.frontend.preprocess.tokenizer import Tokenizer
+    from dynamo.frontend.preprocess.templates.template import ChatTemplate
+    from dynamo.frontend.preprocess.tokens.tokenizer import Tokenizer
 
 K = TypeVar("K", "_TokenizerKey", "_TemplateKey")
 V = TypeVar("V")
@@ -170,7 +170,7 @@ def _read_tokenizer(data: bytes, key: _TokenizerKey, fast: bool, threads: TextTh
 
 
 def _read_template(data: bytes, key: _TemplateKey, max_chars: int) -> ChatTemplate:
-    from dynamo.frontend.preprocess.template import ChatTemplate
+    from dynamo.frontend.preprocess.templates.template import ChatTemplate
 
     try:
         source = data.decode()

@@ -10,8 +10,8 @@ import msgspec
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, Overloaded
 from dynamo.common.names import InstanceId
+from dynamo.frontend.router.cache.hashing import PromptHashes
 from dynamo.frontend.router.explanation import Explanation
-from dynamo.frontend.router.hashing import PromptHashes
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):

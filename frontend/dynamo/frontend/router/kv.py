@@ -24,22 +24,24 @@ from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import KvCost, KvRouterOptions, check_weight
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
-from dynamo.frontend.router.evictions import Evictions
+from dynamo.frontend.router.cache.evictions import Evictions
+from dynamo.frontend.router.cache.hashing import PromptHashes, RecentPrompts
+from dynamo.frontend.router.cache.index import PrefixIndex
+from dynamo.frontend.router.cache.predicted import PredictedIndex
+from dynamo.frontend.router.cache.thinning import SPARSE
+from dynamo.frontend.router.cost.goals import Demand, check_goals
+from dynamo.frontend.router.cost.latency import LatencyModel, Predictions
+from dynamo.frontend.router.cost.prompts import Prompt
+from dynamo.frontend.router.cost.spreading import PrefixCredits, cheapest_without
+from dynamo.frontend.router.cost.weights import weighted_costs
 from dynamo.frontend.router.explanation import shown
-from dynamo.frontend.router.goals import Demand, check_goals
-from dynamo.frontend.router.hashing import PromptHashes, RecentPrompts
-from dynamo.frontend.router.index import PrefixIndex
-from dynamo.frontend.router.latency import LatencyModel, Predictions
-from dynamo.frontend.router.load import InstanceLoad, Load, LoadTable, all_busy, busy, pinned_busy
-from dynamo.frontend.router.predicted import PredictedIndex
-from dynamo.frontend.router.prompts import Prompt
-from dynamo.frontend.router.rows import RowCache
-from dynamo.frontend.router.shared_bookings import MAX_WAIT_S
+from dynamo.frontend.router.loads.busy import all_busy, busy, pinned_busy
+from dynamo.frontend.router.loads.instance_load import InstanceLoad, Load
+from dynamo.frontend.router.loads.rows import RowCache
+from dynamo.frontend.router.loads.shared_bookings import MAX_WAIT_S
+from dynamo.frontend.router.loads.table import LoadTable
+from dynamo.frontend.router.loads.thresholds import ThresholdTable
 from dynamo.frontend.router.simple import pinned, position_of, position_of_least
-from dynamo.frontend.router.spreading import PrefixCredits, cheapest_without
-from dynamo.frontend.router.thinning import SPARSE
-from dynamo.frontend.router.thresholds import ThresholdTable
-from dynamo.frontend.router.weights import weighted_costs
 
 _WORTH_GUESSING = 8
 """A decision is added to the predicted index if at least one in this many of the prompt's blocks is not confirmed by events of

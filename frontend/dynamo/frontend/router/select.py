@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import assert_never
 
 from dynamo.frontend.config import RouterMode, RouterOptions
-from dynamo.frontend.router.balance import LoadRouter, least_loaded, power_of_two
 from dynamo.frontend.router.base import Router
-from dynamo.frontend.router.busy_filter import BusyFilterRouter
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.loads.table import LoadTable
+from dynamo.frontend.router.loads.thresholds import NEVER_BUSY, ThresholdTable
+from dynamo.frontend.router.policies.balance import LoadRouter, least_loaded, power_of_two
+from dynamo.frontend.router.policies.busy_filter import BusyFilterRouter
 from dynamo.frontend.router.simple import Direct, RandomChoice, RoundRobin
-from dynamo.frontend.router.thresholds import NEVER_BUSY, ThresholdTable
 
 _BY_LOAD = (RouterMode.KV, RouterMode.LEAST_LOADED, RouterMode.POWER_OF_TWO)
 

@@ -9,7 +9,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, InvalidRequest, NoInstances
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
-from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.frontend.router.cache.hashing import PromptHashes
 
 
 def position_of(instance: InstanceId, candidates: Sequence[Instance]) -> int | None:

@@ -11,15 +11,15 @@ from typing import Protocol
 import msgspec
 
 from dynamo.common.discovery import Instance
-from dynamo.common.messaging.frames import Body, Buffer
+from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tracing import Span
-from dynamo.common.work import hold_nothing
+from dynamo.common.observability.tracing import Span
+from dynamo.common.process.work import hold_nothing
+from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.metrics import ModelMetrics, RequestType
+from dynamo.frontend.router.cache.hashing import PromptHashes
 from dynamo.frontend.router.explanation import Explanation
-from dynamo.frontend.router.hashing import PromptHashes
 from dynamo.frontend.security.accounts import Account
 
 _TRITON_LEVELS = 1 << 20
@@ -147,7 +147,7 @@ class Instances(Protocol):
 
 
 class Stream(Protocol):
-    """One open request, as `messaging.client` has it."""
+    """One open request, as `messaging.request_plane.request_stream` has it."""
 
     @property
     def started(self) -> bool: ...

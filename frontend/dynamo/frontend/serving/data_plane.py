@@ -29,11 +29,11 @@ from dynamo.common.errors import (
     Unavailable,
     Unsupported,
 )
-from dynamo.common.messaging.frames import Buffer
+from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.observability.tracing import Tracing
 from dynamo.common.repository import NO_FILES, Files, IndexEntry, LoadRequest, UnloadRequest, merge_indexes
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tracing import Tracing
+from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.config import ServingOptions
 from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
@@ -46,17 +46,17 @@ from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.keys import MAX_PRIORITY
-from dynamo.frontend.serving.admission import AdmissionQueue
 from dynamo.frontend.serving.call import Call, Client, Link, TensorSource, Work, priority_of_level
-from dynamo.frontend.serving.disaggregation import Disaggregation
-from dynamo.frontend.serving.dispatch import DispatchedStream, Dispatcher
-from dynamo.frontend.serving.generation import Generation
+from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation
+from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel
 from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
+from dynamo.frontend.serving.queue.admission import AdmissionQueue
+from dynamo.frontend.serving.queue.turns import Turns
 from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.shadows import Shadows
-from dynamo.frontend.serving.text_models import TextLoader, TextModel, TextModels
-from dynamo.frontend.serving.turns import Turns
+from dynamo.frontend.serving.text.generation import Generation
+from dynamo.frontend.serving.text.text_models import TextLoader, TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 
 __all__ = ["DataPlane", "Generation", "TensorResponses", "open_data_plane"]

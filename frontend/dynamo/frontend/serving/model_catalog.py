@@ -15,7 +15,7 @@ from dynamo.common.discovery import Instance, other_names
 from dynamo.common.errors import ModelNotFound
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId
-from dynamo.common.tensor_check import RequestChecker
+from dynamo.common.tensors.check import RequestChecker
 from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.serving.call import Instances
 

@@ -10,7 +10,7 @@ from typing import Self
 import msgspec
 
 from dynamo.common.errors import Cancelled, RateLimited
-from dynamo.common.tracing import Tracing
+from dynamo.common.observability.tracing import Tracing
 from dynamo.frontend.metrics import ModelMetrics, RequestTimer
 from dynamo.frontend.security.accounts import Ticket
 from dynamo.frontend.security.ledger import Usage

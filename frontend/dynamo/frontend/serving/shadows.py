@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from dynamo.common.background import Tasks
 from dynamo.common.errors import DynamoError
+from dynamo.common.process.background import Tasks
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call, Progress

@@ -1,11 +1,11 @@
 """Builds the parts of a frontend from its configuration and connects them; `app` decides in which order they start and end.
 
-| module | builds |
+| module | holds |
 |---|---|
-| `links` | the connections that are made so far |
-| `metrics` | the registry, and what is measured at intervals |
-| `http` | the operations of the HTTP port, and its server |
-| `grpc` | the services of the gRPC port, and its server |
-| `routing` | the router of the chosen mode, and what it follows |
-| `plane` | the connections, the router and the data plane |
+| `grpc` | the gRPC port |
+| `http` | the HTTP port |
+| `links` | the connections of a frontend, as far as they are made |
+| `metrics` | the metrics of a frontend process |
+| `plane` | the data plane and what it stands on |
+| `routing` | the router |
 """

@@ -7,32 +7,32 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from dynamo.common.accepting import Descriptors
-from dynamo.common.http_server import HttpServer
+from dynamo.common.http.accepting import Descriptors
+from dynamo.common.http.server import HttpServer
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.console.operations import Console, console_operations
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.http.adapter_operations import adapter_operations
 from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.exchange import HttpSettings
 from dynamo.frontend.api.http.guard import HttpGuard
-from dynamo.frontend.api.http.name_operations import name_operations
+from dynamo.frontend.api.http.management.adapters import adapter_operations
+from dynamo.frontend.api.http.management.names import name_operations
+from dynamo.frontend.api.http.management.routing import RoutingControl, routing_operations
+from dynamo.frontend.api.http.management.server import health_operations, metrics_operations, model_operations, process_operations
+from dynamo.frontend.api.http.management.usage import usage_operations
 from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.operation import Operation
-from dynamo.frontend.api.http.routing_operations import RoutingControl, routing_operations
 from dynamo.frontend.api.http.server import serve_http
-from dynamo.frontend.api.http.server_operations import health_operations, metrics_operations, model_operations, process_operations
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
-from dynamo.frontend.api.http.usage_operations import usage_operations
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.openai.batches.batch import Batches
 from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
-from dynamo.frontend.api.openai.quota import StoredBytes
-from dynamo.frontend.api.openai.responses.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.quota import StoredBytes
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.router.select import effective_mode

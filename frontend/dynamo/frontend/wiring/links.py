@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.client import RequestClient
-from dynamo.common.messaging.connection import Connection, OnMessage
-from dynamo.common.messaging.records import RecordStore
-from dynamo.common.server_settings import SettingsStore
-from dynamo.frontend.api.http.server_operations import LinkState
+from dynamo.common.messaging.jetstream.records import RecordStore
+from dynamo.common.messaging.nats.connection import Connection, OnMessage
+from dynamo.common.messaging.request_plane.client import RequestClient
+from dynamo.common.observability.server_settings import SettingsStore
+from dynamo.frontend.api.http.management.server import LinkState
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.event_bus import EventBus, EventSubscription
 from dynamo.frontend.fleet.leases import Leases
-from dynamo.frontend.fleet.response_changes import ResponseChanges
-from dynamo.frontend.fleet.siblings import Siblings
-from dynamo.frontend.fleet.usage import UsageStore
+from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
+from dynamo.frontend.fleet.peers.siblings import Siblings
+from dynamo.frontend.fleet.peers.usage import UsageStore
 from dynamo.frontend.names.table import Change, NameTable
-from dynamo.frontend.router.thresholds import Thresholds
+from dynamo.frontend.router.loads.thresholds import Thresholds
 from dynamo.frontend.security.ledger import Row
 from dynamo.frontend.security.sharing import Fleet
 

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from dynamo.common.background import running
 from dynamo.common.config import project_version
-from dynamo.common.scrape import Scraper
-from dynamo.common.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
-from dynamo.frontend.api.http.server_operations import LinkState
-from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, GrpcServerMetrics, RouterMetrics, connection_metrics
+from dynamo.common.observability.scrape import Scraper
+from dynamo.common.observability.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
+from dynamo.common.process.background import running
+from dynamo.frontend.api.http.management.server import LinkState
+from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, RouterMetrics
+from dynamo.frontend.port_metrics import GrpcServerMetrics, connection_metrics
 from dynamo.frontend.wiring.links import Links
 
 _WATCH_S = 1.0

@@ -8,30 +8,30 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from dynamo.common.etcd import connect_etcd
-from dynamo.common.log_settings import apply_log_settings
-from dynamo.common.messaging.client import open_client
-from dynamo.common.messaging.connection import connect_nats
-from dynamo.common.messaging.kv_stream import KvStream
-from dynamo.common.messaging.records import open_records
-from dynamo.common.messaging.store import FileStore
+from dynamo.common.messaging.jetstream.kv_stream import KvStream
+from dynamo.common.messaging.jetstream.records import open_records
+from dynamo.common.messaging.jetstream.store import FileStore
+from dynamo.common.messaging.nats.connection import connect_nats
+from dynamo.common.messaging.request_plane.client import open_client
 from dynamo.common.names import leases_prefix
+from dynamo.common.observability.log_settings import apply_log_settings
+from dynamo.common.observability.server_settings import open_server_settings
+from dynamo.common.observability.tracing import open_tracing
 from dynamo.common.options import NatsOptions
-from dynamo.common.server_settings import open_server_settings
 from dynamo.common.shared_memory.sharing import open_shared_memory
-from dynamo.common.tracing import open_tracing
 from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.guard import Accounts
-from dynamo.frontend.api.http.routing_operations import RoutingControl
+from dynamo.frontend.api.http.management.routing import RoutingControl
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
 from dynamo.frontend.fleet.leases import open_leases
-from dynamo.frontend.fleet.limits import open_limit_exchange
+from dynamo.frontend.fleet.peers.limits import open_limit_exchange
+from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
+from dynamo.frontend.fleet.peers.turns import open_turn_exchange
+from dynamo.frontend.fleet.peers.usage import open_usage
 from dynamo.frontend.fleet.repository import open_repositories
-from dynamo.frontend.fleet.response_changes import ResponseChanges
-from dynamo.frontend.fleet.turns import open_turn_exchange
-from dynamo.frontend.fleet.usage import open_usage
 from dynamo.frontend.fleet.worker_streams import open_worker_streams
 from dynamo.frontend.names.table import open_names
 from dynamo.frontend.preprocess.text_files import open_text_files

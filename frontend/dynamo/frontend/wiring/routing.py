@@ -9,29 +9,29 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from dynamo.common.discovery import Instance
-from dynamo.common.messaging.client import RequestClient
-from dynamo.common.messaging.connection import Connection
-from dynamo.common.messaging.frames import Body, Buffer
-from dynamo.common.messaging.kv_stream import KvStream
+from dynamo.common.messaging.buffers import Body, Buffer
+from dynamo.common.messaging.jetstream.kv_stream import KvStream
+from dynamo.common.messaging.nats.connection import Connection
+from dynamo.common.messaging.request_plane.client import RequestClient
 from dynamo.common.names import Endpoint
-from dynamo.frontend.api.http.routing_operations import RoutingControl
+from dynamo.frontend.api.http.management.routing import RoutingControl
 from dynamo.frontend.config import FrontendConfig, RouterOptions
-from dynamo.frontend.fleet.bookings import Bookings
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.event_bus import EventBus
-from dynamo.frontend.fleet.kv_feed import open_kv_feed
-from dynamo.frontend.fleet.kv_history import KvHistory
-from dynamo.frontend.fleet.siblings import open_siblings
+from dynamo.frontend.fleet.kv.feed import open_kv_feed
+from dynamo.frontend.fleet.kv.history import KvHistory
+from dynamo.frontend.fleet.peers.bookings import Bookings
+from dynamo.frontend.fleet.peers.siblings import open_siblings
 from dynamo.frontend.metrics import RouterMetrics
-from dynamo.frontend.router.affinity import SessionRouter
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.loads.table import LoadTable
+from dynamo.frontend.router.loads.thresholds import ThresholdTable
 from dynamo.frontend.router.measured import MeasuredRouter
+from dynamo.frontend.router.policies.affinity import SessionRouter
+from dynamo.frontend.router.policies.sequences import SequenceRouter
 from dynamo.frontend.router.select import follows_loads, make_router
-from dynamo.frontend.router.sequences import SequenceRouter
-from dynamo.frontend.router.thresholds import ThresholdTable
 from dynamo.frontend.wiring.links import Links
 
 

@@ -22,13 +22,13 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.config import QueuePolicy, RouterMode, RouterOptions
 from dynamo.frontend.router.base import Router, RouteRequest, TooLate
-from dynamo.frontend.router.hashing import PromptHashes
+from dynamo.frontend.router.cache.hashing import PromptHashes
 from dynamo.frontend.router.kv import KvRouter
-from dynamo.frontend.router.load import LoadTable
+from dynamo.frontend.router.loads.shared_bookings import SHARE_S
+from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.router.select import make_router
-from dynamo.frontend.router.shared_bookings import SHARE_S
-from dynamo.frontend.serving.fair_queue import FairQueue
-from dynamo.frontend.serving.line_order import nearest_to_caches, rank_and_order
+from dynamo.frontend.serving.queue.fair_queue import FairQueue
+from dynamo.frontend.serving.queue.line_order import nearest_to_caches, rank_and_order
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures
 from dynamo.local.replay.trace import VOCABULARY, Row, expand

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from dynamo.common.generation import Delta, Summary
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.sim.engine import SimEngine
-from dynamo.worker.engines import make_engine
+from dynamo.worker.process.engine_factory import make_engine
 from tests.support.sglang_server import SglangServer
 
 BLOCKS = 512

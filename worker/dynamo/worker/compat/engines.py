@@ -18,7 +18,7 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Unava
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
-from dynamo.common.tensors import DATATYPES, Array
+from dynamo.common.tensors.tensors import DATATYPES, Array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.compat.models import ModelInput, RegisteredModel
 from dynamo.worker.engine.base import Context as RequestContext

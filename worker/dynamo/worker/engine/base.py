@@ -16,7 +16,7 @@ from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
 from dynamo.common.model_card import ModelCard
 from dynamo.common.shared_memory.sharing import SharedMemory
-from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors.request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferResponse
 from dynamo.worker.traces.trace import Trace
 

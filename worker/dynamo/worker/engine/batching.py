@@ -35,8 +35,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamo.common.background import Tasks
 from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest
+from dynamo.common.process.background import Tasks
 from dynamo.worker.engine.base import Context, count_execution
 from dynamo.worker.engine.request_queue import NO_OPTIONS, Queued, QueueOptions, QueuePolicies, RequestQueue
 

@@ -23,7 +23,7 @@ from google.protobuf import text_format
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.tensors import datatype_named, datatype_of_config
+from dynamo.common.tensors.tensors import datatype_named, datatype_of_config
 from dynamo.protos.model_config_pb2 import ModelConfig, ModelDynamicBatching, ModelInput, ModelOutput, ModelQueuePolicy
 from dynamo.worker.engine.batching import BatchPolicy
 from dynamo.worker.engine.request_queue import DEFAULT_QUEUE_SIZE, QueuePolicies, QueuePolicy, TimeoutAction

@@ -15,7 +15,7 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors.request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from dynamo.worker.engine.base import Context, EngineLoad, TensorResponse
 from dynamo.worker.engine.declaration import Declaration, Tensor

@@ -45,12 +45,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.common.model_card import ModelCard, TensorSpec
-from dynamo.common.steps import Steps
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import (
+from dynamo.common.process.background import awaited
+from dynamo.common.process.steps import Steps
+from dynamo.common.process.work import Work
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.tensors import (
     DATATYPES,
     LONG_BYTES,
     Array,
@@ -63,7 +64,6 @@ from dynamo.common.tensors import (
     to_numpy,
     typed_to_raw,
 )
-from dynamo.common.work import Work
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from dynamo.worker.engine.base import Buffer, Context, TensorResponse
 from dynamo.worker.engine.batching import Batch, Batcher, Tensors

@@ -29,13 +29,13 @@ import msgspec
 from sglang import Engine
 from sglang.srt.server_args import prepare_server_args
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature
 from dynamo.common.kv.events import KvState
 from dynamo.common.lifecycle import restore_signals
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.process.background import awaited
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.remote.sglang import FEATURES, Event, SglangReader, request_fields

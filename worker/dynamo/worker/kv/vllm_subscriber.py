@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
-from dynamo.common.background import running_tasks
 from dynamo.common.errors import EngineError
 from dynamo.common.kv.events import KvState
+from dynamo.common.process.background import running_tasks
 from dynamo.worker.kv.vllm_events import AdapterName, Translator, decode_batch
 
 log = logging.getLogger(__name__)

@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from dynamo.common.background import Tasks
 from dynamo.common.errors import DynamoError, InvalidRequest
-from dynamo.common.messaging.server import Handler
+from dynamo.common.messaging.request_plane.incoming import Handler
 from dynamo.common.model_card import ModelCard
+from dynamo.common.process.background import Tasks
 from dynamo.common.repository import LOAD, UNLOAD, ControlMode, Loaded, LoadRequest, UnloadRequest
+from dynamo.worker.observability.statistics import VersionStatistics
+from dynamo.worker.repository.declared.layout import Fingerprint
 from dynamo.worker.repository.engine import RepositoryEngine
-from dynamo.worker.repository.layout import Fingerprint
 from dynamo.worker.serve import IncomingRequest, ServedModel, Service
-from dynamo.worker.statistics import VersionStatistics
 
 log = logging.getLogger(__name__)
 

@@ -8,23 +8,24 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TypeAlias
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.common.known_heads import PerHead
 from dynamo.common.model_card import ModelCard
+from dynamo.common.process.steps import Steps
 from dynamo.common.repository import ControlMode
 from dynamo.common.shared_memory.sharing import SharedMemory
-from dynamo.common.steps import Steps
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensor_response import FINAL_RESPONSE
-from dynamo.common.tensors import DATATYPES, LONG_BYTES, Buffer, element_count, from_numpy, takes_long_to_encode
+from dynamo.common.tensors.known_heads import PerHead
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.response import FINAL_RESPONSE
+from dynamo.common.tensors.tensors import DATATYPES, LONG_BYTES, Buffer, element_count, from_numpy, takes_long_to_encode
 from dynamo.protos.inference_pb2 import ModelInferResponse
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.python import encode_long, has_long_bytes, read_in_steps, read_inputs
-from dynamo.worker.repository.execution import Arrays, ModelRequest, ModelResult, closing, from_parameter, to_parameter
-from dynamo.worker.repository.layout import Fingerprint
-from dynamo.worker.repository.loaded import LoadedModel, output_datatype
-from dynamo.worker.repository.models import RepositoryModels, RepositorySettings
-from dynamo.worker.repository.raw_tensors import Kind, RawTensors
-from dynamo.worker.repository.wire import TensorHead
+from dynamo.worker.repository.declared.execution import Arrays, ModelRequest, ModelResult, closing, from_parameter, to_parameter
+from dynamo.worker.repository.declared.layout import Fingerprint
+from dynamo.worker.repository.models.loaded import LoadedModel, output_datatype
+from dynamo.worker.repository.models.models import RepositoryModels
+from dynamo.worker.repository.models.settings import RepositorySettings
+from dynamo.worker.repository.wire.raw_tensors import Kind, RawTensors
+from dynamo.worker.repository.wire.wire import TensorHead
 
 log = logging.getLogger(__name__)
 

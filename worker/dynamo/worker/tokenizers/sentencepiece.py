@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dynamo.common.errors import InvalidRequest, Unsupported
-from dynamo.common.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, read_varint
+from dynamo.common.tensors.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, read_varint
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces. GGUF files use the same numbers."""

@@ -8,4 +8,10 @@
 
 A trace is one request to one model. Those of the models in an ensemble have its trace as their parent, and are written with it
 as one group. Times are those of the monotonic clock, as in Triton.
+
+| module | holds |
+|---|---|
+| `files` | the files of traces: one that grows, and numbered ones |
+| `recorder` | which requests are traced, and when traces are written |
+| `trace` | one trace, and how it is written |
 """

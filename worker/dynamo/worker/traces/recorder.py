@@ -10,10 +10,10 @@ from itertools import count
 from threading import Lock
 from typing import TypeAlias
 
-from dynamo.common.background import awaited, running
 from dynamo.common.errors import DynamoError
+from dynamo.common.observability.server_settings import SERVER, ServerSettings, TraceSettings, why_not_traced
 from dynamo.common.options import TraceMode, TraceOptions
-from dynamo.common.server_settings import SERVER, ServerSettings, TraceSettings, why_not_traced
+from dynamo.common.process.background import awaited, running
 from dynamo.worker.traces.files import TraceFiles
 from dynamo.worker.traces.trace import Trace, TraceGroup
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo.common.server_settings import TENSORS, TIMESTAMPS
-from dynamo.common.tensors import Array, Buffer, bf16_to_float32, to_numpy
+from dynamo.common.observability.server_settings import TENSORS, TIMESTAMPS
+from dynamo.common.tensors.tensors import Array, Buffer, bf16_to_float32, to_numpy
 
 MAX_TRACES = 1000
 """In one group; further parts of a request have no trace."""

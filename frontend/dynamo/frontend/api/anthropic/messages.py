@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason, Summary
+from dynamo.common.process.background import awaited
 from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest, PreparedMessages, conversation, to_text
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.declaration import TEXT, TOKENS

@@ -14,14 +14,14 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
-from dynamo.common.background import start
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Unavailable
 from dynamo.common.kv.events import LoadReport, load_message_decoder
-from dynamo.common.messaging.connection import OnMessage
+from dynamo.common.messaging.nats.connection import OnMessage
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, instance_of, loads_subject
+from dynamo.common.process.background import start
 from dynamo.frontend.fleet.event_bus import Closable
 from dynamo.frontend.names.rules import Fallback, Rule, Sticky
 from dynamo.frontend.security.accounts import Account

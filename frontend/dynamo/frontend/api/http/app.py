@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from dynamo.common.asgi import Receive, Scope, Send
 from dynamo.common.errors import Forbidden, InvalidRequest, Overloaded
+from dynamo.common.http.asgi import Receive, Scope, Send
 from dynamo.frontend.api.declaration import Charge, Declaration, OtherSites, shown
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, PathNotFound
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange, HttpSettings

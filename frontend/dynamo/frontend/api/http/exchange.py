@@ -17,24 +17,24 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from types import TracebackType
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 
-from dynamo.common.asgi import Message, Receive, Scope, Send
-from dynamo.common.background import start
 from dynamo.common.errors import Cancelled, Code, DynamoError, EngineError, InvalidRequest, PayloadTooLarge, RateLimited, release
-from dynamo.common.http_connection import ON_HALF_CLOSE
-from dynamo.common.http_request import CLIENT_WATCH, ClientWatch
+from dynamo.common.http.asgi import Message, Receive, Scope, Send
+from dynamo.common.http.connection import ON_HALF_CLOSE
+from dynamo.common.http.request import CLIENT_WATCH, ClientWatch
 from dynamo.common.logs import request_id as logged_id
-from dynamo.common.steps import Steps
-from dynamo.common.tensors import Buffer
-from dynamo.common.work import Work
+from dynamo.common.process.steps import Steps
+from dynamo.common.process.work import Work
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, MAX_FILE_BYTES, Declaration, Reads
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, UnknownEncoding, decompress_steps, encoding_of
+from dynamo.frontend.api.http.event_stream import EventStream, Header
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
@@ -44,19 +44,9 @@ from dynamo.frontend.security.accounts import Account, RateLimit
 from dynamo.frontend.serving.call import Progress
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
-Header: TypeAlias = tuple[bytes, bytes]
-
 JSON = (b"content-type", b"application/json")
 HTML = (b"content-type", b"text/html; charset=utf-8")
-_STREAM_HEADERS: tuple[Header, ...] = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
-_KEEPALIVE = b": keepalive\n\n"
 _LARGE_BODY_BYTES = 64 * 1024
 _QUERY_FIELDS = 100
 _PIECE_BYTES = 256 * 1024
@@ -510,109 +500,6 @@ class Attended:
     def _cancel(self) -> None:
         self._exchange.client_left = True
         self._handler.cancel()
-
-
-class EventStream:
-    """Server-sent events, written by one handler; comments are sent when it writes nothing for a while."""
-
-    __slots__ = (
-        "_check",
-        "_has_events",
-        "_headers",
-        "_idle",
-        "_interval_s",
-        "_is_within",
-        "_loop",
-        "_send",
-        "_timer",
-        "_writing",
-        "begun",
-    )
-
-    def __init__(
-        self, send: Send, headers: Callable[[], tuple[Header, ...]], check: Callable[[], None], keepalive_s: float
-    ) -> None:
-        """`check` raises what keeps the first event, which no comment is, from being sent."""
-        self.begun = False
-        """The status has gone out."""
-        self._send = send
-        self._headers = headers
-        self._check = check
-        self._has_events = False
-        self._interval_s = keepalive_s
-        self._loop = asyncio.get_running_loop()
-        self._idle = True
-        """Nothing was written since the last look."""
-        self._is_within = False
-        """The pieces written so far end within an event."""
-        self._writing: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_later(keepalive_s, self._tick)
-
-    async def write(self, events: bytes) -> None:
-        """Send some whole events. Waits while the client is slow."""
-        self._idle = False
-        if not self._has_events:
-            self._check()
-            self._has_events = True
-        if not self.begun:
-            await self._begin()
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def write_pieces(self, pieces: Sequence[bytes]) -> None:
-        """Do what `write` does with events that are too large to be joined."""
-        if self._writing is not None:
-            await asyncio.wait((self._writing,))  # no comment may come between the pieces
-        self._is_within = True
-        try:
-            for piece in pieces:
-                await self.write(piece)
-        finally:
-            self._is_within = False
-
-    async def end(self, events: bytes) -> None:
-        """Send the last events."""
-        self._stop_keepalive()
-        if not self.begun:  # else it may be an error before there were events
-            self._check()
-            await self._begin()
-        await self._send({"type": "http.response.body", "body": events})
-
-    def close(self) -> None:
-        """Write nothing more, unless the stream has begun and ends with `end`."""
-        self._stop_keepalive()
-        self._headers, self._check = tuple, _pass  # the exchange's methods hold the exchange, which holds this stream
-
-    def _stop_keepalive(self) -> None:
-        self._timer.cancel()
-        if self._writing is not None:
-            self._writing.cancel()
-
-    async def _begin(self) -> None:
-        self.begun = True
-        headers = [*_STREAM_HEADERS, *self._headers()]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    def comment(self) -> None:
-        """Send a comment, which clients ignore."""
-        # It may wait for a slow client, as any write may; while it does, no other is needed.
-        if not self._is_within and (self._writing is None or self._writing.done()):
-            self._writing = start(self._write_comment(), "keep-alive comment")
-
-    async def _write_comment(self) -> None:
-        self._idle = False
-        if not self.begun:
-            await self._begin()
-        await self._send({"type": "http.response.body", "body": _KEEPALIVE, "more_body": True})
-
-    def _tick(self) -> None:
-        if self._idle:
-            self.comment()
-        self._idle = True
-        self._timer = self._loop.call_later(self._interval_s, self._tick)
-
-
-def _pass() -> None:
-    """Check nothing."""
 
 
 def _join(pieces: list[bytes]) -> bytes:

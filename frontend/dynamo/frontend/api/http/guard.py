@@ -11,7 +11,7 @@ Nothing of a body is read before a request has passed it.
 from __future__ import annotations
 
 from dynamo.common.errors import DynamoError, Forbidden, Unauthenticated
-from dynamo.common.web_pages import OwnHosts, is_link, is_of_other_origin
+from dynamo.common.http.web_pages import OwnHosts, is_link, is_of_other_origin
 from dynamo.frontend.api.declaration import Declaration, OtherSites
 from dynamo.frontend.api.guard import ADMIN, BROWSED, Guard, record, record_refusal
 from dynamo.frontend.api.http.cors import Cors

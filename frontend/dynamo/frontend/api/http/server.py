@@ -10,10 +10,10 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from dynamo.common.accepting import Descriptors
-from dynamo.common.asgi import ASGIApp
-from dynamo.common.http_connection import HttpLimits
-from dynamo.common.http_server import ConnectionObserver, HttpServer, serve_asgi
+from dynamo.common.http.accepting import Descriptors
+from dynamo.common.http.asgi import ASGIApp
+from dynamo.common.http.connection import HttpLimits
+from dynamo.common.http.server import ConnectionObserver, HttpServer, serve_asgi
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.security.tls import server_context
 from dynamo.frontend.config import HttpOptions

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge, Unsupported
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
 from dynamo.frontend.api.text.gathering import Gathering

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, NoInstances
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.repository import IndexEntry, ModelState
-from dynamo.common.tensors import DATATYPES, datatype_of_config
+from dynamo.common.tensors.tensors import DATATYPES, datatype_of_config
 from dynamo.frontend.api.kserve.words import check_version
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
-from dynamo.common.message_limits import parse_message
-from dynamo.common.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, delimited, read_varint, tag
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.message_limits import parse_message
+from dynamo.common.tensors.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, delimited, read_varint, tag
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.protos.inference_pb2 import ModelRepositoryParameter, RepositoryModelLoadRequest
 
 MAX_SETTINGS_BYTES = 4 << 20

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from dynamo.common.model_card import ModelCard
-from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.words import check_version
 from dynamo.frontend.names.plan import Identity

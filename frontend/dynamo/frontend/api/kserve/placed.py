@@ -9,9 +9,9 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
-from dynamo.common.tensor_check import SHARED_MEMORY
-from dynamo.common.tensor_request import TensorRequest, build_response, parse_response
-from dynamo.common.tensors import Buffer, element_count, typed_to_raw
+from dynamo.common.tensors.check import SHARED_MEMORY
+from dynamo.common.tensors.request import TensorRequest, build_response, parse_response
+from dynamo.common.tensors.tensors import Buffer, element_count, typed_to_raw
 from dynamo.frontend.api.kserve.regions import Region, Regions, too_small
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 

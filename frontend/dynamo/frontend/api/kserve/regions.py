@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from dynamo.common.errors import AlreadyExists, DynamoError, EngineError, Forbidden, InvalidRequest, NotFound
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.kserve.registrations import OwnRegistrations, Registration, Registrations
 
 FOLDER = "/dev/shm"  # noqa: S108 - where POSIX shared memory is on Linux

@@ -12,12 +12,12 @@ from urllib.parse import unquote
 
 import msgspec
 
-from dynamo.common.background import running
 from dynamo.common.errors import Forbidden, InvalidRequest, ModelNotFound, NotFound, Unsupported
+from dynamo.common.observability.reception import Edge, Reception
+from dynamo.common.observability.server_settings import LocalSettings
 from dynamo.common.options import TraceOptions
-from dynamo.common.reception import Edge, Reception
-from dynamo.common.server_settings import LocalSettings
-from dynamo.common.tensor_request import TensorRequest
+from dynamo.common.process.background import running
+from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.placed import PlacedRequest, find_places
 from dynamo.frontend.api.kserve.regions import Regions

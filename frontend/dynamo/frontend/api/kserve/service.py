@@ -17,13 +17,13 @@ import grpc.aio
 import msgspec
 
 from dynamo.common.errors import ShuttingDown, Unsupported
-from dynamo.common.known_heads import KnownHeads
 from dynamo.common.logs import request_id as logged_id
-from dynamo.common.message_limits import MessageScanner, parse_message
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.reception import Edge
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import Buffer
+from dynamo.common.observability.reception import Edge
+from dynamo.common.tensors.known_heads import KnownHeads
+from dynamo.common.tensors.message_limits import MessageScanner, parse_message
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.declaration import HEALTH, Declaration

@@ -9,9 +9,17 @@ from pathlib import Path
 import msgspec
 
 from dynamo.common.errors import InvalidRequest, Overloaded, Unsupported
-from dynamo.common.log_settings import FORMATS
+from dynamo.common.observability.log_settings import FORMATS
+from dynamo.common.observability.server_settings import (
+    LEVELS,
+    SERVER,
+    TIMESTAMPS,
+    ServerSettings,
+    SettingsStore,
+    TraceChange,
+    why_not_traced,
+)
 from dynamo.common.options import TraceMode, TraceOptions
-from dynamo.common.server_settings import LEVELS, SERVER, TIMESTAMPS, ServerSettings, SettingsStore, TraceChange, why_not_traced
 
 OFF = "OFF"
 _UINT32 = 2**32

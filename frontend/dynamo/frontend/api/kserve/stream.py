@@ -20,16 +20,16 @@ from time import perf_counter_ns
 import grpc.aio
 import msgspec
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import Cancelled, DynamoError, InvalidRequest, ShuttingDown, release
 from dynamo.common.logs import request_id as logged_id
-from dynamo.common.message_limits import MessageScanner
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.protobuf_wire import tag, varint
-from dynamo.common.reception import Edge
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensor_response import FINAL_RESPONSE, ResponseForm
-from dynamo.common.tensors import Buffer
+from dynamo.common.observability.reception import Edge
+from dynamo.common.process.background import awaited
+from dynamo.common.tensors.message_limits import MessageScanner
+from dynamo.common.tensors.protobuf_wire import tag, varint
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.response import FINAL_RESPONSE, ResponseForm
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.kserve.declarations import INFER

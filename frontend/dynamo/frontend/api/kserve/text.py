@@ -27,10 +27,10 @@ import msgspec
 from dynamo.common.errors import InvalidRequest, ModelNotFound
 from dynamo.common.generation import FinishReason, Sampling, Stop
 from dynamo.common.model_card import ModelCard
-from dynamo.common.protobuf_wire import delimited, tag, varint
-from dynamo.common.tensor_check import check_request_parameters, check_tensor_parameters
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import (
+from dynamo.common.tensors.check import check_request_parameters, check_tensor_parameters
+from dynamo.common.tensors.protobuf_wire import delimited, tag, varint
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.tensors import (
     Array,
     bf16_to_float32,
     check_contents,

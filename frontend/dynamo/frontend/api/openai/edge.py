@@ -9,16 +9,16 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import InvalidRequest, Unsupported
 from dynamo.common.generation import Summary
+from dynamo.common.process.background import awaited
 from dynamo.frontend.api.health import Readiness
-from dynamo.frontend.api.http.exchange import EventStream
+from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.openai.chunks import Head
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, TextGenerationRequest
 from dynamo.frontend.api.openai.response_objects import Usage
-from dynamo.frontend.api.openai.responses.background import BackgroundResponses
-from dynamo.frontend.api.openai.responses.stored import StoredResponses
+from dynamo.frontend.api.openai.store.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.stored import StoredResponses
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.text.generations import TextSource
 from dynamo.frontend.api.text.model_names import name_or_only_model
@@ -28,7 +28,7 @@ from dynamo.frontend.preprocess.parsers import OutputParsers
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane, Generation
-from dynamo.frontend.serving.text_models import TextModel
+from dynamo.frontend.serving.text.text_models import TextModel
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 

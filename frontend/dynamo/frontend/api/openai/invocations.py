@@ -20,8 +20,8 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import decode, scanned_body
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.edge import Edge
-from dynamo.frontend.api.openai.embeddings import embeds_texts
-from dynamo.frontend.api.openai.text_tasks import classifies_texts
+from dynamo.frontend.api.openai.pooling.embeddings import embeds_texts
+from dynamo.frontend.api.openai.pooling.text_tasks import classifies_texts
 from dynamo.frontend.api.text.model_names import name_or_only_model
 
 _ENDPOINTS = (

@@ -15,8 +15,27 @@ from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.chat import ChatCompletions
 from dynamo.frontend.api.openai.completions import Completions
 from dynamo.frontend.api.openai.edge import Edge
-from dynamo.frontend.api.openai.embeddings import EmbeddingsEndpoint, embeds_texts
 from dynamo.frontend.api.openai.invocations import Invocations
+from dynamo.frontend.api.openai.pooling.embeddings import EmbeddingsEndpoint, embeds_texts
+from dynamo.frontend.api.openai.pooling.text_task_objects import (
+    ClassifyRequest,
+    ClassifyResponse,
+    PoolingRequest,
+    PoolingResponse,
+    RerankRequest,
+    RerankResponse,
+    ScoreRequest,
+    ScoreResponse,
+)
+from dynamo.frontend.api.openai.pooling.text_tasks import (
+    TextTask,
+    classifies_texts,
+    classify,
+    compares_texts,
+    pool,
+    rerank,
+    score,
+)
 from dynamo.frontend.api.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -33,25 +52,6 @@ from dynamo.frontend.api.openai.response_objects import (
     TokenizerDescription,
 )
 from dynamo.frontend.api.openai.responses.operations import response_operations
-from dynamo.frontend.api.openai.text_task_objects import (
-    ClassifyRequest,
-    ClassifyResponse,
-    PoolingRequest,
-    PoolingResponse,
-    RerankRequest,
-    RerankResponse,
-    ScoreRequest,
-    ScoreResponse,
-)
-from dynamo.frontend.api.openai.text_tasks import (
-    TextTask,
-    classifies_texts,
-    classify,
-    compares_texts,
-    pool,
-    rerank,
-    score,
-)
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize, TokenizerInfo
 from dynamo.frontend.security.surfaces import Surface

@@ -13,7 +13,7 @@ from msgspec import Raw, Struct
 from dynamo.common.errors import PayloadTooLarge
 from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.openai.chunks import encode
-from dynamo.frontend.api.openai.vectors import with_rows
+from dynamo.frontend.api.openai.pooling.vectors import with_rows
 from dynamo.frontend.preprocess.offload import Offload, P
 
 LONG_CHARS = 64 * 1024

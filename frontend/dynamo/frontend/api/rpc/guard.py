@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.logs import request_id as logged_id
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.guard import Guard, record, record_refusal
 from dynamo.frontend.api.rpc.handlers import PendingMessage, read_buffer, refuse

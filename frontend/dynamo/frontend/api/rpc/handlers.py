@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from dynamo.common.errors import DynamoError, release
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import OverloadStatus

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.reflection import ReflectionServicer
 
 from dynamo.common.errors import InvalidRequest, ModelNotFound, ShuttingDown
-from dynamo.common.message_limits import parse_message
+from dynamo.common.tensors.message_limits import parse_message
 from dynamo.frontend.api.declaration import HEALTH, shown
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message

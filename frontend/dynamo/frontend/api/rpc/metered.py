@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
-from dynamo.frontend.metrics import GrpcMethodMetrics, GrpcServerMetrics
+from dynamo.frontend.port_metrics import GrpcMethodMetrics, GrpcServerMetrics
 
 _OK = "OK"
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.declaration import Declaration
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"

@@ -16,9 +16,9 @@ from typing import Protocol
 import grpc
 import grpc.aio
 
-from dynamo.common.accepting import Descriptors
 from dynamo.common.config import ConfigError
-from dynamo.common.http_server import ConnectionObserver
+from dynamo.common.http.accepting import Descriptors
+from dynamo.common.http.server import ConnectionObserver
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.security.files import Watched
 from dynamo.common.security.tls import TlsContents, read_contents, server_context

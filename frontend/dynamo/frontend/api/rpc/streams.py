@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from dynamo.common.errors import ShuttingDown
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.rpc.operation import Context
 
 

@@ -14,9 +14,9 @@ from typing import Protocol, Self
 
 from msgspec.structs import replace
 
-from dynamo.common.background import awaited
 from dynamo.common.generation import Summary
 from dynamo.common.names import InstanceId
+from dynamo.common.process.background import awaited
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.serving.data_plane import Generation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynamo.frontend.serving.text_models import Vocabulary
+from dynamo.frontend.serving.text.text_models import Vocabulary
 
 
 class TokenTexts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dynamo.frontend.preprocess.parsers import ParserKind
 from dynamo.frontend.preprocess.reasoning.think import PrependedThink, Tags, reasoning_in
-from dynamo.frontend.preprocess.tools import kimi
+from dynamo.frontend.preprocess.tools.formats import kimi
 
 THINK = Tags()
 GRANITE = Tags(

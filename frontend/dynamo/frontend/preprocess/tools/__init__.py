@@ -1,4 +1,17 @@
-"""Parsers for the tool calls that models write, one file per format.
+"""Parsers for the tool calls that models write: what they share. `formats` has one file per format.
+
+| module | holds |
+|---|---|
+| `call_ids` | ids of earlier calls in the form that some chat templates expect |
+| `formats` | one file per format |
+| `json_call` | calls written as a JSON object |
+| `json_calls` | calls written as JSON objects, alone or in a list, between markers |
+| `marked_calls` | calls written as a name and JSON arguments between markers, most of which are special tokens |
+| `markers` | find markers in text that is streamed in pieces |
+| `names` | names and parameter schemas of a request's tools |
+| `prompt` | describe tools, calls and results in plain messages, for chat templates that have none of these |
+| `reader` | the base of output parsers: a state machine that reads text step by step |
+| `xml_calls` | calls written as tags, with one tag for each argument |
 
 All parsers follow the same rules:
 

@@ -1,0 +1,14 @@
+"""A model on an engine server that runs elsewhere: vLLM, SGLang, TensorRT-LLM, or any that speaks OpenAI's API.
+
+| module | holds |
+|---|---|
+| `adapters` | LoRA adapters that an engine server loads and unloads while it runs, by its own calls |
+| `completions` | `/v1/completions` with token ids in both directions |
+| `dialect` | what the remote engine requires of the protocol of a kind of engine server |
+| `engine` | `RemoteEngine`: what all kinds of servers share |
+| `errors` | errors of engine servers as errors of ours |
+| `load` | the load of an engine server, from its `/metrics` |
+| `sglang` | SGLang's own `/generate`, with token ids in both directions |
+| `text` | chat and text completions as any server has them |
+| `tokens` | what the protocols have in common that take token ids and send them |
+"""

@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from dynamo.common.errors import DynamoError, InvalidRequest, NotFound, Unsupported
-from dynamo.common.http_client import HttpClient
+from dynamo.common.http.client import HttpClient
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
 
 

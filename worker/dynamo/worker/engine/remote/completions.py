@@ -18,7 +18,7 @@ from dynamo.worker.engine.remote.errors import Error, stream_error
 from dynamo.worker.engine.remote.tokens import TokenReader, any_of, check_tokens, chosen_first, logit_bias
 from dynamo.worker.engine.sampling import choice_seed, sampling_fields
 from dynamo.worker.engine.text_prompt import with_media
-from dynamo.worker.engine.vllm_request import structured_settings
+from dynamo.worker.engine.vllm.request import structured_settings
 
 PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"

@@ -16,12 +16,12 @@ from typing import TypeVar
 
 import msgspec
 
-from dynamo.common.background import running
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, NotFound, Overloaded, Unavailable, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
-from dynamo.common.http_client import HttpClient
+from dynamo.common.http.client import HttpClient
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import TAKES_TEXT, AdapterReport, LlmInfo, ModelCard, ModelKind
+from dynamo.common.process.background import running
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.remote.adapters import ServerAdapters, SglangAdapters, VllmAdapters

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.common.errors import EngineError, Unavailable
-from dynamo.common.http_client import HttpClient
+from dynamo.common.http.client import HttpClient
 from dynamo.worker.engine.base import EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests
 

@@ -14,7 +14,7 @@ from dynamo.worker.engine.remote.dialect import data_url, decode_event, fills_co
 from dynamo.worker.engine.remote.errors import Error, stream_error, to_error
 from dynamo.worker.engine.remote.tokens import TokenReader, any_of, check_tokens, chosen_first, logit_bias
 from dynamo.worker.engine.sampling import choice_seed, sampling_fields
-from dynamo.worker.engine.vllm_request import structured_settings
+from dynamo.worker.engine.vllm.request import structured_settings
 
 PATH = "/generate"
 FEATURES = frozenset({Feature.GUIDED, Feature.LOGIT_BIAS, Feature.ADAPTER})

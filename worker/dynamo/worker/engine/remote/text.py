@@ -19,7 +19,7 @@ from dynamo.worker.engine.remote.dialect import Choices, check_rank, decode_even
 from dynamo.worker.engine.remote.errors import Error, stream_error
 from dynamo.worker.engine.sampling import choice_seed, sampling_fields
 from dynamo.worker.engine.text_prompt import read_prompt
-from dynamo.worker.engine.vllm_request import structured_settings
+from dynamo.worker.engine.vllm.request import structured_settings
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETIONS_PATH = "/v1/completions"

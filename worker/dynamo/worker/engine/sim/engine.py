@@ -14,13 +14,13 @@ from zlib import crc32
 import msgspec
 from msgspec.structs import replace
 
-from dynamo.common.background import start
 from dynamo.common.errors import EngineError, InvalidRequest, NotFound, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.kv.events import NO_STEPS, KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import AdapterReport, LlmInfo, ModelCard, ModelKind, Role
+from dynamo.common.process.background import start
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, StepResult
 from dynamo.worker.engine.sim.scheduler import Sequence as SimSequence

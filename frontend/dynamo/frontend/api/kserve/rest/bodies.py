@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, WINDOW_BITS
 from dynamo.frontend.preprocess.offload import Offload
 

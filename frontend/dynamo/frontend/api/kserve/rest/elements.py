@@ -21,7 +21,8 @@ import numpy as np
 import orjson
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.common.tensors import (
+from dynamo.common.process.work import Work, finish
+from dynamo.common.tensors.tensors import (
     MAX_DIMS,
     Array,
     Buffer,
@@ -36,7 +37,6 @@ from dynamo.common.tensors import (
     from_numpy,
     to_numpy,
 )
-from dynamo.common.work import Work, finish
 from dynamo.frontend.api.http.json_body import invalid
 from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
 from dynamo.frontend.api.kserve.rest.long_strings import escaped

@@ -9,15 +9,16 @@ from typing import Any
 import msgspec
 import orjson
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import element_count
-from dynamo.common.work import Work, finish
+from dynamo.common.process.background import awaited
+from dynamo.common.process.work import Work, finish
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.tensors import element_count
 from dynamo.frontend.api.calls import Caller
-from dynamo.frontend.api.http.exchange import EventStream, Exchange
+from dynamo.frontend.api.http.event_stream import EventStream
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import Spliced
 from dynamo.frontend.api.kserve.infer import all_text, infer
 from dynamo.frontend.api.kserve.named import serve_by_name

@@ -16,9 +16,9 @@ import orjson
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.tensor_request import MAX_PARAMETERS, MAX_TENSORS, TensorRequest
-from dynamo.common.tensors import Buffer, datatype_named, element_count
-from dynamo.common.work import Work
+from dynamo.common.process.work import Work
+from dynamo.common.tensors.request import MAX_PARAMETERS, MAX_TENSORS, TensorRequest
+from dynamo.common.tensors.tensors import Buffer, datatype_named, element_count
 from dynamo.frontend.api.kserve.rest.elements import LONG_ELEMENTS, to_raw
 from dynamo.frontend.api.kserve.rest.long_arrays import GENERATE_DEPTH, SHORT_BYTES, CutBody, cut_arrays, element_number
 from dynamo.frontend.api.kserve.rest.long_tensors import LongTensor, long_tensor

@@ -7,10 +7,10 @@ import msgspec
 from dynamo.common.errors import PayloadTooLarge
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard
-from dynamo.common.reception import Edge
-from dynamo.common.tensor_request import TensorRequest
-from dynamo.common.tensors import Buffer
-from dynamo.common.work import finish
+from dynamo.common.observability.reception import Edge
+from dynamo.common.process.work import finish
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import Spliced

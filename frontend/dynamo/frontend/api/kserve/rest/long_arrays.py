@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamo.common.work import Work
+from dynamo.common.process.work import Work
 from dynamo.frontend.api.http.json_scan import outside_strings
 
 SHORT_BYTES = 128 * 1024

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import orjson
 
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.kserve.rest.long_arrays import PIECE_BYTES
 
 _CHARACTERS = re.compile(

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.tensors import Buffer, DataType, element_count
-from dynamo.common.work import Work
+from dynamo.common.process.work import Work
+from dynamo.common.tensors.tensors import Buffer, DataType, element_count
 from dynamo.frontend.api.kserve.rest.elements import (
     LONG_ELEMENTS,
     check_depth,

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from dynamo.common.adapters import LoadAdapter
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
+from dynamo.common.process.work import Work
 from dynamo.common.repository import Files, LoadRequest
-from dynamo.common.work import Work
 from dynamo.frontend.api.kserve.model_files import MAX_SETTINGS_BYTES
 from dynamo.frontend.api.kserve.repository_requests import FILE, load_with_files, parameters_of
 from dynamo.frontend.api.kserve.rest.long_strings import unescaped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import orjson
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.message_json import to_json
+from dynamo.common.tensors.message_json import to_json
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve import messages as kserve_messages

@@ -16,8 +16,9 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.tensor_request import MAX_PARAMETERS, TensorRequest, check_number
-from dynamo.common.tensors import (
+from dynamo.common.process.work import Work, finish
+from dynamo.common.tensors.request import MAX_PARAMETERS, TensorRequest, check_number
+from dynamo.common.tensors.tensors import (
     MAX_DIMS,
     Buffer,
     DataType,
@@ -25,7 +26,6 @@ from dynamo.common.tensors import (
     element_count,
     expected_bytes,
 )
-from dynamo.common.work import Work, finish
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import invalid, scan_body
 from dynamo.frontend.api.http.json_scan import scan_steps, too_deep

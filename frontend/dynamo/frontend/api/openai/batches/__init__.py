@@ -2,10 +2,12 @@
 
 | module | holds |
 |---|---|
-| `multipart` | the body of an upload |
-| `files` | files in JetStream, bound to the API key that made them |
 | `batch` | a batch, its lines, and where both lie in JetStream |
+| `files` | files in JetStream, bound to the API key that made them |
+| `index` | what each key has of one kind of records, decoded and in order |
 | `lines` | how lines use the account of their key |
-| `runner` | carries out the batches whose lease this process holds |
+| `multipart` | bodies of the type multipart/form-data, as clients upload files |
 | `operations` | `/v1/files` and `/v1/batches` |
+| `result_room` | what the results of a batch may take |
+| `runner` | carries out the batches whose lease this process holds |
 """

@@ -19,11 +19,11 @@ from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, RateLimited, Unavailable
-from dynamo.common.messaging.records import RecordStore
+from dynamo.common.messaging.jetstream.records import RecordStore
 from dynamo.common.names import encode
 from dynamo.frontend.api.openai.batches.index import Index
-from dynamo.frontend.api.openai.owners import owner_token
-from dynamo.frontend.api.openai.quota import StoredBytes
+from dynamo.frontend.api.openai.store.owners import owner_token
+from dynamo.frontend.api.openai.store.quota import StoredBytes
 
 MAX_LINES = 50_000
 MAX_WAITING = 100

@@ -12,12 +12,12 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge
-from dynamo.common.messaging.records import Content, RecordStore
+from dynamo.common.messaging.jetstream.records import Content, RecordStore
 from dynamo.common.names import encode
 from dynamo.frontend.api.declaration import MAX_FILE_BYTES
 from dynamo.frontend.api.openai.batches.index import Index
-from dynamo.frontend.api.openai.owners import owner_token
-from dynamo.frontend.api.openai.quota import StoredBytes
+from dynamo.frontend.api.openai.store.owners import owner_token
+from dynamo.frontend.api.openai.store.quota import StoredBytes
 
 MAX_FILES = 10_000
 """Of one key."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from dynamo.common.messaging.records import Changes, Position, RecordStore
+from dynamo.common.messaging.jetstream.records import Changes, Position, RecordStore
 
 MAX_ITEMS = 50_000
 """Of all keys together, or of the key that asked last if that has more."""

@@ -20,8 +20,8 @@ from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.api.openai.batches.batch import ENDPOINTS, Batch, Batches
 from dynamo.frontend.api.openai.batches.files import FileObject, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
-from dynamo.frontend.api.openai.pages import limit_of, page, position_after
 from dynamo.frontend.api.openai.requests import Metadata
+from dynamo.frontend.api.openai.store.pages import limit_of, page, position_after
 from dynamo.frontend.security.surfaces import Surface
 
 _OWN = Declaration(

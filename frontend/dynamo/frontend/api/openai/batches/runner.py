@@ -25,10 +25,10 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
-from dynamo.common.asgi import Message
-from dynamo.common.background import Tasks, awaited
 from dynamo.common.errors import DynamoError, Forbidden, Overloaded, PayloadTooLarge, Unauthenticated, Unavailable
-from dynamo.common.messaging.key_values import DamagedRecord
+from dynamo.common.http.asgi import Message
+from dynamo.common.messaging.jetstream.key_values import DamagedRecord
+from dynamo.common.process.background import Tasks, awaited
 from dynamo.frontend.api.calls import TIMEOUT
 from dynamo.frontend.api.declaration import Charge, Reads
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
@@ -61,7 +61,7 @@ from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.surfaces import Surface
-from dynamo.frontend.serving.fair_slots import FairSlots
+from dynamo.frontend.serving.queue.fair_slots import FairSlots
 
 log = logging.getLogger(__name__)
 

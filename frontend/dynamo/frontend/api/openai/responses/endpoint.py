@@ -10,13 +10,14 @@ from typing import Any
 
 import msgspec
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import Code, DynamoError, EngineError
 from dynamo.common.generation import FinishReason
+from dynamo.common.process.background import awaited
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.capacity import Occupancy
 from dynamo.frontend.api.declaration import Charge
-from dynamo.frontend.api.http.exchange import EventStream, Exchange
+from dynamo.frontend.api.http.event_stream import EventStream
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
@@ -24,12 +25,12 @@ from dynamo.frontend.api.openai.field_names import fields_named
 from dynamo.frontend.api.openai.logprobs import chat_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_objects import InputTokens, TokenLogprob
-from dynamo.frontend.api.openai.responses.background import FAILURES, Stages
-from dynamo.frontend.api.openai.responses.event_log import EventLog, follow
-from dynamo.frontend.api.openai.responses.events import ResponseObject, ResponseWriter
 from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
-from dynamo.frontend.api.openai.responses.storage import Item, ItemIds
-from dynamo.frontend.api.openai.responses.stored import new_response_id
+from dynamo.frontend.api.openai.store.background import FAILURES, Stages
+from dynamo.frontend.api.openai.store.event_log import EventLog, follow
+from dynamo.frontend.api.openai.store.events import ResponseObject, ResponseWriter
+from dynamo.frontend.api.openai.store.storage import Item, ItemIds
+from dynamo.frontend.api.openai.store.stored import new_response_id
 from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, session_of
 from dynamo.frontend.api.statuses import log_failure, public_message
 from dynamo.frontend.api.text.gathering import Gathering

@@ -10,18 +10,18 @@ from dynamo.frontend.api.declaration import TEXT, Charge, Reads
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.response_objects import InputTokens
-from dynamo.frontend.api.openai.responses.background import IN_BACKGROUND
 from dynamo.frontend.api.openai.responses.conversation_operations import (
     AddItems,
     ConversationOperations,
     CreateConversation,
     UpdateConversation,
 )
-from dynamo.frontend.api.openai.responses.conversations import ConversationObject
 from dynamo.frontend.api.openai.responses.endpoint import Responses
-from dynamo.frontend.api.openai.responses.events import ResponseObject
 from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
 from dynamo.frontend.api.openai.responses.stored_operations import StoredOperations
+from dynamo.frontend.api.openai.store.background import IN_BACKGROUND
+from dynamo.frontend.api.openai.store.conversations import ConversationObject
+from dynamo.frontend.api.openai.store.events import ResponseObject
 
 Describe = Callable[..., Operation]
 

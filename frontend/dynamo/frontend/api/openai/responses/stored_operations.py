@@ -6,9 +6,9 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
-from dynamo.frontend.api.openai.pages import page_of_query
 from dynamo.frontend.api.openai.responses.endpoint import Responses
-from dynamo.frontend.api.openai.responses.stored import StoredResponses
+from dynamo.frontend.api.openai.store.pages import page_of_query
+from dynamo.frontend.api.openai.store.stored import StoredResponses
 
 
 class StoredOperations:

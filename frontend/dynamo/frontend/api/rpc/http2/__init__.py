@@ -1,0 +1,15 @@
+"""This project's gRPC server: HTTP/2 (RFC 9113) as far as gRPC uses it.
+
+| module | holds |
+|---|---|
+| `call` | one call |
+| `connection` | one connection of a client: its frames, and what they do to its calls |
+| `deadlines` | deadlines of all calls of a process, with one timer among them |
+| `frames` | frames: their constants and errors, and a reader that splits received bytes into them |
+| `headers` | header blocks: decoded, checked and remembered |
+| `messages` | messages of gRPC in the DATA of one call |
+| `method` | a method as the server calls it |
+| `sender` | what one connection sends |
+| `server` | a gRPC port on the event loop |
+| `windows` | flow control, budgets and the least pace |
+"""

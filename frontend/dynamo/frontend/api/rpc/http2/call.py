@@ -14,7 +14,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, NoReturn, Protocol
 
@@ -22,9 +21,9 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from dynamo.common.background import awaited
 from dynamo.common.errors import DynamoError, InvalidRequest, PayloadTooLarge, Unsupported, release
-from dynamo.common.tensors import Buffer
+from dynamo.common.process.background import awaited
+from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import PendingMessage
 from dynamo.frontend.api.rpc.http2.frames import DataSink
@@ -39,14 +38,13 @@ from dynamo.frontend.api.rpc.http2.messages import (
     deflate_steps,
     inflate_steps,
 )
+from dynamo.frontend.api.rpc.http2.method import ClientGone, Method
 from dynamo.frontend.api.rpc.http2.sender import Outgoing, Sender
 from dynamo.frontend.api.rpc.http2.windows import Pace, ReceiveWindow
-from dynamo.frontend.api.rpc.operation import Handler
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, OverloadStatus
 
 _log = logging.getLogger(__name__)
-
 _UNCOUNTED_BYTES: Final = 1024
 """Messages of unary calls up to this size, health checks among them, do not depend on the capacity."""
 _MESSAGE_BYTES: Final = 128
@@ -56,22 +54,6 @@ _UNREAD_S: Final = 300.0
 """Periods over which the least pace applies to a message that is due, and to a response."""
 _LONG_STEP_S: Final = 0.0002
 """A step of a decompression that takes longer ends the turn of the event loop."""
-
-
-class ClientGone(grpc.aio.BaseError):
-    """The client has cancelled the call, or its connection is lost."""
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A method that the server has."""
-
-    handle: Handler
-    reads_stream: bool
-    writes_stream: bool
-    reads_late: bool
-    """The handler checks the caller before it reads the message of a unary call."""
-    max_message_bytes: int
 
 
 class CallHost(Protocol):

@@ -32,11 +32,12 @@ import grpc
 
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.http2 import frames
-from dynamo.frontend.api.rpc.http2.call import Call, Method
+from dynamo.frontend.api.rpc.http2.call import Call
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines
 from dynamo.frontend.api.rpc.http2.frames import DISCARD, ConnectionFailure, DataSink, ErrorCode, FrameReader
 from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, MalformedRequest, Refusal
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory
+from dynamo.frontend.api.rpc.http2.method import Method
 from dynamo.frontend.api.rpc.http2.sender import GONE, HIGH_WATER_BYTES, Outgoing, Sender
 from dynamo.frontend.api.rpc.http2.windows import Budget, ReceiveWindow, WindowOverflow
 from dynamo.frontend.config import GrpcOptions, OverloadStatus

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from dynamo.common.tensors import Buffer
+from dynamo.common.tensors.tensors import Buffer
 
 PREFIX: Final = Struct(">BI")
 PREFIX_BYTES: Final = PREFIX.size

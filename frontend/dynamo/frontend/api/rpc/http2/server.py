@@ -18,13 +18,13 @@ from typing import Final
 
 import grpc
 
-from dynamo.common.accepting import Descriptors, TlsListener, close_listener, raise_open_files
-from dynamo.common.background import start
-from dynamo.common.http_server import ConnectionObserver
+from dynamo.common.http.accepting import Descriptors, TlsListener, close_listener, raise_open_files
+from dynamo.common.http.server import ConnectionObserver
+from dynamo.common.process.background import start
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.declaration import LITTLE_BYTES, Reads
-from dynamo.frontend.api.rpc.http2.call import Call, Method
+from dynamo.frontend.api.rpc.http2.call import Call
 from dynamo.frontend.api.rpc.http2.connection import (
     CONNECTION_WINDOW_BYTES,
     GUARDED_WINDOW_BYTES,
@@ -33,6 +33,7 @@ from dynamo.frontend.api.rpc.http2.connection import (
 )
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines, Ending
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory, PlainMemory
+from dynamo.frontend.api.rpc.http2.method import Method
 from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 

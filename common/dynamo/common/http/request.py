@@ -1,0 +1,235 @@
+"""One HTTP request: what ASGI calls `scope`, `receive` and `send`."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dynamo.common.http.asgi import Message, Scope
+
+if TYPE_CHECKING:
+    from dynamo.common.http.connection import HttpConnection
+
+_log = logging.getLogger(__name__)
+
+CLIENT_WATCH = "dynamo.client_watch"
+"""Where an application finds, in a request's scope, its `ClientWatch`."""
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+HIGH_WATER_BYTES = 64 * 1024
+"""A body of which more has come than this, and which nothing reads, stops the reading of its connection."""
+_TINY_BYTES = 2048
+"""Smaller parts of a body are put together as they come."""
+_SKIPPED_BYTES = 64 * 1024
+"""So much of a body that nothing reads is skipped for the sake of the connection; more closes it."""
+_INVALID_NAME = re.compile(rb'[\x00-\x20\x7f()<>@,;:\\\[\]={}"]')
+_INVALID_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+def _status_line(status: int) -> bytes:
+    try:
+        phrase = http.HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode()
+
+
+STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
+
+
+class ClientWatch:
+    """Calls a function when the client of a request leaves, which takes no task that waits for it in `receive`."""
+
+    __slots__ = ("has_left", "on_leave")
+
+    def __init__(self) -> None:
+        self.has_left = False
+        self.on_leave: Callable[[], None] | None = None
+        """Called at most once; not if the client has left before it is set."""
+
+    def leave(self) -> None:
+        if self.has_left:
+            return
+        self.has_left = True
+        if self.on_leave is not None:
+            self.on_leave()
+
+
+class HttpRequest:
+    """One request: what ASGI calls `scope`, `receive` and `send`."""
+
+    __slots__ = (
+        "_chunked", "_client", "_connection", "_expects_continue", "_head", "_left", "complete", "content_length", "event",
+        "keep_alive", "more_body", "parts", "pending_bytes", "received_bytes", "scope", "started", "version",
+    )  # fmt: skip
+
+    def __init__(self, connection: HttpConnection, scope: Scope, *, keep_alive: bool) -> None:
+        self.scope = scope
+        self.version: str = scope["http_version"]
+        self.parts: list[bytes | bytearray] = []
+        """The part of the body that has come and that the application has not received, of `pending_bytes` bytes."""
+        self.pending_bytes = 0
+        self.more_body = True
+        self.received_bytes = 0
+        self.content_length: int | None = None
+        self.event = asyncio.Event()
+        self.keep_alive = keep_alive
+        self.started = False
+        """The head of the response has been given, though perhaps not been written."""
+        self.complete = False
+        """So has its end."""
+        self._client = scope[CLIENT_WATCH] = ClientWatch()
+        self._connection = connection
+        self._expects_continue = False
+        self._head = b""
+        self._chunked = False
+        self._left = 0
+        """Bytes of the response's body that are missing."""
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit():
+                self.content_length = int(value)
+            elif name == b"transfer-encoding" and self.version == "1.0":
+                self.keep_alive = False  # a proxy that speaks HTTP/1.0 does not know where its body ends
+            elif name == b"expect" and value.lower() == b"100-continue":
+                self._expects_continue = self.version == "1.1"
+
+    @property
+    def disconnected(self) -> bool:
+        """The client is gone, or no longer worth waiting for."""
+        return self._client.has_left
+
+    @property
+    def missing_bytes(self) -> int:
+        """How much of the body has not come, if its length is known."""
+        return 0 if self.content_length is None else self.content_length - self.received_bytes
+
+    def add(self, data: bytes) -> None:
+        """Keep a part of the body until the application receives it."""
+        self.pending_bytes += len(data)
+        if len(data) >= _TINY_BYTES or not self.more_body:
+            self.parts.append(data)
+        elif self.parts and isinstance(last := self.parts[-1], bytearray):
+            last += data
+        else:
+            self.parts.append(bytearray(data))
+
+    async def run(self) -> None:
+        """Let the application respond; respond for it if it fails to."""
+        connection = self._connection
+        try:
+            await connection.app(self.scope, self.receive, self.send)
+        except Exception:
+            _log.exception("%s %s failed unforeseen", self.scope["method"], self.scope["path"])
+        finally:
+            if not self.complete and not self._client.has_left and not connection.is_closing:
+                if self.started and not self._head:
+                    connection.abort()
+                else:
+                    self._head = b""
+                    self.keep_alive = False
+                    self._respond_500()
+
+    def _respond_500(self) -> None:
+        body = b"Internal Server Error"
+        head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self._connection.write(STATUS_LINES[500] + self._connection.date + head + body)
+        self._end()
+
+    def disconnect(self) -> None:
+        """The client is gone, or no longer worth waiting for."""
+        self._client.leave()
+        self.event.set()
+
+    async def receive(self) -> Message:
+        if self._expects_continue and not self.started and not self._connection.is_closing:
+            self._expects_continue = False
+            self._connection.write(CONTINUE)
+        if not self._client.has_left and not self.complete and not (self.parts or self.event.is_set()):
+            self._connection.resume_reading()
+            await self.event.wait()
+        self.event.clear()
+        if self._client.has_left or self.complete:
+            self.event.set()
+            return {"type": "http.disconnect"}
+        body = bytes(self.parts[0]) if len(self.parts) == 1 else b"".join(self.parts)
+        self.parts.clear()
+        self.pending_bytes = 0
+        self._connection.resume_reading()  # after the body as well: that the client leaves is read, too
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    async def send(self, message: Message) -> None:
+        connection, client = self._connection, self._client
+        if connection.is_full and not client.has_left:
+            await connection.writable()
+        if client.has_left or connection.transport.is_closing():
+            return
+        if message["type"] == "http.response.start":
+            if self.started:
+                raise RuntimeError("the response has been started already")
+            self.started = True
+            self._head = self._make_head(message["status"], message.get("headers", ()))
+        elif not self.started or self.complete:
+            raise RuntimeError(f"'{message['type']}' is not possible now")
+        else:
+            self._send_body(message.get("body", b""), is_last=not message.get("more_body", False))
+
+    def _make_head(self, status: int, headers: Any) -> bytes:
+        connection = self._connection
+        lines = [STATUS_LINES[status], connection.date]
+        length: int | None = None
+        for name, value in headers:
+            if _INVALID_NAME.search(name) or _INVALID_VALUE.search(value):
+                raise RuntimeError(f"the header {name!r} of a response is invalid")
+            if name == b"content-length":
+                length = int(value)
+            lines.append(b"%b: %b\r\n" % (name, value))
+        no_body = self.scope["method"] == "HEAD" or status in (204, 304)
+        if length is None and not no_body:
+            if self.version == "1.0":
+                self.keep_alive = False  # the end of the connection is that of the body
+            else:
+                self._chunked = True
+                lines.append(b"transfer-encoding: chunked\r\n")
+        self._left = -1 if no_body or length is None else length
+        if self.more_body and (self._expects_continue or self.content_length is None or self.missing_bytes > _SKIPPED_BYTES):
+            self.keep_alive = False
+        if connection.is_last_response:
+            self.keep_alive = False
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        elif self.version == "1.0":
+            lines.append(b"connection: keep-alive\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+    def _send_body(self, body: Any, *, is_last: bool) -> None:
+        if self.scope["method"] == "HEAD":
+            body = b""
+        elif self._left >= 0:
+            self._left -= len(body)
+            if self._left < 0 or (is_last and self._left):
+                raise RuntimeError("the response's body does not have the length that its head says")
+        head, self._head = self._head, b""
+        if self._chunked:
+            end = b"0\r\n\r\n" if is_last else b""
+            data = b"".join((head, b"%x\r\n" % len(body), body, b"\r\n", end)) if body else head + end
+        elif not head:
+            data = body
+        elif len(body) < HIGH_WATER_BYTES:
+            data = head + body
+        else:  # not worth a copy
+            self._connection.write(head)
+            data = body
+        if len(data):
+            self._connection.transport.write(data)
+        if is_last:
+            self._end()
+
+    def _end(self) -> None:
+        self.started = self.complete = True
+        self.event.set()
+        self._connection.response_complete(self)

@@ -1,0 +1,149 @@
+"""Small files that workers hand to frontends: tokenizers and chat templates, by the sha256 of their content."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from nats.errors import Error as NatsError
+from nats.js.api import DiscardPolicy, StreamConfig
+from nats.js.errors import BucketNotFoundError, NotFoundError, ObjectNotFoundError
+from nats.js.errors import Error as JetStreamError
+from nats.js.object_store import ObjectStore
+
+from dynamo.common.errors import Unavailable
+from dynamo.common.messaging.jetstream.objects import ObjectWrite, meta_subject, read_object
+from dynamo.common.messaging.jetstream.replicas import create_replicated
+from dynamo.common.messaging.nats.connection import Connection
+
+log = logging.getLogger(__name__)
+
+BUCKET = "dynamo-models"
+_STREAM = f"OBJ_{BUCKET}"
+_KEY = re.compile(r"[0-9a-f]{64}")
+
+
+def file_key(data: bytes) -> str:
+    """The key under which `data` is kept."""
+    return hashlib.sha256(data).hexdigest()
+
+
+class FileStore:
+    """The NATS object store `dynamo-models`, with a cache of it on disk."""
+
+    def __init__(self, connection: Connection, cache: Path) -> None:
+        self._connection = connection
+        self._cache = cache
+        self._writes: dict[str, ObjectWrite] = {}
+        """Files that were not stored to their end, by key."""
+
+    async def ensure(self) -> None:
+        """Make the object store unless it exists. Raises Unavailable."""
+        try:
+            await self._bucket()
+        except (NatsError, JetStreamError, TimeoutError) as error:
+            raise Unavailable(f"the model file store cannot be made: {error or type(error).__name__}") from error
+
+    async def put(self, data: bytes) -> str:
+        """Keeps `data`, unless it is kept already; returns its key. Raises Unavailable.
+
+        Nothing is ever replaced or deleted, so a login that may write files needs no permission to purge the store.
+        """
+        key = file_key(data)
+        try:
+            store = await self._bucket()
+            try:
+                await store.get_info(key)
+            except ObjectNotFoundError:
+                # A write that failed is continued: what it has stored cannot be deleted, and would be stored again each time.
+                await self._writes.setdefault(key, ObjectWrite(BUCKET, key)).run(self._connection, data)
+        except (NatsError, JetStreamError, TimeoutError) as error:
+            raise Unavailable(f"the model file store cannot be written: {error or type(error).__name__}") from error
+        self._writes.pop(key, None)
+        return key
+
+    async def missing(self, keys: Collection[str]) -> set[str]:
+        """Return the keys of the files that are not in the store, by one request. Raises Unavailable."""
+        stream = self._connection.client.jetstream()
+        try:
+            info = await stream.stream_info(_STREAM, subjects_filter=f"$O.{BUCKET}.M.*")
+        except NotFoundError:
+            return set(keys)
+        except (NatsError, JetStreamError, TimeoutError) as error:
+            raise Unavailable(f"the model file store cannot be read: {error or type(error).__name__}") from error
+        stored = info.state.subjects or {}
+        return {key for key in keys if meta_subject(BUCKET, key) not in stored}
+
+    async def fetch(self, key: str) -> None:
+        """Have a file on disk. Raises Unavailable if it cannot be had."""
+        if not _KEY.fullmatch(key) or not await asyncio.to_thread((self._cache / key).exists):
+            await self.get(key)
+
+    async def get(self, key: str) -> bytes:
+        """The content of a file, from disk if it was fetched before. Raises Unavailable if it cannot be had."""
+        if not _KEY.fullmatch(key):
+            raise Unavailable(f"{key[:80]!r} is not the key of a model file")
+        cached = await asyncio.to_thread(self._read_cached, key)
+        if cached is not None:
+            return cached
+        try:
+            store = await self._bucket()
+            data = await read_object(self._connection, await store.get_info(key))
+        except ObjectNotFoundError:
+            raise Unavailable(f"the model file {key[:12]}… is not in the store") from None
+        except (NatsError, JetStreamError, TimeoutError) as error:
+            raise Unavailable(f"the model file store cannot be read: {error or type(error).__name__}") from error
+        if file_key(data) != key:
+            raise Unavailable(f"the model file {key[:12]}… came damaged out of the store")
+        await asyncio.to_thread(self._write_cached, key, data)
+        return data
+
+    async def _bucket(self) -> ObjectStore:
+        stream = self._connection.client.jetstream()
+        try:
+            return await stream.object_store(BUCKET)
+        except BucketNotFoundError:
+            await create_replicated(lambda replicas: stream.add_stream(_configuration(replicas)))
+        return await stream.object_store(BUCKET)
+
+    def _read_cached(self, key: str) -> bytes | None:
+        try:
+            data = (self._cache / key).read_bytes()
+        except OSError:
+            return None
+        return data if file_key(data) == key else None
+
+    def _write_cached(self, key: str, data: bytes) -> None:
+        """Keep a file on disk. If that fails, as on a full disk, the file is fetched again the next time."""
+        name = ""
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self._cache)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(name).replace(self._cache / key)  # several processes share the cache
+        except OSError as error:
+            log.warning("the model file %s… cannot be cached in %s: %s", key[:12], self._cache, error)
+            if name:
+                with suppress(OSError):
+                    os.unlink(name)
+
+
+def _configuration(replicas: int) -> StreamConfig:
+    """Return the bucket as nats-py makes buckets, except that no message may delete others: a roll-up of all is a purge."""
+    return StreamConfig(
+        name=_STREAM,
+        subjects=[f"$O.{BUCKET}.C.>", f"$O.{BUCKET}.M.>"],
+        discard=DiscardPolicy.NEW,
+        num_replicas=replicas,
+        max_consumers=0,
+        allow_direct=True,
+        allow_rollup_hdrs=False,
+    )

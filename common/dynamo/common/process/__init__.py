@@ -1,0 +1,10 @@
+"""What runs in every process, whatever it serves.
+
+| module | holds |
+|---|---|
+| `background` | tasks with an owner |
+| `interpreter` | which Python runs this process, and how it was built |
+| `memory` | freed memory: kept for the next large message, and given back after a while |
+| `steps` | long work on the event loop, in steps of a few milliseconds |
+| `work` | long work as a generator, which `steps` runs |
+"""

@@ -1,0 +1,230 @@
+"""The operations that are always there: health, metrics, the list of models. Protocols add their own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from functools import partial
+from typing import Protocol
+
+import orjson
+
+from dynamo.common.config import project_version
+from dynamo.common.discovery import Instance, other_names
+from dynamo.common.errors import Forbidden, ModelNotFound
+from dynamo.common.model_card import ModelCard
+from dynamo.common.process.interpreter import interpreter
+from dynamo.common.protocol import PROTOCOL
+from dynamo.frontend.api.declaration import HEALTH, OtherSites, shown
+from dynamo.frontend.api.health import Readiness, State
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.operation import Handler, Operation
+from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.surfaces import Surface
+
+Scrape = Callable[[], Awaitable[tuple[bytes, str]]]
+"""Returns the text of a metrics scrape and its content type."""
+
+
+_ANTHROPIC = "anthropic-version"
+"""A header of Anthropic's clients, which they have to send."""
+_TRUE = frozenset({"1", "true", "yes"})
+
+
+class LinkState(StrEnum):
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    DISCONNECTED = "disconnected"
+    STALE = "stale"
+    """Not reached now; the last view is used."""
+
+
+class Links(Protocol):
+    """The state of the connections to the systems behind the process."""
+
+    @property
+    def nats(self) -> LinkState: ...
+
+    @property
+    def etcd(self) -> LinkState: ...
+
+    @property
+    def follows_events(self) -> bool: ...
+
+    @property
+    def other_protocols(self) -> Sequence[int]: ...
+
+
+def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
+    """`/live` says that the process runs, `/health` whether it can serve; `/health?instances=true` lists what it follows."""
+
+    async def live(exchange: Exchange) -> None:
+        await _respond(exchange, {"status": "live", "message": "the server is running"})
+
+    async def health(exchange: Exchange) -> None:
+        state = readiness.state()
+        body: dict[str, object] = {
+            "status": state.value,
+            "nats": links.nats.value,
+            "etcd": links.etcd.value,
+            "python": interpreter(),
+        }
+        if exchange.query.get("instances", "").lower() in _TRUE:
+            instances = () if state is State.STARTING else readiness.plane.models.registered()
+            body |= _listing(instances)
+        details = []
+        if links.etcd is LinkState.STALE:
+            details.append("etcd cannot be reached; the instances are those of the last view")
+        if not links.follows_events:
+            details.append("events come faster than they can be handled; requests are routed by load, without KV caches")
+        if others := links.other_protocols:
+            versions = ", ".join(map(str, sorted(set(others))))
+            details.append(
+                f"{len(others)} registrations are left out: their workers speak version {versions} of the protocol, and this "
+                f"frontend version {PROTOCOL}; at most one apart"
+            )
+        if details:
+            body["detail"] = ". ".join(details)
+        await _respond(exchange, body, 200 if state is State.READY else 503)
+
+    async def ping(exchange: Exchange) -> None:
+        await exchange.respond(b"", 200 if readiness.is_ready() else 503, ())
+
+    served = partial(Operation, declared=HEALTH, errors=OPENAI_ERRORS)
+    page = partial(served, method="GET", group="Server")
+    return [
+        *(served(method=method, path="/ping", handle=ping) for method in ("GET", "POST")),
+        page(path="/live", handle=live, summary="Whether this process runs"),
+        page(path="/health", handle=health, summary="Whether this server can serve; `?instances=true` lists the instances"),
+    ]
+
+
+def _listing(instances: Collection[Instance]) -> dict[str, object]:
+    return {
+        "endpoints": sorted({f"dyn://{instance.endpoint}" for instance in instances}),
+        "instances": [
+            {
+                "instance_id": f"{instance.id:x}",
+                "namespace": instance.endpoint.namespace,
+                "component": instance.endpoint.component,
+                "endpoint": instance.endpoint.name,
+                "model": instance.card.name,
+                "transport": {"nats": instance.subject},
+            }
+            for instance in sorted(instances, key=lambda instance: instance.id)
+        ],
+    }
+
+
+def process_operations() -> list[Operation]:
+    """`/version` and `/load`, in the form of `vllm serve`."""
+
+    async def version(exchange: Exchange) -> None:
+        await _respond(exchange, {"version": project_version()})
+
+    async def load(exchange: Exchange) -> None:
+        await _respond(exchange, {"server_load": exchange.settings.capacity.requests - 1})  # without this one
+
+    return [
+        _page("/version", Surface.METADATA, version, "The version of this server"),
+        _page("/load", Surface.METADATA, load, "The number of requests in this process"),
+    ]
+
+
+def metrics_operations(scrape: Scrape) -> list[Operation]:
+    async def metrics(exchange: Exchange) -> None:
+        text, content_type = await scrape()
+        await exchange.respond(text, 200, ((b"content-type", content_type.encode()),))
+
+    page = _page("/metrics", Surface.METRICS, metrics, "Prometheus metrics")
+    return [replace(page, declared=shown(Surface.METRICS, other_sites=OtherSites.LINKED))]
+
+
+def model_operations(readiness: Readiness, started_at: float) -> list[Operation]:
+    """Return the operations below `/v1/models`, in OpenAI's form with whether each model can be used now.
+
+    Anthropic's clients, which send a header of their own, get the list and the models in Anthropic's form.
+    """
+
+    def describe(account: Account, card: ModelCard, name: str) -> dict[str, object]:
+        rule = readiness.plane.names.rules.get(name)
+        described: dict[str, object] = {
+            "id": name,
+            "object": "model",
+            "created": int(started_at),
+            "owned_by": card.platform,
+            "kind": card.kind.value,
+            "ready": readiness.is_model_ready(name),
+            "root": _root(card, name),
+            "parent": card.name if name != card.name else None,
+        }
+        if card.llm is not None:
+            described["max_model_len"] = card.llm.context_length
+        if rule is not None:
+            usable = [target for target in rule.targets if account.permits(target.model)]
+            described["targets"] = [{"model": target.model, "weight": target.weight} for target in usable]
+        return described
+
+    def named(account: Account) -> list[tuple[ModelCard, str]]:
+        """Return the names that the caller may use, each with the card that describes it."""
+        plane = readiness.plane
+        cards = {name: card for card in plane.cards(account) for name in (card.name, *other_names(card))}
+        for name in plane.names.rules:
+            cards.pop(name, None)
+            with suppress(ModelNotFound, Forbidden):
+                cards[name] = plane.described(account, name)
+        return [(card, name) for name, card in cards.items() if account.permits(name)]
+
+    created_at = datetime.fromtimestamp(int(started_at), UTC).isoformat().replace("+00:00", "Z")
+
+    def anthropic_model(name: str) -> dict[str, object]:
+        return {"type": "model", "id": name, "display_name": name, "created_at": created_at}
+
+    def anthropic_list(names: list[str]) -> dict[str, object]:
+        first, last = (names[0], names[-1]) if names else (None, None)
+        return {"data": [anthropic_model(name) for name in names], "has_more": False, "first_id": first, "last_id": last}
+
+    async def models(exchange: Exchange) -> None:
+        models = named(exchange.account)
+        if _ANTHROPIC in exchange.headers:
+            return await _respond(exchange, anthropic_list([name for _, name in models]))
+        await _respond(exchange, {"object": "list", "data": [describe(exchange.account, card, name) for card, name in models]})
+
+    async def model(exchange: Exchange) -> None:
+        name = exchange.parameters["model"]
+        card = readiness.plane.described(exchange.account, name)
+        await _respond(
+            exchange, anthropic_model(name) if _ANTHROPIC in exchange.headers else describe(exchange.account, card, name)
+        )
+
+    async def ready(exchange: Exchange) -> None:
+        name = exchange.parameters["model"]
+        readiness.plane.described(exchange.account, name)
+        is_ready = readiness.is_model_ready(name)
+        await _respond(exchange, {"id": name, "ready": is_ready}, 200 if is_ready else 503)
+
+    return [
+        _page("/v1/models", Surface.METADATA, models, "The models that are served", "Models"),
+        _page("/v1/models/{model:path}/ready", Surface.METADATA, ready, "Whether a model can be used now", "Models"),
+        _page("/v1/models/{model:path}", Surface.METADATA, model, "One model", "Models"),
+    ]
+
+
+def _root(card: ModelCard, name: str) -> str:
+    """Return where an adapter was read from; of other names, the model that they stand for."""
+    report = card.adapter_report(name)
+    return card.name if report is None else report.path or card.name
+
+
+def _page(path: str, surface: Surface, handle: Handler, summary: str, group: str = "Server") -> Operation:
+    return Operation(
+        method="GET", path=path, declared=shown(surface), errors=OPENAI_ERRORS, handle=handle, summary=summary, group=group
+    )
+
+
+async def _respond(exchange: Exchange, body: object, status: int = 200) -> None:
+    await exchange.respond(orjson.dumps(body), status)

@@ -1,0 +1,187 @@
+"""Responses that are generated in the background: beside the request that starts them, until they are stored.
+
+| until | status |
+|---|---|
+| the account admits the request, its prompt is ready, and the line has room; a failure is the request's | none: not stored |
+| it is sent to an instance | `queued` |
+| it has ended | `in_progress` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from dynamo.common.errors import Code, DynamoError, Overloaded, Unavailable
+from dynamo.common.process.background import Tasks, awaited
+from dynamo.frontend.api.capacity import Occupancy
+from dynamo.frontend.api.declaration import TEXT, within
+from dynamo.frontend.api.openai.store.events import ResponseObject
+from dynamo.frontend.api.openai.store.storage import Item
+from dynamo.frontend.api.openai.store.stored import BEAT_S, StoredResponses
+from dynamo.frontend.api.statuses import log_failure, public_message
+
+log = logging.getLogger(__name__)
+
+IN_BACKGROUND = replace(TEXT, deadline_s=86_400.0)
+"""A response in the background is admitted and charged as any other; it is a request of its own, with all that its request held,
+until it is stored."""
+MAX_RUNNING = 256
+_ATTEMPTS = 6
+"""To write a response, while JetStream is away; the pause between two doubles."""
+
+FAILURES = {Code.INVALID_REQUEST: "invalid_prompt", Code.OVERLOADED: "rate_limit_exceeded"}
+"""OpenAI's codes of failed responses; others are `server_error`."""
+
+
+class Stages:
+    """How far a response in the background is."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.is_admitted: asyncio.Future[None] = loop.create_future()
+        self.is_sent: asyncio.Future[None] = loop.create_future()
+        self._is_stored = asyncio.Event()
+
+    async def admitted(self) -> None:
+        """Nothing refuses the request at the door any more. Return when the response is stored."""
+        if not self.is_admitted.done():
+            self.is_admitted.set_result(None)
+        await self._is_stored.wait()
+
+    def stored(self) -> None:
+        """The response is stored as `queued`."""
+        self._is_stored.set()
+
+    def sent(self) -> None:
+        """The request was sent to an instance."""
+        if not self.is_sent.done():
+            self.is_sent.set_result(None)
+
+
+Generate = Callable[[Stages], Awaitable[ResponseObject]]
+
+
+class BackgroundResponses:
+    """Those of one process. `drain` ends them."""
+
+    def __init__(self, stored: StoredResponses, *, beat_s: float = BEAT_S) -> None:
+        self.stored = stored
+        self._beat_s = beat_s
+        self._tasks = Tasks()
+        self._starting = 0
+        """Those whose first record is being written."""
+
+    async def start(
+        self, owner: str, response: ResponseObject, items: Sequence[Item], generate: Generate, occupied: Occupancy
+    ) -> ResponseObject:
+        """Store `response` as one that is queued once `generate` is admitted, and let `generate` replace it.
+
+        `occupied` is left when that has ended, or if this raises.
+
+        Raises Overloaded, Unavailable, and what keeps `generate` from being admitted.
+        """
+        if len(self._tasks) + self._starting >= MAX_RUNNING:
+            occupied.leave()
+            raise Overloaded(f"{MAX_RUNNING} responses are being generated in the background already")
+        self._starting += 1
+        stages = Stages()
+        work = awaited(_outcome(response, stages, generate))
+        try:
+            admitted: set[asyncio.Future[Any]] = {work, stages.is_admitted}
+            await asyncio.wait(admitted, return_when=asyncio.FIRST_COMPLETED)
+            if not stages.is_admitted.done():
+                return work.result()  # raises why it is not
+            revision = await self.stored.save(owner, response, items, last=0)
+        except BaseException:
+            work.cancel()
+            await asyncio.wait({work})
+            occupied.leave()
+            raise
+        finally:
+            self._starting -= 1
+        assert revision is not None, "the id is new"
+        stages.stored()
+        running = self._tasks.start(self._run(owner, response, revision, stages, work), f"response {response.id}")
+        running.add_done_callback(lambda _: occupied.leave())
+        return response
+
+    async def drain(self, timeout_s: float) -> None:
+        """Let those that run end within the timeout, and cancel the others."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._tasks.finish()
+        except TimeoutError:
+            log.warning("%d responses in the background were not complete in time", len(self._tasks))
+        await self._tasks.close()
+
+    async def _run(
+        self, owner: str, response: ResponseObject, revision: int, stages: Stages, work: asyncio.Task[ResponseObject]
+    ) -> None:
+        written: int | None = revision
+        awaited_next: set[asyncio.Future[Any]] = {work, stages.is_sent}
+        try:
+            while written is not None:
+                await asyncio.wait(awaited_next, timeout=self._beat_s, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    written = await self._write(owner, work.result(), written)
+                    break
+                if stages.is_sent.done():
+                    awaited_next.discard(stages.is_sent)
+                    response = msgspec.structs.replace(response, status="in_progress")
+                written = await self._write(owner, response, written)
+        finally:
+            work.cancel()
+            await asyncio.wait({work})  # it tells the worker
+        if written is None:
+            log.info("response %s was cancelled or deleted, or could not be stored", response.id)
+            await self.stored.discard_events_of_deleted(owner, response.id)
+
+    async def _write(self, owner: str, response: ResponseObject, revision: int) -> int | None:
+        """Write a response unless it has been ended meanwhile; return its revision, or None if it has.
+
+        While JetStream is away, this waits.
+        """
+        pause_s = self._beat_s
+        for _ in range(_ATTEMPTS):
+            try:
+                written = await self.stored.save(owner, response, None, last=revision)
+                if written is not None:
+                    return written
+                # Perhaps this process wrote it, and did not get to know.
+                current = await self.stored.running_revision(owner, response.id)
+                if current is None:
+                    return None
+                revision = current
+            except Unavailable as error:
+                log.warning("response %s cannot be stored yet: %s", response.id, error)
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
+            except DynamoError as error:
+                response = failed(msgspec.structs.replace(response, output=()), error)
+        log.error("response %s is lost: it could not be stored", response.id)
+        return None
+
+
+async def _outcome(response: ResponseObject, stages: Stages, generate: Generate) -> ResponseObject:
+    """Return the response at its end. Raises what keeps it from being admitted."""
+    try:
+        async with within(IN_BACKGROUND.deadline_s):
+            return await generate(stages)
+    except Exception as error:
+        if not stages.is_admitted.done():
+            raise
+        log_failure(error, response.id, "a response in the background")
+        return failed(response, error)
+
+
+def failed(response: ResponseObject, error: BaseException) -> ResponseObject:
+    """Return the response as one that failed."""
+    code = error.code if isinstance(error, DynamoError) else Code.INTERNAL
+    described = {"code": FAILURES.get(code, "server_error"), "message": public_message(error)}
+    return msgspec.structs.replace(response, status="failed", error=described)

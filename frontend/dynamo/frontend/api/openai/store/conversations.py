@@ -1,0 +1,170 @@
+"""Conversations: items under an id of their own, to which responses add what they responded to and what they said.
+
+A conversation is one record, which is written only as it was read; so of responses that end at once each adds its items.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from dynamo.common.errors import NotFound, Overloaded
+from dynamo.common.process.work import hold_nothing
+from dynamo.frontend.api.openai.store.storage import Hold, Item, Storage, bounded, encode_items, parse_items, split_items
+
+_ID = re.compile(r"conv_[0-9a-f]{32}")
+_ATTEMPTS = 10
+
+
+class ConversationNotFound(NotFound):
+    """There is no such conversation, or it is another key's."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"conversation '{id[:80]}' is not found")
+
+
+class ConversationObject(Struct, frozen=True, kw_only=True):
+    """What clients see of a conversation; its items are listed apart."""
+
+    id: str
+    object: str = "conversation"
+    created_at: int
+    metadata: dict[str, str]
+
+
+class _Stored(Struct, frozen=True):
+    owner: str
+    """The name of the API key; empty without one."""
+    shown: ConversationObject
+    items: Raw
+    """A JSON array, which is parsed only by those who look into it."""
+
+
+class _Identified(Struct, frozen=True):
+    """What is parsed of an item to find it."""
+
+    id: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Stored)
+_identified_decoder = msgspec.json.Decoder(_Identified)
+
+
+class Conversations:
+    """The conversations of a namespace. All methods raise Unavailable without JetStream."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    async def create(self, owner: str, items: Sequence[Item], metadata: Mapping[str, str]) -> ConversationObject:
+        storage = self._storage
+        with storage.counted("create_conversation"):
+            id = f"conv_{secrets.token_hex(16)}"
+            shown = ConversationObject(id=id, created_at=int(storage.clock()), metadata=dict(metadata))
+            stored = _Stored(owner, shown, await encode_items(items))
+            data = bounded(msgspec.json.encode(stored))
+            async with storage.quota.room(owner, len(data)):
+                await storage.records.put(storage.key(id), data, last=0)
+                await storage.written(owner, id, len(data))
+            return shown
+
+    async def read(self, owner: str, id: str, hold: Hold = hold_nothing) -> ConversationObject:
+        """Raises ConversationNotFound."""
+        with self._storage.counted("read_conversation"):
+            return (await self._load(owner, id, hold))[0].shown
+
+    async def items(self, owner: str, id: str, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
+        """Return all items, oldest first. Raises ConversationNotFound."""
+        with self._storage.counted("read_conversation"):
+            stored, *_ = await self._load(owner, id, hold)
+            return await parse_items(stored.items, hold)
+
+    async def add(
+        self, owner: str, id: str, items: Sequence[Item], hold: Hold = hold_nothing, *, is_bounded: bool = True
+    ) -> None:
+        """Add items at the end, if `is_bounded` within what the key may store.
+
+        Raises ConversationNotFound, PayloadTooLarge; Overloaded if others write all the time.
+        """
+        added = bytes(await encode_items(items))
+
+        def change(stored: _Stored) -> _Stored:
+            return msgspec.structs.replace(stored, items=_joined(stored.items, added))
+
+        await self._change("add_items", owner, id, change, hold, is_bounded=is_bounded)
+
+    async def delete_item(self, owner: str, id: str, item_id: str, hold: Hold = hold_nothing) -> ConversationObject:
+        """Delete an item. Raises ConversationNotFound; NotFound if there is no such item."""
+
+        def change(stored: _Stored) -> _Stored:
+            items = split_items(stored.items)
+            rest = [item for item in items if _identified_decoder.decode(item).id != item_id]
+            if len(rest) == len(items):
+                raise NotFound(f"item '{item_id[:80]}' is not found in conversation '{id}'")
+            return msgspec.structs.replace(stored, items=Raw(msgspec.json.encode(rest)))
+
+        return await self._change("delete_item", owner, id, change, hold)
+
+    async def update(self, owner: str, id: str, metadata: Mapping[str, str], hold: Hold = hold_nothing) -> ConversationObject:
+        """Replace the metadata. Raises ConversationNotFound."""
+
+        def change(stored: _Stored) -> _Stored:
+            return msgspec.structs.replace(stored, shown=msgspec.structs.replace(stored.shown, metadata=dict(metadata)))
+
+        return await self._change("update_conversation", owner, id, change, hold)
+
+    async def delete(self, owner: str, id: str, hold: Hold = hold_nothing) -> None:
+        """Delete a conversation with its items. Raises ConversationNotFound."""
+        storage = self._storage
+        with storage.counted("delete_conversation"):
+            await self._load(owner, id, hold)
+            await storage.records.delete(storage.key(id))
+            await storage.deleted(owner, id)
+
+    async def _change(
+        self,
+        operation: str,
+        owner: str,
+        id: str,
+        change: Callable[[_Stored], _Stored],
+        hold: Hold = hold_nothing,
+        *,
+        is_bounded: bool = True,
+    ) -> ConversationObject:
+        storage = self._storage
+        with storage.counted(operation):
+            for _ in range(_ATTEMPTS):
+                stored, revision, before = await self._load(owner, id, hold)
+                await asyncio.sleep(0)  # both take a while if the conversation is large
+                changed = change(stored)
+                data = bounded(msgspec.json.encode(changed))
+                async with storage.quota.room(owner, len(data) - before if is_bounded else 0):
+                    if await storage.records.put(storage.key(id), data, last=revision) is not None:
+                        await storage.written(owner, id, len(data), before=before)
+                        return changed.shown
+            raise Overloaded(f"conversation '{id}' changes too fast; try again")
+
+    async def _load(self, owner: str, id: str, hold: Hold) -> tuple[_Stored, int, int]:
+        """Return a conversation, its revision and its length in bytes."""
+        storage = self._storage
+        record = await storage.records.get(storage.key(id), hold) if _ID.fullmatch(id) else None
+        if record is None:
+            raise ConversationNotFound(id)
+        stored = _decoder.decode(record.value)
+        if stored.owner != owner:
+            raise ConversationNotFound(id)
+        return stored, record.revision, len(record.value)
+
+
+def _joined(items: Raw, added: bytes) -> Raw:
+    """Return one JSON array of two."""
+    first = bytes(items)
+    if first == b"[]" or added == b"[]":
+        return Raw(added if first == b"[]" else first)
+    return Raw(first[:-1] + b"," + added[1:])

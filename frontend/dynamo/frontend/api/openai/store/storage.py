@@ -1,0 +1,171 @@
+"""What stored responses and conversations share: records of a namespace, bounded, and counted by their outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from dynamo.common.errors import DynamoError, PayloadTooLarge
+from dynamo.common.messaging.jetstream.records import RecordStore
+from dynamo.common.names import encode
+from dynamo.common.process.work import hold_nothing
+from dynamo.frontend.api.http.json_scan import VALUE_BYTES
+from dynamo.frontend.api.openai.store.owners import owner_token
+from dynamo.frontend.api.openai.store.quota import StoredBytes
+from dynamo.frontend.metrics import FrontendMetrics
+
+MAX_BYTES = 16 << 20
+"""Of the items of a conversation, and of a response."""
+
+Item = Mapping[str, Any]
+Hold = Callable[[int], None]
+"""Counts bytes as held for a request, before they are read where they are many. Raises Overloaded."""
+
+_BRIEF_BYTES = 64 * 1024
+"""Of items that are parsed before others have their turn."""
+_FIELD = b'":'
+_FEW_FIELDS = 1024
+"""So many are not worth counting."""
+_array_decoder = msgspec.json.Decoder(list[Raw])
+_item_decoder = msgspec.json.Decoder(dict[str, Any])
+
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,9}")
+
+
+class Storage:
+    """The records of a namespace. `records` raises Unavailable until there is a connection."""
+
+    def __init__(
+        self,
+        records: Callable[[], RecordStore],
+        namespace: str,
+        metrics: FrontendMetrics,
+        clock: Callable[[], float] = time.time,
+        quota: StoredBytes | None = None,
+    ) -> None:
+        self._records = records
+        self._prefix = encode(namespace, "namespace")
+        self._metrics = metrics
+        self.clock = clock
+        """Unix time, seconds."""
+        self.quota = quota or StoredBytes()
+        self.quota.count_by(self._bytes_of)
+
+    @property
+    def records(self) -> RecordStore:
+        return self._records()
+
+    def key(self, id: str) -> str:
+        return f"{self._prefix}.{id}"
+
+    async def written(self, owner: str, id: str, size_bytes: int, *, before: int = 0) -> None:
+        """Keep what an object of a key takes up now, and took up `before`, if the key has a limit for that."""
+        if self.quota.limit(owner) is not None:
+            await self.records.put(self._size_key(owner, id), b"%d" % size_bytes)
+            self.quota.add(owner, size_bytes - before)
+
+    async def deleted(self, owner: str, id: str) -> None:
+        """Forget what an object takes up."""
+        if self.quota.limit(owner) is None:
+            return
+        size = await self.records.get(self._size_key(owner, id))
+        if size is not None:
+            await self.records.delete(self._size_key(owner, id))
+            self.quota.add(owner, -int(size.value))
+
+    async def _bytes_of(self, owner: str) -> int:
+        return sum(map(int, (await self.records.values(self._size_key(owner, "*"))).values()))
+
+    def _size_key(self, owner: str, id: str) -> str:
+        return self.key(f"size.{owner_token(owner)}.{id}")
+
+    @contextmanager
+    def counted(self, operation: str) -> Iterator[None]:
+        """Count an operation by its outcome."""
+        try:
+            yield
+        except BaseException as error:
+            self._metrics.stored_response(operation, error.code.value if isinstance(error, DynamoError) else "internal")
+            raise
+        self._metrics.stored_response(operation, "success")
+
+
+def bounded(data: bytes) -> bytes:
+    """Return what is to be stored. Raises PayloadTooLarge."""
+    check_size(len(data))
+    return data
+
+
+def check_size(size_bytes: int) -> None:
+    """Raise PayloadTooLarge for more than a conversation or a response may have."""
+    if size_bytes > MAX_BYTES:
+        raise PayloadTooLarge(f"the conversation has {size_bytes} bytes or more; responses are stored up to {MAX_BYTES}")
+
+
+def split_items(array: bytes | Raw) -> list[Raw]:
+    """Return the items of a JSON array, not parsed."""
+    return _array_decoder.decode(array)
+
+
+async def parse_items(array: bytes | Raw, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
+    """Return the items of a JSON array. What takes long is parsed piece by piece, so that the event loop goes on meanwhile.
+
+    `hold` is called with what is built of each item's fields, before it is. Raises what that raises.
+    """
+    items: list[dict[str, Any]] = []
+    await asyncio.sleep(0)  # to find where items begin takes a while, too
+    unbroken_bytes = 0
+    for item in split_items(array):
+        if unbroken_bytes > _BRIEF_BYTES:
+            unbroken_bytes = 0
+            await asyncio.sleep(0)
+        data = bytes(memoryview(item))
+        if (fields := data.count(_FIELD)) > _FEW_FIELDS:
+            hold(VALUE_BYTES * fields)
+        items.append(_item_decoder.decode(data))
+        unbroken_bytes += len(data)
+    return items
+
+
+async def encode_items(items: Iterable[Item]) -> Raw:
+    """Return the JSON array of items. What takes long is encoded piece by piece, so that the event loop goes on meanwhile.
+
+    A thread would not help: the encoder keeps the interpreter to itself. Raises PayloadTooLarge.
+    """
+    pieces: list[bytes] = []
+    size, unbroken_bytes = 1, 0
+    for item in items:
+        if unbroken_bytes > _BRIEF_BYTES:
+            unbroken_bytes = 0
+            await asyncio.sleep(0)
+        pieces.append(piece := msgspec.json.encode(item))
+        unbroken_bytes += len(piece)
+        size += len(piece) + 1
+        check_size(size)
+    return Raw(b"[%b]" % b",".join(pieces))
+
+
+class ItemIds:
+    """New ids for the items of a response. They name it, so that a reference to an item finds where it is stored."""
+
+    def __init__(self, response_id: str, *, output: bool) -> None:
+        self._end = f"{response_id.partition('_')[2]}{'o' if output else 'i'}"
+        self._count = 0
+
+    def new(self, item_type: str) -> str:
+        self._count += 1
+        return f"{_ID_PREFIXES[item_type]}_{self._end}{self._count - 1}"
+
+
+def response_of(item_id: str) -> str | None:
+    """Return the id of the response that an item belongs to; None if the item's id is none of `ItemIds`."""
+    match = _ITEM_ID.fullmatch(item_id)
+    return None if match is None else f"resp_{match[1]}"

@@ -1,0 +1,310 @@
+"""Responses that are stored: in JetStream, for every frontend of the namespace, bound to the API key that made them.
+
+A response has two records: the response itself, and the items that it responded to, those of earlier responses included, so
+that a conversation goes on with one read. A response that is generated in the background is stored at its beginning, and its
+frontend writes it again every few seconds: one that is silent for longer, by the clock of the store, has died. Each write is made
+only if the record is as the writer left it; so a response that was cancelled or deleted elsewhere stays so, and its frontend
+learns of it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
+from dynamo.common.messaging.jetstream.records import Record, RecordStore
+from dynamo.common.process.work import hold_nothing
+from dynamo.frontend.api.openai.store.conversations import Conversations
+from dynamo.frontend.api.openai.store.events import ResponseObject
+from dynamo.frontend.api.openai.store.quota import StoredBytes
+from dynamo.frontend.api.openai.store.storage import (
+    Hold,
+    Item,
+    ItemIds,
+    Storage,
+    bounded,
+    check_size,
+    encode_items,
+    parse_items,
+    response_of,
+)
+from dynamo.frontend.fleet.peers.response_changes import ResponseChanges, Watch
+from dynamo.frontend.metrics import FrontendMetrics
+
+BEAT_S = 5.0
+LOST_S = 30.0
+"""A response in the background that was not written for so long belongs to a frontend that died."""
+RUNNING = frozenset({"queued", "in_progress"})
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+_ATTEMPTS = 5
+
+_MAX_REFERENCED = 64
+"""Responses to whose items one request refers."""
+
+
+class ResponseNotFound(NotFound):
+    """There is no such response, or it is another key's."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"response '{id[:80]}' is not found")
+
+
+class _Stored(Struct, frozen=True):
+    owner: str
+    """The name of the API key; empty without one."""
+    response: dict[str, Any]
+    written_at: float
+    """Unix time of the writer. Nothing is compared with it: frontends of former versions need the field."""
+
+
+_decoder = msgspec.json.Decoder(_Stored)
+
+
+class StoredResponses:
+    """The stored responses of a namespace. All methods raise Unavailable without JetStream."""
+
+    def __init__(
+        self,
+        records: Callable[[], RecordStore],
+        changes: Callable[[], ResponseChanges],
+        namespace: str,
+        metrics: FrontendMetrics,
+        *,
+        by_default: bool = True,
+        clock: Callable[[], float] = time.time,
+        quota: StoredBytes | None = None,
+    ) -> None:
+        """`records` and `changes` raise Unavailable until there is a connection.
+
+        `by_default`: for requests that do not say `store`.
+        """
+        self._changes = changes
+        self._storage = Storage(records, namespace, metrics, clock, quota)
+        self._by_default = by_default
+        self.conversations = Conversations(self._storage)
+
+    def wants(self, store: bool | None) -> bool:
+        """Return whether a response is stored, which by default depends on whether it can be. Raises Unavailable if it cannot."""
+        if store is None:
+            return self._by_default and self._storage.records.is_ready
+        if store and not self._storage.records.is_ready:
+            raise Unavailable("responses cannot be stored now: JetStream is away, or takes no writes")
+        return store
+
+    async def may_store(self, owner: str, store: bool | None) -> bool:
+        """Return whether a response is stored: as `wants`, and not by default if the key has stored all that it may.
+
+        Raises Unavailable, and PayloadTooLarge if the request wants it stored.
+        """
+        if not self.wants(store):
+            return False
+        try:
+            await self._storage.quota.check(owner)
+        except (PayloadTooLarge, Unavailable):
+            if store:
+                raise
+            return False
+        return True
+
+    async def save(
+        self, owner: str, response: ResponseObject, items: Sequence[Item] | None, *, last: int | None = None
+    ) -> int | None:
+        """Write a response and, unless None, what it responded to; return its revision. With `last`: see `RecordStore.put`.
+
+        Raises PayloadTooLarge, for a new response (one with `items`) also if the key may not store so much more.
+        """
+        storage = self._storage
+        with storage.counted("save"):
+            shown = msgspec.structs.replace(response, output=await encode_items(response.output))
+            data = bounded(msgspec.json.encode({"owner": owner, "response": shown, "written_at": storage.clock()}))
+            if items is None:
+                revision = await storage.records.put(storage.key(response.id), data, last=last)
+                if revision is not None and response.status not in RUNNING:
+                    await storage.written(owner, response.id, len(data))
+            else:
+                revision = await self._save_new(owner, response.id, data, bytes(await encode_items(items)), last)
+            if revision is not None and response.background and response.status not in RUNNING:
+                self._changes().announce(response.id)
+            return revision
+
+    async def _save_new(self, owner: str, id: str, data: bytes, items: bytes, last: int | None) -> int | None:
+        storage = self._storage
+        async with storage.quota.room(owner, len(data) + len(items)):
+            await storage.records.put(self._items_key(id), items, last=0)
+            await storage.written(owner, f"{id}-items", len(items))
+            revision = await storage.records.put(storage.key(id), data, last=last)
+            await storage.written(owner, id, len(data))
+            return revision
+
+    async def running_revision(self, owner: str, id: str) -> int | None:
+        """Return the revision of a response that is being generated; None if it was cancelled or deleted."""
+        try:
+            stored, record = await self._load(owner, id)
+        except ResponseNotFound:
+            return None
+        return record.revision if stored.response["status"] in RUNNING else None
+
+    async def read(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
+        """Return a response. Raises ResponseNotFound."""
+        with self._storage.counted("read"):
+            return await self.current(owner, id, hold)
+
+    async def current(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
+        """Return a response, without counting that as an operation. Raises ResponseNotFound."""
+        stored, record = await self._load(owner, id, hold)
+        response = stored.response
+        if response["status"] in RUNNING and await self._storage.records.age_s(record) > LOST_S:
+            error = {"code": "server_error", "message": "the frontend that generated the response has ended"}
+            response |= {"status": "failed", "error": error}
+        return response
+
+    async def add_events(self, id: str, first: int, events: bytes, count: int) -> None:
+        """Write a chunk of the events of a response; `first` is the number of the first of these `count`."""
+        await self._storage.records.put(self._events_key(id, first), bounded(events))
+        self._changes().announce(id, first + count)
+
+    async def count_events(self, owner: str, id: str, size_bytes: int, before: int) -> None:
+        """Count what the events of a response take up now, and took up `before`, for the limit of its key."""
+        await self._storage.written(owner, f"{id}-events", size_bytes, before=before)
+
+    def watching(self, id: str) -> AbstractAsyncContextManager[Watch]:
+        """Return a watch of a response that is there. Entering it raises Unavailable."""
+        return self._changes().watching(id)
+
+    async def events(self, id: str, first: int) -> bytes | None:
+        """Return the chunk that begins with the event `first`."""
+        record = await self._storage.records.get(self._events_key(id, first))
+        return None if record is None else record.value
+
+    async def chunks_of_events(self, id: str) -> list[int]:
+        """Return the numbers with which chunks begin."""
+        keys = await self._storage.records.keys(self._storage.key(f"{id}.events.*"))
+        return [int(key.rpartition(".")[2]) for key in keys]
+
+    async def discard_events_of_deleted(self, owner: str, id: str) -> None:
+        """Delete the events of a response if it has been deleted: what its frontend wrote until it learned of that."""
+        if await self._storage.records.get(self._storage.key(id)) is None:
+            await self._delete_events(owner, id)
+
+    async def items(self, owner: str, id: str, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
+        """Return what a response responded to, from the beginning of the conversation. Raises ResponseNotFound."""
+        with self._storage.counted("read"):
+            await self._load(owner, id, hold)
+            record = await self._storage.records.get(self._items_key(id), hold)
+            if record is None:
+                raise ResponseNotFound(id)
+            return await parse_items(record.value, hold)
+
+    async def history(self, owner: str, id: str, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
+        """Return all items up to the end of a response. Raises ResponseNotFound; InvalidRequest if it has not ended well."""
+        response = await self.read(owner, id, hold)
+        if response["status"] not in ("completed", "incomplete"):
+            raise InvalidRequest(f"response '{id}' is {response['status']}; only one that ended can be continued")
+        output: list[dict[str, Any]] = response["output"]
+        return [*await self.items(owner, id, hold), *output]
+
+    async def resolved(
+        self, owner: str, items: Sequence[Item], history: Sequence[Item], ids: ItemIds, hold: Hold = hold_nothing
+    ) -> list[Item]:
+        """Return items with each reference replaced by the item that it names, in `history` or in a stored response.
+
+        Those that are there already become copies with ids of their own, since lists are paged by ids. Raises NotFound,
+        PayloadTooLarge, and InvalidRequest for references to too many responses.
+        """
+        named: dict[Any, Item] = {item.get("id"): item for item in history}
+        taken = set(named)
+        looked_into: set[str] = set()
+        sizes: dict[str, int] = {}
+        referenced_bytes = 0
+        resolved: list[Item] = []
+        for item in items:
+            if item["type"] == "item_reference":
+                id, response_id = item["id"], response_of(item["id"])
+                if id not in named and response_id is not None and response_id not in looked_into:
+                    if len(looked_into) == _MAX_REFERENCED:
+                        raise InvalidRequest(f"a request may refer to items of {_MAX_REFERENCED} responses", param="input")
+                    looked_into.add(response_id)
+                    for stored in await self._all_items(owner, response_id, hold):
+                        named.setdefault(stored.get("id"), stored)
+                if id not in named:
+                    raise NotFound(f"item '{id[:80]}' is not found; items are kept as long as their response is stored")
+                item = named[id]
+                # A reference takes a hundred bytes, and each use of an item as many as the item.
+                if id not in sizes:
+                    sizes[id] = len(msgspec.json.encode(item))
+                referenced_bytes += sizes[id]
+                check_size(referenced_bytes)
+                hold(sizes[id])
+            resolved.append({**item, "id": ids.new(item["type"])} if item["id"] in taken else item)
+            taken.add(item["id"])
+        return resolved
+
+    async def _all_items(self, owner: str, id: str, hold: Hold) -> list[dict[str, Any]]:
+        try:
+            response = await self.read(owner, id, hold)
+            return [*await self.items(owner, id, hold), *response["output"]]
+        except ResponseNotFound:
+            return []
+
+    async def delete(self, owner: str, id: str, hold: Hold = hold_nothing) -> None:
+        """Delete a response. Raises ResponseNotFound."""
+        with self._storage.counted("delete"):
+            await self._load(owner, id, hold)
+            await self._storage.records.delete(self._storage.key(id))
+            await self._storage.records.delete(self._items_key(id))
+            for of_it in (id, f"{id}-items"):
+                await self._storage.deleted(owner, of_it)
+            await self._delete_events(owner, id)
+            self._changes().announce(id)
+
+    async def cancel(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
+        """End a response in the background, and return it as it is then. Raises ResponseNotFound, InvalidRequest.
+
+        One whose frontend seems to have died is ended as well: it may only be slow.
+        """
+        with self._storage.counted("cancel"):
+            for _ in range(_ATTEMPTS):
+                stored, record = await self._load(owner, id, hold)
+                response = stored.response
+                if not response["background"]:
+                    raise InvalidRequest("Cannot cancel a synchronous response.")
+                if response["status"] not in RUNNING:
+                    return response
+                response["status"] = "cancelled"
+                data = msgspec.json.encode(_Stored(owner, response, self._storage.clock()))
+                if await self._storage.records.put(self._storage.key(id), data, last=record.revision) is not None:
+                    self._changes().announce(id)
+                    return response
+            raise InvalidRequest(f"response '{id}' changes too fast to be cancelled; try again")
+
+    async def _delete_events(self, owner: str, id: str) -> None:
+        for first in await self.chunks_of_events(id):
+            await self._storage.records.delete(self._events_key(id, first))
+        await self._storage.deleted(owner, f"{id}-events")
+
+    async def _load(self, owner: str, id: str, hold: Hold = hold_nothing) -> tuple[_Stored, Record]:
+        record = await self._storage.records.get(self._storage.key(id), hold) if _ID.fullmatch(id) else None
+        if record is None:
+            raise ResponseNotFound(id)
+        stored = _decoder.decode(record.value)
+        if stored.owner != owner:
+            raise ResponseNotFound(id)
+        return stored, record
+
+    def _items_key(self, id: str) -> str:
+        return self._storage.key(f"{id}.items")
+
+    def _events_key(self, id: str, first: int) -> str:
+        return self._storage.key(f"{id}.events.{first}")
+
+
+def new_response_id() -> str:
+    return f"resp_{secrets.token_hex(16)}"

@@ -1,0 +1,11 @@
+"""What the frontends of a namespace tell one another.
+
+| module | holds |
+|---|---|
+| `bookings` | the bookings of each, with `--router-replica-sync` |
+| `limits` | what each uses of the limits of API keys |
+| `response_changes` | changes of stored responses, for those that follow them |
+| `siblings` | busy thresholds and places of sessions |
+| `turns` | which API keys wait |
+| `usage` | the usage ledger in JetStream |
+"""

@@ -1,0 +1,175 @@
+"""Exchanges what the frontends of a namespace use of the limits of API keys; `security.sharing` says what each makes of it.
+
+A message has the totals of the keys that were used since the last one. Every process publishes at least once a second: its own
+message shows it that it is connected, and shows the others that it lives. A process that was silent for `LEASE_S` is forgotten,
+and what it had in use is free. One that receives nothing, not even its own messages, forgets no peer. No message has a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Annotated, Protocol
+
+import msgspec
+
+from dynamo.common.messaging.nats.connection import Connection
+from dynamo.common.messaging.unreadable import Unreadable
+from dynamo.common.names import limits_subject
+from dynamo.common.process.background import running
+from dynamo.frontend.security.sharing import REFRESH_S, Fleet, KeyUse
+
+HEARTBEAT_S = 1.0
+LEASE_S = 3.0
+MAX_PROCESSES = 1024
+"""That are followed; others are ignored."""
+_KEYS_PER_S = 10_000
+"""That reach a process, at most: when more are busy, each is published less often."""
+_KEYS_PER_MESSAGE = 500
+
+
+class LimitTable(Protocol):
+    """The accounts of a process."""
+
+    def used(self, names: Iterable[str]) -> list[KeyUse]:
+        """Return what this process has used of the limits of some keys."""
+        ...
+
+    def in_use(self) -> list[str]:
+        """Return the names of the keys whose limits this process uses now."""
+        ...
+
+    def apply(self, origin: str, use: KeyUse) -> None:
+        """Another process has used so much of the limits of a key."""
+        ...
+
+    def forget(self, origin: str) -> None:
+        """Another process has gone."""
+        ...
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    origin: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    is_new: bool
+    """The process has just connected, and needs to know what all others have used."""
+    leaves: bool
+    keys: list[KeyUse]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Message)
+
+
+class LimitExchange:
+    """That of one process; use `open_limit_exchange`."""
+
+    def __init__(self, connection: Connection, namespace: str, fleet: Fleet, table: LimitTable) -> None:
+        self.subject = limits_subject(namespace)
+        self._connection = connection
+        self._fleet = fleet
+        self._table = table
+        self._loop = asyncio.get_running_loop()
+        self._used: dict[str, None] = {}
+        self._published_at = -REFRESH_S
+        self._interval_s = REFRESH_S
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_at: dict[str, float] = {}
+        """When each other process was heard last."""
+        self._unreadable = Unreadable("a message about limits")
+        fleet.connected_at = self._loop.time()
+        fleet.on_used(self._on_used)
+
+    def synchronize(self) -> None:
+        """Publish all that is in use here, and request the same of the others."""
+        self._used.update(dict.fromkeys(self._table.in_use()))
+        self._publish([], is_new=True)
+        self._schedule()
+
+    async def beat(self) -> None:
+        """Show that this process lives, and look which others do, until cancelled."""
+        while True:
+            self._publish([])
+            await asyncio.sleep(HEARTBEAT_S)
+            self._look()
+
+    def leave(self) -> None:
+        """Tell the others that this process has gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._publish(self._table.used(self._used), leaves=True)
+
+    def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+        message = self._unreadable.read(_decoder, subject, payload)
+        if message is None:
+            return
+        now = self._loop.time()
+        if self._fleet.is_isolated(now):
+            self._rejoin()
+        self._fleet.connected_at = now
+        if message.origin == self._fleet.origin:
+            return
+        if message.leaves:
+            self._forget(message.origin)
+        elif message.origin in self._heard_at or len(self._heard_at) < MAX_PROCESSES:
+            self._heard_at[message.origin] = now
+            self._fleet.others = len(self._heard_at)
+            for use in message.keys:
+                self._table.apply(message.origin, use)
+            if message.is_new:
+                self._used.update(dict.fromkeys(self._table.in_use()))
+                self._schedule()
+
+    def _on_used(self, name: str) -> None:
+        self._used[name] = None
+        if self._timer is None:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if self._timer is None and self._used:
+            self._timer = self._loop.call_at(max(self._loop.time(), self._published_at + self._interval_s), self._flush)
+
+    def _flush(self) -> None:
+        self._timer = None
+        self._published_at = self._loop.time()
+        names, self._used = list(self._used), {}
+        self._interval_s = max(REFRESH_S, len(names) * self._fleet.others / _KEYS_PER_S)
+        for start in range(0, len(names), _KEYS_PER_MESSAGE):
+            self._publish(self._table.used(names[start : start + _KEYS_PER_MESSAGE]))
+
+    def _publish(self, keys: list[KeyUse], *, is_new: bool = False, leaves: bool = False) -> None:
+        message = _Message(self._fleet.origin, is_new, leaves, keys)
+        self._connection.publish_nowait(self.subject, _encoder.encode(message))
+
+    def _rejoin(self) -> None:
+        """Begin anew, as a process that starts: what was used on either side meanwhile is not made up for."""
+        for origin in list(self._heard_at):
+            self._forget(origin)
+        self.synchronize()
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._fleet.is_isolated(now):
+            return
+        for origin, heard_at in list(self._heard_at.items()):
+            if now - heard_at > LEASE_S:
+                self._forget(origin)
+
+    def _forget(self, origin: str) -> None:
+        self._heard_at.pop(origin, None)
+        self._fleet.others = len(self._heard_at)
+        self._table.forget(origin)
+
+
+@asynccontextmanager
+async def open_limit_exchange(connection: Connection, namespace: str, fleet: Fleet, table: LimitTable) -> AsyncIterator[None]:
+    """Share the limits of keys with the other frontends of the namespace while the body runs."""
+    exchange = LimitExchange(connection, namespace, fleet, table)
+    async with connection.subscribed(exchange.subject, exchange.on_message):
+        connection.on_reconnect(exchange.synchronize)
+        exchange.synchronize()
+        try:
+            async with running(exchange.beat(), "limits"):
+                yield
+        finally:
+            exchange.leave()

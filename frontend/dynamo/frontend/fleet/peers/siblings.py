@@ -1,0 +1,135 @@
+"""State shared by the frontend processes of a namespace, apart from bookings.
+
+Busy thresholds that are set at run time apply to all frontends: each change is published, and a frontend that starts or
+reconnects requests the changes it missed. With `--router-replica-sync` frontends also publish the instances of their sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+import msgspec
+
+from dynamo.common.messaging.nats.connection import Connection
+from dynamo.common.messaging.unreadable import Unreadable
+from dynamo.common.names import InstanceId, frontends_subject
+from dynamo.frontend.router.loads.thresholds import Thresholds, ThresholdTable
+from dynamo.frontend.router.policies.affinity import SessionKey
+
+log = logging.getLogger(__name__)
+
+
+class _StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="asking"):
+    """Requests all thresholds; sent by a frontend that starts or reconnects."""
+
+
+class _Changed(msgspec.Struct, frozen=True, array_like=True, tag="thresholds"):
+    model: str
+    at_ms: int
+    active_decode_blocks: float | None
+    active_prefill_tokens: int | None
+
+
+class _Placed(msgspec.Struct, frozen=True, array_like=True, tag="session"):
+    key: SessionKey
+    instance: int
+
+
+_Event: TypeAlias = _StateRequest | _Changed | _Placed
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    origin: str
+    events: list[_Event]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Message)
+_EVENTS_PER_MESSAGE = 500
+
+
+class Siblings:
+    """Publishes and applies the shared state, in one message per iteration of the event loop. Use `open_siblings`."""
+
+    def __init__(self, connection: Connection, namespace: str, thresholds: ThresholdTable) -> None:
+        self._connection = connection
+        self._subject = frontends_subject(namespace)
+        self._thresholds = thresholds
+        self._origin = secrets.token_hex(8)
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[_Event] = []
+        self._unreadable = Unreadable("a message of another frontend")
+        self._on_placed: list[Callable[[SessionKey, InstanceId], None]] = []
+
+    def on_placed(self, callback: Callable[[SessionKey, InstanceId], None]) -> None:
+        """Call `callback` with each session that another frontend sent to an instance."""
+        self._on_placed.append(callback)
+
+    def set_thresholds(self, model: str, thresholds: Thresholds) -> None:
+        """Apply thresholds here at once, and publish them to the other frontends."""
+        # Later than any change applied here, even if the clock of the frontend that made it is ahead of ours.
+        at_ms = max(time.time_ns() // 1_000_000, self._thresholds.changed_at_ms(model) + 1)
+        self._thresholds.set(model, thresholds, at_ms)
+        self._enqueue(_thresholds_changed(model, at_ms, thresholds))
+
+    def place(self, key: SessionKey, instance: InstanceId) -> None:
+        """Publish the instance of a session; a SessionRouter takes this as `on_placed`."""
+        self._enqueue(_Placed(key, instance))
+
+    def synchronize(self) -> None:
+        """Request the thresholds of all other frontends, and publish ours."""
+        self._enqueue(_StateRequest())
+        self._publish_all()
+
+    def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+        message = self._unreadable.read(_decoder, subject, payload)
+        if message is not None and message.origin != self._origin:
+            for event in message.events:
+                self._apply(event)
+
+    def _apply(self, event: _Event) -> None:
+        match event:
+            case _Changed(model, at_ms, decode, prefill):
+                thresholds = Thresholds(active_decode_blocks=decode, active_prefill_tokens=prefill)
+                if self._thresholds.set(model, thresholds, at_ms):
+                    log.info("busy thresholds of model '%s' are now %s", model, thresholds)
+            case _Placed(key, instance):
+                for callback in self._on_placed:
+                    callback(key, InstanceId(instance))
+            case _StateRequest():
+                self._publish_all()
+
+    def _publish_all(self) -> None:
+        for model, (at_ms, thresholds) in self._thresholds.changes().items():
+            self._enqueue(_thresholds_changed(model, at_ms, thresholds))
+
+    def _enqueue(self, event: _Event) -> None:
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append(event)
+
+    def _flush(self) -> None:
+        events, self._waiting = self._waiting, []
+        for start in range(0, len(events), _EVENTS_PER_MESSAGE):
+            message = _Message(self._origin, events[start : start + _EVENTS_PER_MESSAGE])
+            self._connection.publish_nowait(self._subject, _encoder.encode(message))
+
+
+def _thresholds_changed(model: str, at_ms: int, thresholds: Thresholds) -> _Changed:
+    return _Changed(model, at_ms, thresholds.active_decode_blocks, thresholds.active_prefill_tokens)
+
+
+@asynccontextmanager
+async def open_siblings(connection: Connection, namespace: str, thresholds: ThresholdTable) -> AsyncIterator[Siblings]:
+    """Share state with the other frontends of the namespace while the body runs."""
+    siblings = Siblings(connection, namespace, thresholds)
+    async with connection.subscribed(siblings._subject, siblings.on_message):
+        connection.on_reconnect(siblings.synchronize)
+        siblings.synchronize()
+        yield siblings

@@ -1,0 +1,334 @@
+"""The cost of an instance in seconds: what a request would add to the latencies of all requests there.
+
+    wait    = tokens of prompts that wait on the instance · token; half a step if none wait but requests run
+    step    = base + sequence · requests there + block · their KV blocks
+    prefill = tokens of this prompt that are not cached · token + step
+
+    cost    = wait + prefill                                   time to first token of this request
+            + output · step                                    its decoding
+            + prefill · requests there                         for each of them waits for the prefill
+            + prefill · arrivals per second · (wait + prefill)    so do those that come until it is done
+            + output · requests there · (sequence + block · prompt blocks)    one more sequence makes every step longer
+            + further · prefill · (1 + mean requests)                       what the placement evicts is computed again
+
+`token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`), `further` is estimated from
+what instances evict (`evictions.py`). If the KV blocks of the instance do not suffice for the prompt, it waits until enough of
+the requests there have ended.
+
+While this request decodes, requests that end make room for others, which level the fleet: an instance that runs `excess` more
+than the mean runs `excess² / (1.5 · mean)` more on average, or `excess` where that is less. It is this number that the two terms
+with `output` take for the requests there. KV blocks are not levelled: long contexts stay where they are.
+
+The first token of a prompt that waits for others also comes 1.5 steps later: for the step that runs, and the one with the others.
+That is predicted, but costs nothing: prompts that are computed in one step save those that run there a step.
+
+While few steps compute prompts, what makes tokens late on an instance is how many requests run there. Then, where it is more than
+one, each above the mean of the fleet costs extra (`_add_crowding`).
+
+If prompts wait at the cheapest instance, the cost is compared once more, among those that have as much of the prompt cached
+(`shorter_queue`). That some of them have more requests than others hardly matters there: requests that come later level it, the
+sooner, the less it is. What one waits for others is not levelled.
+
+Goals, where they are given, add to the cost of an instance that misses them: `_MISS_WEIGHT` times the excess over the goal, for
+the time to first token once, for the time between tokens for each token of this request and of those that run there.
+
+A cached block is worth the prefill that it saves, which grows with the number of requests on the instance and with the queue. A
+prefix that many requests share spreads by itself: an idle instance computes it as soon as that costs less than waiting for the
+others that have it, or earlier, see `spreading.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from dynamo.common.discovery import Instance
+from dynamo.common.kv.events import LoadReport
+from dynamo.common.names import InstanceId
+from dynamo.frontend.router.cache.evictions import Evictions
+from dynamo.frontend.router.cost.prompts import Prompt
+from dynamo.frontend.router.cost.step_model import StepModel
+from dynamo.frontend.router.cost.traffic import FleetTraffic
+from dynamo.frontend.router.loads.instance_load import Load
+from dynamo.frontend.router.loads.rows import RowCache
+
+_MISS_WEIGHT = 10.0
+_MOST_PREFILL = 0.95
+"""Upper bound of the share of its time that an instance computes prompts."""
+_KV_FULL_FROM = 0.5
+"""Below this share of blocks in use, no prompt is expected to wait for blocks."""
+_QUIET_STEPS = 0.015
+"""While less than this share of steps compute prompts, these do not show in the 99th percentile of the time between tokens."""
+_QUIET_PREFILLING = 0.4
+"""Above this share of their time that instances compute prompts, caches decide how late tokens are."""
+_CROWDING_WEIGHT = 40.0
+"""How much more than otherwise the decoding that one more request slows down counts then."""
+_CROWDING_TOKENS = 32_768
+"""It counts at most like computing so many tokens: a longer prefix is worth going where it is cached."""
+_LEVELLED = 1.5
+"""An excess of so many times the mean of the fleet's requests lasts as long as a request; a smaller one, for that part of it."""
+_BATCH_TOKENS = 8192
+"""Of prompts that wait, at most these have been computed since the last report: engines report after each step."""
+
+
+class Predictions(msgspec.Struct, frozen=True, gc=False):
+    """What a request would do to each candidate, in seconds, by position."""
+
+    costs: list[float]
+    ttft_s: list[float]
+
+
+class LatencyModel:
+    """Predicts latencies on the instances of one model with the same role and engine. Not for several threads."""
+
+    def __init__(self, evictions: Evictions) -> None:
+        self.steps = StepModel()
+        self._eviction_rows = RowCache(evictions)
+        self._traffic = FleetTraffic()
+        self._output = self.steps.times.output_tokens
+        """The mean of outputs that are limited to `_max_output` tokens, by the times `_output_of`."""
+        self._max_output = 0
+        self._output_of = self.steps.times
+        self._arrivals = 0.0
+        """Requests per second and instance."""
+        self.prefilling = 0.0
+        """The share of its time that an instance computes prompts."""
+
+    def report(self, instance: InstanceId, report: LoadReport, now: float) -> None:
+        """Learn from a load report of an instance."""
+        self.steps.report(instance, report.totals, now)
+        if report.totals.steps:
+            self._traffic.report(instance, report.totals.prefill_tokens, report.queued_prefill_tokens, now)
+
+    def remove_instance(self, instance: InstanceId) -> None:
+        self.steps.remove_instance(instance)
+        self._traffic.remove_instance(instance)
+
+    def predict(
+        self,
+        prompt: Prompt,
+        loads: Sequence[Load],
+        overlaps: Mapping[int, int],
+        confirmed: Mapping[int, int],
+        candidates: Sequence[Instance],
+        now: float,
+        *,
+        is_prefilled: bool,
+        max_output: int,
+        frontends: int,
+    ) -> Predictions:
+        """Return predictions for a request that arrives now. `overlaps`: in blocks by position, `confirmed`: without those
+        that are being computed; `max_output`: 0 for no limit; `frontends`: how many get such requests.
+        """
+        times = self.steps.times
+        token, base, sequence, block = times.token, times.base, times.sequence, times.block
+        output = self._expected_output(max_output)
+        more_s = output * (sequence + block * prompt.blocks)
+        self._traffic.pass_time(now)
+        requests_per_s, tokens_per_s = self._traffic.of_fleet(frontends)
+        self._arrivals = arrivals = requests_per_s / len(loads)
+        self.prefilling = tokens_per_s / len(loads) * token
+        batch_s = _BATCH_TOKENS * token
+        prompt_s = 0.0 if is_prefilled else prompt.tokens * token
+        block_s = 0.0 if is_prefilled else prompt.block_size * token
+        prefills = [prompt_s] * len(loads)
+        if block_s:
+            for position, blocks in overlaps.items():
+                prefills[position] -= blocks * block_s
+        mean = _mean_requests(loads)
+        levelling = 1.0 / (_LEVELLED * max(mean, 1.0))
+        # What decoding costs for each request there, and on an instance with the mean of the fleet.
+        request_s, held_block_s = output * sequence + more_s, output * block
+        mean_s = output * base + request_s * mean
+        idle_s = mean_s - request_s * mean * min(1.0, mean * levelling)
+        delayed = 0.0 if is_prefilled else 1.0 + mean
+        costs: list[float] = []
+        ttfts: list[float] = []
+        for load, prefill, evicting in zip(loads, prefills, self._eviction_rows.rows(candidates), strict=True):
+            requests, blocks, tokens = load.requests, load.decode_blocks, load.prefill_tokens
+            if not (requests or blocks or tokens):  # the same as below, in less time
+                prefill += base
+                costs.append(idle_s + prefill * (1.0 + arrivals * prefill + evicting.further * delayed))
+                ttfts.append(prefill)
+                continue
+            step = base + sequence * requests + block * blocks
+            prefill += step
+            delay = 0.0
+            if tokens:
+                delay = 1.5 * step
+                wait = tokens * token
+                progress = now - load.queued_since
+                if progress > 0.0:
+                    wait -= progress if progress < batch_s else batch_s
+                ttft = prefill + wait if wait > 0.0 else prefill
+            elif requests:
+                ttft = prefill + 0.5 * step
+            else:
+                ttft = prefill
+            if load.usage > _KV_FULL_FROM:
+                ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
+            excess = requests - mean
+            lasting = excess * levelling
+            if lasting < 0.0:
+                lasting = -lasting
+            decoding_s = mean_s + held_block_s * blocks + request_s * (excess * lasting if lasting < 1.0 else excess)
+            costs.append(ttft + decoding_s + prefill * (requests + arrivals * ttft + evicting.further * delayed))
+            ttfts.append(ttft + delay)
+        if arrivals * base < _QUIET_STEPS and self.prefilling < _QUIET_PREFILLING:
+            self._add_crowding(costs, loads, mean, request_s, overlaps, confirmed)
+        return Predictions(costs, ttfts)
+
+    def shorter_queue(
+        self,
+        prompt: Prompt,
+        loads: Sequence[Load],
+        overlaps: Mapping[int, int],
+        predicted: Predictions,
+        chosen: int,
+        misses: Sequence[float],
+        busy: Sequence[bool] | None,
+    ) -> int:
+        """Return where a request goes if prompts wait at the chosen instance: there, or to another one with the same overlap.
+
+        `misses`: what goals add to the cost of each; empty if there are none. `busy`: which of them may get no request.
+        """
+        overlap, longest = overlaps.get(chosen, 0), predicted.ttft_s[chosen]
+        rivals = [
+            position
+            for position, ttft_s in enumerate(predicted.ttft_s)
+            if ttft_s < longest and overlaps.get(position, 0) == overlap and not (busy and busy[position])
+        ]
+        if not rivals:
+            return chosen
+        mean = _mean_requests(loads)
+        times, output, arrivals = self.steps.times, self._output, self._arrivals
+        more_s = output * (times.sequence + times.block * prompt.blocks)
+        prefill_s = (prompt.tokens - overlap * prompt.block_size) * times.token
+        best, least = chosen, math.inf
+        for position in (chosen, *rivals):
+            load, ttft_s = loads[position], predicted.ttft_s[position]
+            excess = load.requests - mean
+            # Without new requests, the excess would be gone after this share of the time that a request takes.
+            lasting = min(1.0, abs(excess) / max(mean, 1.0))
+            levelled = mean + excess * lasting
+            step = times.step_s(levelled, load.decode_blocks)
+            prefill = prefill_s + times.step_s(load.requests, load.decode_blocks)
+            cost = ttft_s + output * step + prefill * (levelled + arrivals * ttft_s) + levelled * more_s
+            if misses:
+                cost += misses[position]
+            if cost < least:
+                best, least = position, cost
+        return best
+
+    def _add_crowding(
+        self,
+        costs: list[float],
+        loads: Sequence[Load],
+        mean: float,
+        decoding_s: float,
+        overlaps: Mapping[int, int],
+        confirmed: Mapping[int, int],
+    ) -> None:
+        """Add to the costs of instances that have more requests than the mean, if prompts are computed in few steps.
+
+        `decoding_s`: by how much two requests beside each other slow down each other. Where the prefix is being computed,
+        siblings of a burst stay together.
+        """
+        times = self.steps.times
+        quiet = 1.0 - self._arrivals * (times.base + times.sequence * mean) / _QUIET_STEPS
+        if quiet <= 0.0:
+            return
+        free = 1.0 - self.prefilling / _QUIET_PREFILLING
+        most = max(mean, 1.0)  # that two requests run beside each other happens whatever one does
+        each_s = quiet * free * min(_CROWDING_WEIGHT * decoding_s, _CROWDING_TOKENS * times.token)
+        for position, load in enumerate(loads):
+            if load.requests > most and overlaps.get(position, 0) <= confirmed.get(position, 0):
+                costs[position] += each_s * (load.requests - mean)
+
+    def premium_s(self, prompt: Prompt, load: Load, ttft_s: float, overlap: int, most: int) -> float:
+        """Return how much less an instance with an overlap would cost if it were `most` blocks. `ttft_s` is the predicted one.
+
+        What a copy evicts is not part of it: credit would have to pay for that where it does harm.
+        """
+        token, size = self.steps.times.token, prompt.block_size
+        saved_s = (most - overlap) * size * token
+        rest_s = (prompt.tokens - most * size) * token
+        return saved_s * (1.0 + load.requests + self._arrivals * (ttft_s + rest_s))
+
+    @property
+    def idle(self) -> float:
+        """The share of its time that an instance computes no prompts."""
+        return 1.0 - min(self.prefilling, _MOST_PREFILL)
+
+    def _expected_output(self, max_output: int) -> float:
+        """Return the mean length of outputs that are limited to `max_output` tokens, if lengths are distributed exponentially."""
+        times = self.steps.times
+        if max_output != self._max_output or times is not self._output_of:
+            mean = times.output_tokens
+            self._output = mean * (1.0 - math.exp(-max_output / mean)) if max_output else mean
+            self._max_output, self._output_of = max_output, times
+        return self._output
+
+    def anticipate(self, loads: Sequence[Load], frontends: int) -> None:
+        """Make `prefilling` what it soon will be, so that not too many requests are admitted before they show in the rates.
+
+        It then includes what was placed after the last reports, which come once per step, and, while the rates have
+        just begun, what they will have counted when the present traffic has lasted.
+        """
+        unreported = sum(load.prefill_tokens for load in loads) - self._traffic.queued
+        _, tokens_per_s = self._traffic.of_fleet(frontends, max(0, unreported))
+        self.prefilling = tokens_per_s / self._traffic.counted_share / len(loads) * self.steps.times.token
+
+    def add_misses(
+        self, predicted: Predictions, prompt: Prompt, loads: Sequence[Load], ttft_goal_s: float | None, itl_goal_s: float | None
+    ) -> Sequence[float]:
+        """Add to the costs of instances that miss a goal. Return what was added to each."""
+        misses = [0.0] * len(loads)
+        if ttft_goal_s is not None:
+            for position, ttft_s in enumerate(predicted.ttft_s):
+                if ttft_s > ttft_goal_s:
+                    misses[position] += _MISS_WEIGHT * (ttft_s - ttft_goal_s)
+        if itl_goal_s is not None:
+            output = self.steps.times.output_tokens
+            for position, load in enumerate(loads):
+                excess_s = self.itl_s(prompt, load, self.prefilling) - itl_goal_s
+                if excess_s > 0.0:
+                    misses[position] += _MISS_WEIGHT * excess_s * output * (load.requests + 1)
+        for position, miss in enumerate(misses):
+            predicted.costs[position] += miss
+        return misses
+
+    def placed(self, tokens: int) -> None:
+        """Count a request for which an instance has to compute so many tokens of its prompt."""
+        self._traffic.add(tokens)
+
+    def itl_s(self, prompt: Prompt, load: Load, prefilling: float) -> float:
+        """Return the mean time between tokens on an instance that computes prompts for this share of its time."""
+        step_s = self.steps.times.step_s(load.requests + 1, load.decode_blocks + prompt.blocks)
+        return step_s * _slowdown(prefilling)
+
+    def share_of_time(self, tokens_per_s: float, instances: int) -> float:
+        """Return for which share of its time an instance computes what all frontends place of something.
+
+        `tokens_per_s`: what this one places of it.
+        """
+        own = self._traffic.tokens_per_s
+        return tokens_per_s / own * self.prefilling if own else tokens_per_s / instances * self.steps.times.token
+
+    def _wait_for_blocks(self, load: Load, blocks: float, step: float) -> float:
+        """Return how long it takes until an instance has `blocks` free: requests free theirs evenly over their outputs."""
+        missing = load.decode_blocks + blocks - load.decode_blocks / load.usage
+        if missing <= 0.0:
+            return 0.0
+        return missing / load.decode_blocks * self.steps.times.output_tokens * step * _slowdown(self.prefilling)
+
+
+def _mean_requests(loads: Sequence[Load]) -> float:
+    return sum([load.requests for load in loads]) / len(loads)
+
+
+def _slowdown(prefilling: float) -> float:
+    """Return how much longer decoding takes on an instance that computes prompts for this share of its time."""
+    return 1.0 / (1.0 - min(prefilling, _MOST_PREFILL))

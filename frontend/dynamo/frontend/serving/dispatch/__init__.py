@@ -1,0 +1,11 @@
+"""Requests to instances, and to other ones when that is safe.
+
+| module | holds |
+|---|---|
+| `booking` | requests at instances: picked, booked and opened in one synchronous step |
+| `candidates` | the instances that a request can be sent to now |
+| `disaggregation` | one instance computes the prompt, another one generates the response |
+| `dispatcher` | sends a request to an instance, and to another one where `retry` says that it is safe |
+| `prefix_reuse` | how much of the prompts each instance had cached |
+| `retry` | what follows a failed attempt: a decision without I/O, and a budget over all requests |
+"""

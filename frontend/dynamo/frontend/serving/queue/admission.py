@@ -1,0 +1,369 @@
+"""Requests that wait for an instance while all are busy.
+
+Which instances are busy is for the router to say: it raises Overloaded when none may take more. Without a queue the request is
+refused then. With one, up to so many requests per model wait, and the first in line tries again whenever a request ends and
+every few milliseconds. Requests of different API keys have their turns in proportion to the weights of the keys, measured in
+tokens (see `fair_queue`), over all frontends together (see `turns`). Which one of a key is first:
+
+| policy | order |
+|---|---|
+| `fcfs` | higher priority first, of whichever key; of equal ones of a key, the earlier |
+| `prefix` | as `fcfs`, but of the next 32 the one that has most of its prompt cached where there is room, see `line_order` |
+| `wspt` | most priority per token first: (1 + priority) / (prompt tokens + expected output tokens) |
+
+Negative priorities count as 0 there. `wspt` makes the mean wait short at the expense of long requests, which may wait as long as
+shorter ones of the same key keep coming.
+
+A request is refused at once if, by the recent pace, its turn would come after its deadline, or if the queue is full. Then
+another one may be refused instead: of those with the lowest priority the longest, if the new one is more important (but not with
+`wspt`); or the last one of the key that has the most in it, if another key sends the new one. Where prompts are computed apart,
+requests wait for prefill instances in one line and for decode instances in another.
+
+A request that names its instance waits in line as others do. When it has its turn and its instance is busy, those behind it
+that may go elsewhere have theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+from dynamo.common.errors import DeadlineExceeded, Overloaded
+from dynamo.common.model_card import Role
+from dynamo.common.names import InstanceId
+from dynamo.frontend.config import QueuePolicy
+from dynamo.frontend.router.base import TooLate
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
+from dynamo.frontend.serving.queue.fair_queue import FairQueue
+from dynamo.frontend.serving.queue.line_order import nearest_to_caches, rank_and_order, rank_of
+from dynamo.frontend.serving.queue.turns import Line, Turns
+
+_RETRY_S = 0.02
+"""Loads also change by reports, of which the queue is not notified."""
+_BUSY_AT_ONCE = 8
+"""So many busy instances that requests name are tried again after `_RETRY_S`; more of them later, in proportion."""
+_PACE_WEIGHT = 0.2
+
+
+class Place:
+    """One request's place in line; a context manager, at whose end the next request gets its turn."""
+
+    __slots__ = (
+        "_deadline",
+        "_line",
+        "_loop",
+        "_order",
+        "_turn",
+        "displaced",
+        "instance",
+        "key",
+        "missing_tokens",
+        "number",
+        "rank",
+        "tokens",
+        "weight",
+    )
+
+    def __init__(
+        self,
+        line: _Line,
+        account: Account,
+        rank: float,
+        order: tuple[float, int],
+        tokens: int,
+        deadline: float | None,
+        missing_tokens: Callable[[], int | None],
+        instance: InstanceId | None,
+    ) -> None:
+        """`rank` is compared with those of other keys, `order` with those of the same key."""
+        self.displaced: tuple[Place, Overloaded] | None = None
+        """The one that has to leave a full line for this one, and why."""
+        self.missing_tokens = missing_tokens
+        self.instance = instance
+        """The only one that may serve the request; None: any."""
+        self.number = order[1]
+        self.key = account.name
+        self.weight = account.weight
+        self.rank = rank
+        self.tokens = tokens
+        self._order = order
+        self._line = line
+        self._deadline = deadline
+        self._loop = asyncio.get_running_loop()
+        self._turn: asyncio.Future[None] | None = None
+
+    def __lt__(self, other: object) -> bool:
+        return isinstance(other, Place) and self._order < other._order
+
+    def __enter__(self) -> Self:
+        if self.displaced is not None:
+            self._line.displace(*self.displaced)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, TooLate):
+            self._line.refused("goal")
+        self._line.leave(self, served=kind is None)
+
+    async def turn(self) -> None:
+        """Return when this request is the one to try. Raises DeadlineExceeded, and Overloaded if it has to leave the line."""
+        self._turn = self._loop.create_future()
+        self._line.enter(self)
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._turn
+        except TimeoutError:
+            self._line.refused("expired")
+            raise DeadlineExceeded() from None
+
+    def call(self) -> None:
+        """Give this request its turn."""
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
+
+    def refuse(self, error: Overloaded) -> None:
+        """Let `turn` raise an error."""
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_exception(error)
+
+
+class _Line:
+    """The requests that wait for one model. At most one of them tries at a time."""
+
+    def __init__(
+        self,
+        changed: Callable[[], None],
+        refused: Callable[[str], None],
+        choose: Callable[[Sequence[Place]], Place] | None,
+        turns: Line,
+    ) -> None:
+        self.interval_s = 0.0
+        """Between two turns that led to an instance, smoothed; 0: not known yet."""
+        self.refused = refused
+        self._turns = turns
+        turns.heads = self._heads
+        self._loop = asyncio.get_running_loop()
+        self._waiting: FairQueue[Place] = FairQueue()
+        self._trying: Place | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        """Until then no request tries."""
+        self._busy: set[InstanceId] = set()
+        """Instances that had no room for a request that names them: others that do so do not try."""
+        self._busy_timer: asyncio.TimerHandle | None = None
+        """When that is forgotten: loads also change by reports."""
+        self._busy_before = 0
+        """How many there were the last time."""
+        self._paced_from = 0.0
+        """When the last turn led to an instance, or a request entered an empty line: pauses do not count for the pace."""
+        self._changed = changed
+        self._choose = choose
+        self._numbers = itertools.count()
+
+    def number(self) -> int:
+        """Return the number of a new request."""
+        return next(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._waiting) + (self._trying is not None)
+
+    def before(self, place: Place) -> int:
+        """Return about how many requests have their turn earlier."""
+        return self._waiting.before(place) + (self._trying is not None)
+
+    def less_important(self, place: Place) -> Place | None:
+        """Return a less important request than `place`, or the last one of the key with the most.
+
+        None if there is neither: all are as important, and `place`'s own key has as many.
+        """
+        last = max(self._waiting, key=lambda each: (each.rank, each.tokens), default=None)
+        if last is None or last.rank <= place.rank:
+            last = self._waiting.last_of_longest(place)
+        return last
+
+    def displace(self, place: Place, error: Overloaded) -> None:
+        """Let a request leave the line, with an error."""
+        self.refused("full")
+        self._waiting.remove(place)
+        place.refuse(error)
+
+    def enter(self, place: Place) -> None:
+        """A place waits for its turn, for the first time or after a try that failed."""
+        failed = self._trying is place
+        if failed:
+            self._trying = None
+            self._turns.failed()
+        elif not len(self):
+            self._paced_from = self._loop.time()
+        self._waiting.push(place)
+        self._changed()
+        self._turns.waits()
+        if failed and place.instance is not None:
+            self._busy.add(place.instance)
+            if self._busy_timer is None:
+                self._busy_timer = self._loop.call_later(
+                    _RETRY_S * max(1.0, self._busy_before / _BUSY_AT_ONCE), self._forget_busy
+                )
+        if not failed or place.instance is not None:
+            self.advance()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_RETRY_S, self._again)
+
+    def leave(self, place: Place, *, served: bool) -> None:
+        if self._trying is place:
+            self._trying = None
+        elif place in self._waiting:
+            self._waiting.remove(place)
+        if served:
+            self._waiting.charge(place.key, place.tokens, place.weight)
+            self._turns.served(place.key, place.tokens / place.weight)
+            self._pace()
+        self._changed()
+        self.advance()
+
+    def advance(self) -> None:
+        """Let the first in line try, unless another request is trying, or one at another frontend is before it."""
+        if self._trying is None and self._waiting and self._timer is None:
+            may = self._may_try if self._busy else None
+            first = self._waiting.next(self._turns.served_in_all(), may)
+            if first is None:
+                return
+            if self._turns.holds_back(first.key, first.rank):
+                self._timer = self._loop.call_later(_RETRY_S, self._again)
+                return
+            self._trying = self._waiting.pop(first, self._choose, may)
+            self._trying.call()
+
+    def _may_try(self, place: Place) -> bool:
+        return place.instance is None or place.instance not in self._busy
+
+    def poke(self, instance: InstanceId) -> None:
+        """A request has ended, so `instance` may take another one."""
+        self._busy.discard(instance)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._again()
+
+    def _again(self) -> None:
+        self._timer = None
+        self.advance()
+
+    def _forget_busy(self) -> None:
+        self._busy_timer = None
+        self._busy_before = len(self._busy)
+        self._busy.clear()
+        self.advance()
+
+    def _heads(self) -> Iterator[tuple[str, float]]:
+        """Yield each key that waits, with the rank of its first request."""
+        for place in self._waiting.heads(self._may_try if self._busy else None):
+            yield place.key, place.rank
+        if self._trying is not None:
+            yield self._trying.key, self._trying.rank
+
+    def _pace(self) -> None:
+        now = self._loop.time()
+        since_s = now - self._paced_from
+        self.interval_s += _PACE_WEIGHT * (since_s - self.interval_s) if self.interval_s else since_s
+        self._paced_from = now
+
+
+class AdmissionQueue:
+    """The lines of all models.
+
+    `size` requests may wait in each. `changed` is called with how many wait for a model, and `refused` with why one may not:
+    `full`, `late` (it would have its turn after its deadline), `expired` (the deadline passed in line) or `goal` (it has waited
+    too long to reach its latency goals).
+    """
+
+    def __init__(
+        self,
+        size: int,
+        policy: QueuePolicy = QueuePolicy.FCFS,
+        changed: Callable[[str, int], None] = lambda model, waiting: None,
+        refused: Callable[[str, str], None] = lambda model, reason: None,
+    ) -> None:
+        self.turns = Turns(asyncio.get_running_loop().time)
+        """Of keys that wait here and at other frontends."""
+        self._size = size
+        self._policy = policy
+        self.looks_at_caches = policy is QueuePolicy.PREFIX
+        self._changed = changed
+        self._refused = refused
+        self._lines: dict[tuple[str, Role | None], _Line] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def waiting(self, model: str, role: Role | None = None) -> int:
+        """Return how many requests wait for the instances of a model; a new one has to queue up behind them."""
+        line = self._lines.get((model, role))
+        return 0 if line is None else len(line)
+
+    def must_wait(self, model: str, role: Role | None, account: Account, priority: int) -> bool:
+        """Return whether a new request has to queue up: behind others here, or one at another frontend is before it."""
+        line = self.turns.line(model, role)
+        return self.waiting(model, role) > 0 or line.holds_back(account.name, rank_of(self._policy, priority))
+
+    def sent_at_once(self, model: str, role: Role | None, account: Account, tokens: int) -> None:
+        """A request that did not have to wait was sent to an instance."""
+        self.turns.line(model, role).served(account.name, max(tokens, 1) / account.weight)
+
+    def place(
+        self,
+        model: str,
+        role: Role | None = None,
+        *,
+        account: Account = ANONYMOUS,
+        priority: int,
+        tokens: int,
+        deadline: float | None,
+        missing_tokens: Callable[[], int | None] = lambda: None,
+        instance: InstanceId | None = None,
+    ) -> Place:
+        """Return a place in line, for which another request has to leave a full one when it is entered. Raises Overloaded.
+
+        `tokens` are those of the prompt and of the expected response; `missing_tokens`: see `line_order`; `instance` is the
+        only one that may serve the request.
+        """
+        line = self._line(model, role)
+        tokens = max(tokens, 1)
+        rank, order = rank_and_order(self._policy, priority, tokens, line.number())
+        place = Place(line, account, rank, order, tokens, deadline, missing_tokens, instance)
+        if deadline is not None:
+            wait_s = line.before(place) * line.interval_s
+            left_s = deadline - self._loop.time()
+            if wait_s > left_s:
+                line.refused("late")
+                raise Overloaded(
+                    f"requests for model '{model}' wait for about {wait_s:.1f} s now, and this one has {left_s:.1f} s left",
+                    retry_after_s=wait_s,
+                )
+        if len(line) >= self._size:
+            wait_s = len(line) * line.interval_s
+            full = Overloaded(f"the queue for model '{model}' is full: {len(line)} waiting", retry_after_s=max(1.0, wait_s))
+            if (displaced := line.less_important(place)) is None:
+                line.refused("full")
+                raise full
+            place.displaced = displaced, full
+        return place
+
+    def poke(self, instance: InstanceId) -> None:
+        """A request has ended at an instance."""
+        for line in self._lines.values():
+            line.poke(instance)
+
+    def _line(self, model: str, role: Role | None) -> _Line:
+        line = self._lines.get((model, role))
+        if line is None:
+            line = _Line(
+                lambda: self._changed(model, self._all_waiting(model)),
+                lambda reason: self._refused(model, reason),
+                nearest_to_caches if self.looks_at_caches else None,
+                self.turns.line(model, role),
+            )
+            self._lines[model, role] = line
+        return line
+
+    def _all_waiting(self, model: str) -> int:
+        return sum(len(line) for (name, _), line in self._lines.items() if name == model)

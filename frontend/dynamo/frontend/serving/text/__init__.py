@@ -1,0 +1,7 @@
+"""Text generation, from text to text.
+
+| module | holds |
+|---|---|
+| `generation` | one generation: tokenized, dispatched, moved to another instance if its own dies, detokenized |
+| `text_models` | the text side of each language model: prepared when it appears, loaded when it is used |
+"""

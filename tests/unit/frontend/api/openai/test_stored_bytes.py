@@ -1,0 +1,206 @@
+"""How much a key may store, in files, responses and conversations together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec import Struct
+
+from dynamo.common.errors import PayloadTooLarge, Unavailable
+from dynamo.frontend.api.openai.batches.batch import Batches
+from dynamo.frontend.api.openai.batches.files import Files
+from dynamo.frontend.api.openai.store.event_log import EventLog
+from dynamo.frontend.api.openai.store.events import ResponseObject
+from dynamo.frontend.api.openai.store.quota import COUNTED_S, StoredBytes
+from dynamo.frontend.api.openai.store.stored import new_response_id
+from tests.support.fake_records import FakeRecords
+from tests.support.storing import stored_responses
+
+
+class _Response(Struct):
+    """A response without output."""
+
+    id: str
+    background: bool = False
+    output: tuple[()] = ()
+
+
+class Frontend:
+    """One process, as far as what is stored goes; others may have the same records."""
+
+    def __init__(self, files: FakeRecords, responses: FakeRecords, now: list[float], limit: int = 2000) -> None:
+        file_records: Any = files
+        self.quota = StoredBytes({"team": limit}.get, lambda: now[0])
+        self.files = Files(lambda: file_records, "ns", quota=self.quota)
+        self.responses = stored_responses(responses, quota=self.quota)
+        self.conversations = self.responses.conversations
+        self.batches = Batches(lambda: file_records, "ns", quota=self.quota)
+
+    async def stream(self, owner: str, id: str, size: int) -> None:
+        """Store events of a response that have about so many bytes."""
+        response = ResponseObject(id=id, created_at=1, model="m", reasoning={}, text={})
+        log = EventLog(self.responses, owner, response)
+        async with log.writing():
+            log.add(b"x" * size + b"\n\n")
+
+    async def respond(self, owner: str, size: int) -> str:
+        """Store a response of about so many bytes; return its id."""
+        id = new_response_id()
+        made: Any = _Response(id)
+        items = [{"type": "message", "role": "user", "content": "x" * size}]
+        await self.responses.save(owner, made, items, last=0)
+        return id
+
+
+def frontends() -> tuple[Frontend, Frontend, list[float]]:
+    files, responses, now = FakeRecords(), FakeRecords(), [0.0]
+    return Frontend(files, responses, now), Frontend(files, responses, now), now
+
+
+async def test_files_responses_and_conversations_count_together_at_all_frontends() -> None:
+    first, second, now = frontends()
+    await first.files.create("team", "f", "batch", b"x" * 900)
+    await first.respond("team", 500)
+    conversation = await first.conversations.create("team", [{"type": "message", "content": "x" * 100}], {})
+    for frontend in (first, second):
+        with pytest.raises(PayloadTooLarge, match=r"has stored 1[5-9].. of its 2000 bytes .* takes 600; delete some"):
+            await frontend.files.create("team", "f", "batch", b"x" * 600)
+        with pytest.raises(PayloadTooLarge):
+            await frontend.conversations.create("team", [{"type": "message", "content": "x" * 600}], {})
+        with pytest.raises(PayloadTooLarge):
+            await frontend.conversations.add("team", conversation.id, [{"type": "message", "content": "x" * 600}])
+        with pytest.raises(PayloadTooLarge):
+            await frontend.conversations.update("team", conversation.id, {"about": "x" * 512})
+        await frontend.conversations.add("team", conversation.id, [{"type": "message", "content": "x"}])
+    await first.files.create("other", "f", "batch", b"x" * 5000)
+    await first.conversations.delete("team", conversation.id)
+    now[0] += COUNTED_S
+    await second.files.create("team", "f", "batch", b"x" * 400)
+
+
+async def test_a_key_that_has_stored_all_it_may_is_served_and_not_stored_unless_it_insists() -> None:
+    frontend, other, now = frontends()
+    assert await frontend.responses.may_store("team", None)
+    id = await frontend.respond("team", 1000)
+    await frontend.stream("team", id, 1000)
+    assert not await frontend.responses.may_store("team", None)
+    assert not await other.responses.may_store("team", None)
+    assert await frontend.responses.may_store("other", None)
+    with pytest.raises(PayloadTooLarge):
+        await frontend.responses.may_store("team", True)
+    assert not await frontend.responses.may_store("team", False)
+    await frontend.responses.delete("team", id)
+    now[0] += COUNTED_S
+    assert await frontend.responses.may_store("team", True)
+
+
+async def test_what_is_deleted_makes_room_at_once_where_it_is_deleted() -> None:
+    frontend, _, _ = frontends()
+    file = await frontend.files.create("team", "f", "batch", b"x" * 1500)
+    with pytest.raises(PayloadTooLarge):
+        await frontend.files.create("team", "f", "batch", b"x" * 600)
+    await frontend.files.delete("team", file.id)
+    await frontend.files.create("team", "f", "batch", b"x" * 600)
+
+
+async def test_a_response_that_is_deleted_makes_room_at_once_with_its_events() -> None:
+    frontend, _, _ = frontends()
+    id = await frontend.respond("team", 100)
+    await frontend.stream("team", id, 1500)
+    assert not await frontend.responses.may_store("team", None)
+    await frontend.responses.delete("team", id)
+    await frontend.files.create("team", "f", "batch", b"x" * 1900)
+
+
+async def test_events_of_streams_count_at_all_frontends_also_above_the_limit() -> None:
+    first, second, _ = frontends()
+    id = await first.respond("team", 100)
+    await first.stream("team", id, 3000)
+    for frontend in (first, second):
+        with pytest.raises(PayloadTooLarge, match=r"has stored 3... of its 2000 bytes"):
+            await frontend.files.create("team", "f", "batch", b"x")
+
+
+async def test_batches_count() -> None:
+    frontend, _, now = frontends()
+    batch = await frontend.batches.create("team", "/v1/responses", "file-1", {"about": "x" * 500})
+    with pytest.raises(PayloadTooLarge, match=r"has stored 1... of its 2000 bytes"):
+        await frontend.files.create("team", "f", "batch", b"x" * 1500)
+    now[0] += COUNTED_S
+    with pytest.raises(PayloadTooLarge):
+        await frontend.batches.create("team", "/v1/responses", "file-1", {"about": "x" * 1300})
+    assert [each.id for each in await frontend.batches.owned_by("team")] == [batch.id]
+
+
+class SlowRecords(FakeRecords):
+    """Lets others run before each read and write."""
+
+    async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+        await asyncio.sleep(0)
+        return await super().put(key, value, last=last)
+
+    async def values(self, pattern: str) -> dict[str, bytes]:
+        await asyncio.sleep(0)
+        return await super().values(pattern)
+
+
+async def test_uploads_at_the_same_time_count_together() -> None:
+    frontend = Frontend(SlowRecords(), SlowRecords(), [0.0])
+    uploads = (frontend.files.create("team", "f", "batch", b"x" * 900) for _ in range(5))
+    results = await asyncio.gather(*uploads, return_exceptions=True)
+    assert [type(result) for result in results].count(PayloadTooLarge) == 3
+    assert sum(file.bytes for file in await frontend.files.owned_by("team")) == 1800
+
+
+@pytest.mark.parametrize("kind", ["conversations", "items", "responses"])
+async def test_what_is_created_at_the_same_time_counts_together(kind: str) -> None:
+    records = SlowRecords()
+    frontend = Frontend(SlowRecords(), records, [0.0])
+    item = {"type": "message", "role": "user", "content": "x" * 540}
+    made = [await frontend.conversations.create("team", [], {}) for _ in range(2)]
+
+    async def create(number: int) -> None:
+        match kind:
+            case "conversations":
+                await frontend.conversations.create("team", [item], {})
+            case "items":
+                await frontend.conversations.add("team", made[number % 2].id, [item])
+            case _:
+                await frontend.respond("team", 540)
+
+    results = await asyncio.gather(*map(create, range(5)), return_exceptions=True)
+    assert [type(result) for result in results].count(PayloadTooLarge) == 3
+    assert sum(int(record.value) for key, record in records.records.items() if ".size." in key) <= 2000
+    assert sum(len(record.value) for key, record in records.records.items() if ".size." not in key) <= 2000
+
+
+async def test_an_upload_that_fails_takes_no_room() -> None:
+    files = FakeRecords()
+    frontend = Frontend(files, FakeRecords(), [0.0])
+    await frontend.files.create("team", "f", "batch", b"x")
+    files.is_away = True
+    with pytest.raises(Unavailable):
+        await frontend.files.put("team", "file-" + "0" * 32, "out", "batch_output", b"x" * 1900)
+    files.is_away = False
+    await frontend.files.create("team", "f", "batch", b"x" * 1900)
+
+
+async def test_output_of_a_batch_is_kept_even_above_the_limit_and_counts() -> None:
+    frontend, _, _ = frontends()
+    await frontend.files.create("team", "f", "batch", b"x" * 1500)
+    await frontend.files.put("team", "file-" + "0" * 32, "out", "batch_output", b"x" * 1500)
+    with pytest.raises(PayloadTooLarge, match="has stored 3000 of its 2000"):
+        await frontend.files.create("team", "f", "batch", b"x")
+
+
+async def test_nothing_is_counted_or_written_for_keys_without_a_limit() -> None:
+    files, responses = FakeRecords(), FakeRecords()
+    frontend = Frontend(files, responses, [0.0])
+    await frontend.respond("other", 10)
+    assert not any(".size." in key for key in responses.records)
+    responses.is_away = True
+    await frontend.files.create("other", "f", "batch", b"x")
+    with pytest.raises(Unavailable):
+        await frontend.files.create("team", "f", "batch", b"x")

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from dynamo.common.errors import Cancelled, DynamoError, InvalidRequest, Overloaded
+from dynamo.common.names import InstanceId
+from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.serving.call import Call, Work
+from dynamo.frontend.serving.dispatch.booking import Booker, Booking
+from tests.support.fakes import FakeClient, FakeStream, RecordingRouter, instance
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.router, self.client = RecordingRouter(), FakeClient()
+        self.released = 0
+        self.booker = Booker(self.router, self.client, self.on_released)
+
+    def on_released(self, instance: InstanceId) -> None:
+        self.released += 1
+
+    def book(self) -> Booking:
+        metrics = FrontendMetrics(CollectorRegistry()).for_model("adder")
+        work = Work(model="adder", verb="infer", body=b"", metrics=metrics)
+        call = Call(request_id="r", account=ANONYMOUS)
+        return self.booker.book(work, call, [instance(1)], deadline=None, failed_attempts=0)
+
+
+async def test_leaving_a_booking_releases_it_as_served() -> None:
+    b = Bench()
+    with b.book():
+        assert len(b.router.open) == 1
+    assert (b.router.outcomes, b.released) == ([None], 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(Overloaded("full"), Overloaded), (asyncio.CancelledError(), Cancelled), (KeyError("bug"), Cancelled)]
+)
+async def test_an_exception_that_leaves_a_booking_cancels_its_request(error: BaseException, kind: type[DynamoError]) -> None:
+    b = Bench()
+    with pytest.raises(type(error)), b.book():
+        raise error
+    assert b.client.streams[0].cancelled
+    assert [type(outcome) for outcome in b.router.outcomes] == [kind]
+
+
+async def test_a_booking_is_released_once() -> None:
+    b = Bench()
+    with b.book() as booking:
+        booking.release(None)
+        booking.cancel(Cancelled())
+    assert (b.router.outcomes, b.released) == ([None], 1)
+
+
+async def test_a_request_that_cannot_be_opened_is_not_booked() -> None:
+    def refuse(stream: FakeStream) -> None:
+        raise InvalidRequest("too large")
+
+    b = Bench()
+    b.client.respond = refuse
+    with pytest.raises(InvalidRequest):
+        b.book()
+    assert not b.router.open
+    assert b.released == 1
+
+
+async def test_a_booking_shows_where_it_is() -> None:
+    b = Bench()
+    booking = b.book()
+    assert repr(booking) == f"<Booking {booking.id} at instance 1, sent>"
+    booking.release(None)
+    assert repr(booking) == f"<Booking {booking.id} at instance 1, released>"

@@ -1,0 +1,8 @@
+"""vLLM, driven from this process.
+
+| module | holds |
+|---|---|
+| `engine` | `VllmEngine`, `SharedVllm` |
+| `ranks` | what the data-parallel ranks of one vLLM share |
+| `request` | translates requests for text generation to vLLM's terms, and vLLM's outputs to ours |
+"""

@@ -1,0 +1,237 @@
+"""A worker's status port: liveness, readiness, metrics and sleep. Off unless `--status-port` is given.
+
+`/live` is 200 while the event loop runs. `/health` is 200 from the moment all models are registered until the worker begins to
+drain, and 503 before, after, while it sleeps, and while NATS is away; etcd going away is no reason: frontends know the instance
+and go on using it.
+
+The port requires no key, so it takes orders only with `--allow-sleep`. Pages of other sites may have a browser see no more than
+`/live` and `/health`, and the rest is served only under names of this machine (`common/http/web_pages.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from enum import StrEnum
+from typing import Protocol, TypeAlias
+from urllib.parse import parse_qs
+
+import msgspec
+
+from dynamo.common.errors import Code, DynamoError, InvalidRequest
+from dynamo.common.http.asgi import ASGIApp, Receive, Scope, Send
+from dynamo.common.http.server import serve_asgi
+from dynamo.common.http.web_pages import OwnHosts, is_link, is_of_other_origin
+from dynamo.common.lifecycle import open_listener
+from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.process.interpreter import interpreter
+from dynamo.worker.config import StatusOptions
+from dynamo.worker.process.sleep import Sleeper
+
+_JSON = b"application/json"
+_REFUSALS = {Code.INVALID_REQUEST: 400, Code.UNSUPPORTED: 501, Code.UNAVAILABLE: 503}
+Scrape: TypeAlias = Callable[[], Awaitable[tuple[bytes, str]]]
+"""Returns the text of a metrics scrape and its content type."""
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    """Models load, or NATS and etcd have not been reached."""
+    READY = "ready"
+    SLEEPING = "sleeping"
+    """The worker sleeps, falls asleep or wakes."""
+    DRAINING = "draining"
+
+
+class _Uptime(msgspec.Struct, frozen=True):
+    secs: int
+    nanos: int
+
+
+class _Health(msgspec.Struct, frozen=True, kw_only=True):
+    status: str
+    """`ready` or `notready`."""
+    state: str
+    uptime: _Uptime
+    endpoints: dict[str, str]
+    instance: str
+    models: Sequence[str]
+    nats: str
+    python: str
+
+
+class NatsLink(Protocol):
+    """The part of `messaging.connection.Connection` that the status port shows."""
+
+    @property
+    def is_connected(self) -> bool: ...
+
+
+class Status:
+    """What the status port shows. The start and the end of the process keep it current."""
+
+    def __init__(self, endpoint: Endpoint, instance: InstanceId) -> None:
+        self._endpoint = endpoint
+        self._instance = instance
+        self._started = time.monotonic_ns()
+        self._models: Sequence[str] = ()
+        self._nats: NatsLink | None = None
+        self._needed: tuple[asyncio.Event, ...] = ()
+        self._sleeper: Sleeper | None = None
+        self._was_registered = False
+        self._draining = False
+
+    def __repr__(self) -> str:
+        return f"<Status of {self._instance:x}, {self.state}, connected={self.is_connected}>"
+
+    def show_models(self, names: Sequence[str]) -> None:
+        """Show `names` as the models that are served now."""
+        self._models = names
+
+    def show_connection(self, nats: NatsLink) -> None:
+        """Show whether `nats` is connected."""
+        self._nats = nats
+
+    def start_serving(self, registered: asyncio.Event, files_stored: asyncio.Event, sleeper: Sleeper) -> None:
+        """The worker takes requests: it is ready once both events are set, and `sleeper` takes orders."""
+        self._needed = registered, files_stored
+        self._sleeper = sleeper
+
+    def start_draining(self) -> None:
+        self._draining = True
+
+    @property
+    def sleeper(self) -> Sleeper | None:
+        """Puts the worker to sleep; None until the worker serves."""
+        return self._sleeper
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether NATS is connected."""
+        return self._nats is not None and self._nats.is_connected
+
+    @property
+    def state(self) -> WorkerState:
+        if self._draining:
+            return WorkerState.DRAINING
+        if self._sleeper is not None and self._sleeper.is_away:
+            return WorkerState.SLEEPING
+        if self._needed and all(event.is_set() for event in self._needed):
+            self._was_registered = True
+        return WorkerState.READY if self._was_registered else WorkerState.STARTING
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is WorkerState.READY and self.is_connected
+
+    def to_json(self) -> bytes:
+        uptime = time.monotonic_ns() - self._started
+        word = "ready" if self.is_ready else "notready"
+        return msgspec.json.encode(
+            _Health(
+                status=word,
+                state=self.state.value,
+                uptime=_Uptime(uptime // 1_000_000_000, uptime % 1_000_000_000),
+                endpoints={self._endpoint.name: word},
+                instance=f"{self._instance:x}",
+                models=self._models,
+                nats="connected" if self.is_connected else "disconnected",
+                python=interpreter(),
+            )
+        )
+
+
+def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hosts: OwnHosts | None = None) -> ASGIApp:
+    """Return the app with `/health`, `/live`, `/metrics`, and vLLM's `/sleep`, `/wake_up`, `/is_sleeping`."""
+    own_hosts = hosts or OwnHosts()
+
+    async def live() -> tuple[int, bytes, bytes]:
+        return 200, b'{"status":"live"}', _JSON
+
+    async def health() -> tuple[int, bytes, bytes]:
+        return 200 if status.is_ready else 503, status.to_json(), _JSON
+
+    async def metrics() -> tuple[int, bytes, bytes]:
+        text, kind = await scrape()
+        return 200, text, kind.encode()
+
+    async def is_sleeping() -> tuple[int, bytes, bytes]:
+        sleeping = status.sleeper is not None and status.sleeper.is_sleeping
+        return 200, msgspec.json.encode({"is_sleeping": sleeping}), _JSON
+
+    async def sleep(sleeper: Sleeper, query: bytes) -> None:
+        if parse_qs(query.decode("latin-1"), keep_blank_values=True).get("level", ["1"]) != ["1"]:
+            raise InvalidRequest("only level=1 is supported: weights are kept in the host's memory, and the KV cache is dropped")
+        await sleeper.sleep()
+
+    async def wake_up(sleeper: Sleeper, query: bytes) -> None:
+        await sleeper.wake()
+
+    async def obey(order: Callable[[Sleeper, bytes], Awaitable[None]], scope: Scope) -> tuple[int, bytes, bytes]:
+        if not allow_sleep:
+            return 403, b'{"error":"the worker was started without --allow-sleep"}', _JSON
+        if status.sleeper is None:
+            return 503, b'{"error":"the worker is still starting"}', _JSON
+        try:
+            await order(status.sleeper, scope["query_string"])
+        except DynamoError as error:
+            _log.warning("%s was refused: %s", scope["path"], error)
+            return _REFUSALS.get(error.code, 500), msgspec.json.encode({"error": str(error)}), _JSON
+        return await is_sleeping()
+
+    pages = {"/live": live, "/health": health, "/metrics": metrics, "/is_sleeping": is_sleeping}
+    orders = {"/sleep": sleep, "/wake_up": wake_up}
+    open_pages = ("/live", "/health")
+
+    def refusal(scope: Scope) -> str | None:
+        """Return why a browser is refused what the page that it shows wants."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        if is_of_other_origin(headers, scope["scheme"]) and not is_link(scope["method"], headers):
+            return "pages of other sites may not use this port"
+        host = headers.get("host", "")
+        return (
+            None
+            if own_hosts.include(host)
+            else f"this port is used by its own names, and {host[:200]!r} is not among --allowed-host"
+        )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        page, order = pages.get(scope["path"]), orders.get(scope["path"])
+        if scope["path"] not in open_pages and (reason := refusal(scope)) is not None:
+            code, body, kind = 403, msgspec.json.encode({"error": reason}), _JSON
+        elif order is not None and scope["method"] == "POST":
+            code, body, kind = await obey(order, scope)
+        elif order is not None:
+            code, body, kind = 405, b'{"error":"only POST is allowed"}', _JSON
+        elif page is None:
+            code, body, kind = 404, b'{"error":"there are /health, /live, /metrics, /is_sleeping, /sleep and /wake_up"}', _JSON
+        elif scope["method"] not in ("GET", "HEAD"):
+            code, body, kind = 405, b'{"error":"only GET is allowed"}', _JSON
+        else:
+            code, body, kind = await page()
+        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": code, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    return app
+
+
+@asynccontextmanager
+async def serve_status(options: StatusOptions, status: Status, scrape: Scrape) -> AsyncIterator[int | None]:
+    """Serve the status port while the body runs and yield its number; None without `--status-port`.
+
+    Raises ConfigError if the port cannot be opened.
+    """
+    if options.port is None:
+        yield None
+        return
+    listener = open_listener(options.host, options.port, flag="--status-port")
+    hosts = OwnHosts(options.allowed_hosts, options.host)
+    async with serve_asgi(listener, status_app(status, scrape, allow_sleep=options.allow_sleep, hosts=hosts)) as server:
+        _log.info("status on %s:%d", options.host, server.port)
+        yield server.port

@@ -1,0 +1,12 @@
+"""When the requests of a model run: batches, sequences, order, rates.
+
+| module | holds |
+|---|---|
+| `batches` | dynamic batching as a ModelConfig declares it |
+| `decoupled` | a request of a decoupled model on its way |
+| `pipeline` | the requests of one model on their way through its processes |
+| `rate_limiter` | resources that the models of a worker share, as in Triton's rate limiter |
+| `response_order` | the order of responses with `preserve_ordering` |
+| `responses` | the responses of a model's process to one request |
+| `sequences` | sequence batching: the requests of one sequence run in order, on one instance |
+"""

@@ -1,0 +1,140 @@
+"""The responses of a model's process to one request: filled by the process, read by the caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol
+
+from dynamo.common.errors import DynamoError, EngineError
+from dynamo.worker.engine.base import Context
+from dynamo.worker.repository.declared.execution import ModelResult
+from dynamo.worker.repository.wire import wire
+from dynamo.worker.repository.wire.raw_tensors import RawTensors
+
+MAX_UNREAD = 8192
+"""Responses of one request that wait for a slow caller. A model that sends more, beyond its window, fails its request."""
+MAX_UNREAD_BYTES = 256 * 2**20
+
+
+class ProcessDied(EngineError):
+    """The process ended while it had the request."""
+
+
+class Rescheduled(EngineError):
+    """The model of an iterative sequence wants the request once more; it has had the responses before this."""
+
+
+class Responses(Protocol):
+    """Where the responses to one request go."""
+
+    context: Context
+    """Of the request."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the caller has left so much unread that no further response is kept."""
+        ...
+
+    def add(self, item: ModelResult | DynamoError | None) -> None:
+        """Add a response, an error, or None at the end."""
+        ...
+
+    def close(self) -> None:
+        """Drop the responses: the caller has left."""
+        ...
+
+
+class SingleResponse:
+    """The only response of a model that is not decoupled."""
+
+    __slots__ = ("_model", "_result", "context", "done")
+
+    def __init__(self, model: str, loop: asyncio.AbstractEventLoop, context: Context) -> None:
+        self.context = context
+        self.done: asyncio.Future[ModelResult | DynamoError] = loop.create_future()
+        self._model = model
+        self._result: ModelResult | DynamoError | None = None
+
+    is_full = False
+
+    def add(self, item: ModelResult | DynamoError | None) -> None:
+        if isinstance(item, DynamoError):
+            self._end(item)
+        elif item is None:
+            self._end(self._result or EngineError(f"model '{self._model}' gave no response"))
+        elif self._result is None:
+            self._result = item
+        else:
+            self._end(EngineError(f"model '{self._model}' gave several responses but is not declared as decoupled"))
+
+    def _end(self, result: ModelResult | DynamoError) -> None:
+        if not self.done.done():
+            self.done.set_result(result)
+
+    def close(self) -> None:
+        self._result = None
+        self.done.cancel()
+
+
+class ResponseStream:
+    """The responses of a decoupled model.
+
+    `grant` gives the model credit as the caller reads: it is called with the number of responses that may be sent in total.
+    """
+
+    def __init__(self, grant: Callable[[int], None], context: Context) -> None:
+        self.context = context
+        self.on_reschedule: Callable[[], None] | None = None
+        self._items: deque[ModelResult | DynamoError | None] = deque()
+        """None marks the end."""
+        self._unread_bytes = 0
+        self._taken = 0
+        self._grant = grant
+        self._added = asyncio.Event()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<ResponseStream, unread={len(self._items)}, unread_bytes={self._unread_bytes}, taken={self._taken}>"
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._items) >= MAX_UNREAD or self._unread_bytes > MAX_UNREAD_BYTES
+
+    def add(self, item: ModelResult | DynamoError | None) -> None:
+        if not self._closed:
+            self._items.append(item)
+            if isinstance(item, ModelResult):
+                self._unread_bytes += _size_of(item)
+            self._added.set()
+        if isinstance(item, Rescheduled) and self.on_reschedule is not None:
+            self.on_reschedule()
+
+    def close(self) -> None:
+        self._closed = True
+        self._items.clear()
+
+    async def read(self) -> AsyncGenerator[ModelResult, None]:
+        """Yield the responses. Raises the error that ended the request."""
+        while True:
+            while not self._items:
+                self._added.clear()
+                await self._added.wait()
+            item = self._items.popleft()
+            if item is None:
+                return
+            if isinstance(item, DynamoError):
+                raise item
+            self._unread_bytes -= _size_of(item)
+            self._taken += 1
+            if self._taken % (wire.RESPONSE_WINDOW // 2) == 0:
+                self._grant(self._taken + wire.RESPONSE_WINDOW)
+            yield item
+
+
+def _size_of(response: ModelResult) -> int:
+    outputs = response.outputs
+    if isinstance(outputs, RawTensors):
+        return sum(map(len, outputs.raws))
+    return sum(array.nbytes for array in outputs.values())

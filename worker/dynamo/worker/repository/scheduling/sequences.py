@@ -1,0 +1,531 @@
+"""Sequence batching: the requests of one sequence run in order, on one instance of the model, which may keep a state for them.
+
+A sequence begins with a request that has the flag START and takes a *slot* of an instance until a request with END, or until no
+request came for a while. Sequences that find no slot wait for one. Strategies, as in Triton:
+
+- *direct*: an instance has a slot for each row of a batch, and a sequence keeps its row. Rows below the highest that has a
+  request, and that have none themselves, are filled with requests that are not READY.
+- *oldest*: an instance has `max_candidate_sequences` slots, and batches hold the requests that have waited longest.
+
+A batch may wait for more requests, up to `max_queue_delay_microseconds` from when the first of them came: with *direct* until
+`minimum_slot_utilization` of the slots have one, with *oldest* until they make a preferred size.
+
+An *iterative* sequence (`iterative_sequence`) is begun by a request without an id, and consists of it alone: the model gets the
+request again, in batches with those of other sequences, for as long as it releases it with RESCHEDULE.
+
+A sequence ends with the process of its instance. Requests of a sequence that is not known here are refused in a way that makes
+frontends try other workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded
+from dynamo.common.process.background import Tasks
+from dynamo.common.tensors.request import SEQUENCE_OWNER
+from dynamo.common.tensors.tensors import Array
+from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.worker.engine.base import count_execution
+from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult, SequenceInstance, closing
+from dynamo.worker.repository.declared.sequence_tensors import ControlInputs, States
+from dynamo.worker.repository.scheduling.decoupled import DecoupledRequest, StreamsBatches
+from dynamo.worker.repository.scheduling.pipeline import NoProcess
+from dynamo.worker.repository.scheduling.response_order import ResponseOrder
+from dynamo.worker.repository.scheduling.responses import ProcessDied, Rescheduled
+
+log = logging.getLogger(__name__)
+
+SequenceId: TypeAlias = int | str
+_Key: TypeAlias = tuple[bool, str, SequenceId]
+"""Whether it is implicit, owner and id: equal ids of different owners are different sequences, never on one instance at once."""
+_MOST_UNREAD_TURNS = 64
+"""A rescheduled request waits for its caller to read the responses of so many calls of the model."""
+
+
+class UnknownSequence(InvalidRequest):
+    """The sequence has not begun here, or has ended. It may be known to another worker."""
+
+    retryable = True
+
+
+class _Job:
+    """A request that waits for its turn, or runs."""
+
+    __slots__ = ("due", "ends", "enqueued_ns", "has_left", "is_held", "is_running", "outcomes", "request", "starts", "turns")
+
+    def __init__(self, request: ModelRequest) -> None:
+        self.request = request
+        self.starts = bool(request.parameters.get("sequence_start", False))
+        self.ends = bool(request.parameters.get("sequence_end", False))
+        self.has_left = False
+        """Its caller wants no response any more."""
+        self.is_running = False
+        """A decoupled model has it."""
+        self.is_held = False
+        """A decoupled model wants it again, and its caller has too many responses to read."""
+        self.outcomes: asyncio.Queue[ModelResult | DynamoError | DecoupledRequest] = asyncio.Queue()
+        """The response or the error; of a decoupled model, whenever it has begun, where the responses come."""
+        self.turns: list[DecoupledRequest] = []
+        """Those that have begun and are not read to their end."""
+        self.enqueued_ns = 0
+        self.due = 0.0
+
+    def give(self, outcome: ModelResult | DynamoError | DecoupledRequest) -> None:
+        if not self.has_left:
+            self.outcomes.put_nowait(outcome)
+
+
+class _Sequence:
+    __slots__ = ("expiry", "has_end", "id", "is_implicit", "is_running", "jobs", "lane", "owner", "state")
+
+    def __init__(self, id: SequenceId, owner: str, *, is_implicit: bool) -> None:
+        self.id = id
+        self.owner = owner
+        """The API key that has begun it; empty: none."""
+        self.is_implicit = is_implicit
+        """Begun by a request without an id, whose sequence no other request joins, whatever id it has."""
+        self.jobs: deque[_Job] = deque()
+        """Those that wait, in order."""
+        self.lane: _Lane | None = None
+        """None: it waits for a slot, or has ended."""
+        self.state: dict[str, Array] = {}
+        self.is_running = False
+        self.has_end = False
+        """The last request of the sequence has come."""
+        self.expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def key(self) -> _Key:
+        return self.is_implicit, self.owner, self.id
+
+
+_Row: TypeAlias = tuple[_Sequence, _Job] | None
+"""A row of a batch; None: without a request."""
+
+
+class _Lane:
+    """An instance and its slots."""
+
+    __slots__ = ("instance", "is_busy", "order", "slots", "timer")
+
+    def __init__(self, instance: SequenceInstance, slots: int, order: ResponseOrder | None) -> None:
+        self.instance = instance
+        self.slots: list[_Sequence | None] = [None] * slots
+        self.order = order
+        """Of the responses of a decoupled model; None: as they come. Those of others have that of the batches in any case."""
+        self.is_busy = False
+        self.timer: asyncio.TimerHandle | None = None
+        """Runs when the first request has waited long enough for others."""
+
+    @property
+    def free(self) -> int:
+        return self.slots.count(None)
+
+    def has_namesake(self, id: SequenceId, owner: str) -> bool:
+        """Return whether a sequence of another owner has this id here, where the model may keep a state by id."""
+        return any(other is not None and other.id == id and other.owner != owner for other in self.slots)
+
+    def ready(self) -> list[tuple[int, _Sequence]]:
+        """Return the slots whose sequences have a request to run."""
+        return [
+            (slot, sequence)
+            for slot, sequence in enumerate(self.slots)
+            if sequence is not None and sequence.jobs and not sequence.is_running
+        ]
+
+
+class SequenceModel:
+    """One version of a model with sequence batching."""
+
+    def __init__(self, config: ModelConfig, instances: Sequence[SequenceInstance], folder: Path) -> None:
+        """Raises InvalidRequest for controls or states that contradict themselves. `folder` holds files of initial states."""
+        batching = config.sequence_batching
+        self._name = config.name
+        self._max_batch_size = config.max_batch_size
+        self._is_direct = not batching.HasField("oldest")
+        self._is_decoupled = config.model_transaction_policy.decoupled and all(
+            isinstance(instance, StreamsBatches) for instance in instances
+        )
+        is_ordered = batching.oldest.preserve_ordering
+        self._is_iterative = batching.iterative_sequence
+        self._ids = itertools.count(1)
+        """Of iterative sequences."""
+        self._idle_s = batching.max_sequence_idle_microseconds / 1e6
+        slots = max(1, config.max_batch_size)
+        if batching.oldest.max_candidate_sequences > 0:
+            slots = batching.oldest.max_candidate_sequences
+        direct, oldest = batching.direct, batching.oldest
+        delay_us = oldest.max_queue_delay_microseconds
+        if self._is_direct:
+            delay_us = direct.max_queue_delay_microseconds if direct.minimum_slot_utilization else 0
+        self._delay_s = delay_us / 1e6
+        self._enough = direct.minimum_slot_utilization * slots
+        """Requests that need not wait for more, of the strategy direct."""
+        self._preferred = frozenset(oldest.preferred_batch_size)
+        self._controls = ControlInputs(config)
+        self._states = States(config, folder)
+        self._lanes = [_Lane(instance, slots, ResponseOrder() if is_ordered else None) for instance in instances]
+        self._sequences: dict[_Key, _Sequence] = {}
+        self._backlog: deque[_Sequence] = deque()
+        """Sequences that wait for a slot."""
+        self._running = Tasks()
+
+    def __repr__(self) -> str:
+        return f"<SequenceModel {self._name}, sequences={len(self._sequences)}, waiting={len(self._backlog)}>"
+
+    @property
+    def waiting(self) -> int:
+        return sum(len(sequence.jobs) for sequence in tuple(self._sequences.values()))
+
+    async def respond(self, request: ModelRequest) -> ModelResult:
+        sequence, job = self._admit(request)
+        try:
+            outcome = await job.outcomes.get()
+        finally:
+            self._leave(sequence, job)
+        if isinstance(outcome, DynamoError):
+            raise outcome
+        if isinstance(outcome, DecoupledRequest):
+            raise EngineError(f"model '{self._name}' gave no single response")
+        return outcome
+
+    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
+        if not self._is_decoupled:
+            yield await self.respond(request)
+            return
+        sequence, job = self._admit(request)
+        try:
+            while True:
+                outcome = await job.outcomes.get()
+                if isinstance(outcome, DynamoError):
+                    raise outcome
+                assert isinstance(outcome, DecoupledRequest)
+                with suppress(Rescheduled):
+                    async with closing(self._read(sequence, outcome)) as responses:
+                        async for response in responses:
+                            yield response
+                    return
+                self._has_read(sequence, job, outcome)
+        finally:
+            self._leave(sequence, job)
+
+    async def _read(self, sequence: _Sequence, turn: DecoupledRequest) -> AsyncIterator[ModelResult]:
+        """Yield the responses of one call of the model. Raises Rescheduled if it wants the request again."""
+        lane = sequence.lane
+        order = None if lane is None else lane.order
+        responses = turn.read()
+        try:
+            async with closing(responses if order is None else order.ordered(responses)) as ordered:
+                async for response in ordered:
+                    yield response
+        except (ProcessDied, NoProcess):
+            if sequence.lane is not None:  # else the slots have other sequences by now
+                self._lose(sequence.lane)
+            raise
+
+    async def close(self) -> None:
+        for sequence in list(self._sequences.values()):
+            self._end(sequence)
+        for lane in self._lanes:
+            _stop_timer(lane)
+        await self._running.finish()
+        await asyncio.gather(*(lane.instance.close() for lane in self._lanes))
+
+    # Requests on their way
+
+    def _admit(self, request: ModelRequest) -> tuple[_Sequence, _Job]:
+        id = request.parameters.get("sequence_id", 0)
+        owner = request.context.headers.get(SEQUENCE_OWNER, "")
+        is_implicit = self._is_iterative and not id
+        if is_implicit:
+            id = next(id for id in self._ids if not self._is_taken(id, owner))
+            request = msgspec.structs.replace(request, parameters={**request.parameters, "sequence_start": True})
+        if not isinstance(id, int | str) or not id:
+            raise InvalidRequest(f"inference request to model '{self._name}' must specify a non-zero or non-empty correlation ID")
+        if self._max_batch_size and any(array.shape[:1] != (1,) for array in request.inputs.values()):
+            raise InvalidRequest(
+                f"inference request to model '{self._name}' must specify batch-size 1 due to requirements of sequence batcher"
+            )
+        job = _Job(request)
+        sequence = self._sequences.get((is_implicit, owner, id))
+        if sequence is not None and sequence.has_end:
+            sequence = None
+        if sequence is None:
+            if not job.starts:
+                raise UnknownSequence(
+                    f"inference request for sequence {id} to model '{self._name}' must specify the START flag on the first "
+                    "request of the sequence"
+                )
+            if all(lane.has_namesake(id, owner) for lane in self._lanes):
+                raise Overloaded(f"sequence id {id} of model '{self._name}' is in use on all instances; try again, or another id")
+            sequence = _Sequence(id, owner, is_implicit=is_implicit)
+            self._sequences[sequence.key] = sequence
+            self._backlog.append(sequence)
+        if sequence.expiry is not None:
+            sequence.expiry.cancel()
+        sequence.has_end = job.ends
+        self._enqueue(sequence, job)
+        self._advance()
+        return sequence, job
+
+    def _is_taken(self, id: int, owner: str) -> bool:
+        return (False, owner, id) in self._sequences or any(lane.has_namesake(id, owner) for lane in self._lanes)
+
+    def _enqueue(self, sequence: _Sequence, job: _Job) -> None:
+        job.enqueued_ns = time.perf_counter_ns()
+        job.due = asyncio.get_running_loop().time() + self._delay_s
+        sequence.jobs.append(job)
+
+    def _reschedule(self, sequence: _Sequence, job: _Job) -> None:
+        """Have a request that the model has released wait for its next turn, as one in the middle of its sequence."""
+        sequence.is_running = job.is_running = False
+        job.starts = job.ends = False
+        if job.has_left or sequence.lane is None:
+            job.give(EngineError(f"sequence {sequence.id} of model '{self._name}' has ended"))
+            self._end(sequence)
+        elif len(job.turns) < _MOST_UNREAD_TURNS:
+            self._enqueue(sequence, job)
+        else:
+            job.is_held = True
+
+    def _has_read(self, sequence: _Sequence, job: _Job, turn: DecoupledRequest) -> None:
+        job.turns.remove(turn)
+        if job.is_held:
+            job.is_held = False
+            self._reschedule(sequence, job)
+            self._advance()
+
+    def _leave(self, sequence: _Sequence, job: _Job) -> None:
+        """The caller of a request wants no more responses, or there are none."""
+        job.has_left = True
+        for turn in job.turns:
+            turn.leave()
+        if job in sequence.jobs:
+            sequence.jobs.remove(job)
+            sequence.has_end = sequence.has_end and not job.ends
+            if job.starts or self._is_iterative:
+                self._end(sequence)
+            else:
+                self._await_next(sequence)
+        elif job.is_running or job.is_held:
+            self._finished(sequence, job)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Give free slots to sequences that wait, and have idle instances run what is there."""
+        if self._backlog:
+            self._place_backlog()
+        for lane in self._lanes:
+            if not lane.is_busy and (batch := self._choose(lane)):
+                lane.is_busy = True
+                self._running.start(self._run(lane, batch), f"a batch of sequences of {self._name}")
+
+    def _place_backlog(self) -> None:
+        passed_over: list[_Sequence] = []
+        while self._backlog and any(lane.free for lane in self._lanes):
+            sequence = self._backlog.popleft()
+            lane = self._lane_for(sequence)
+            if lane is None:
+                passed_over.append(sequence)
+                continue
+            sequence.lane = lane
+            lane.slots[lane.slots.index(None)] = sequence
+        self._backlog.extendleft(reversed(passed_over))
+
+    def _lane_for(self, sequence: _Sequence) -> _Lane | None:
+        """Return the instance with the most free slots that may have it."""
+        lanes = [lane for lane in self._lanes if lane.free and not lane.has_namesake(sequence.id, sequence.owner)]
+        return max(lanes, key=_free, default=None)
+
+    def _choose(self, lane: _Lane) -> list[_Row]:
+        """Return the rows of the next batch of an instance. Marks its sequences as running."""
+        ready = lane.ready()
+        _stop_timer(lane)
+        if not ready:
+            return []
+        if not self._is_direct:
+            ready = sorted(ready, key=lambda entry: entry[1].jobs[0].enqueued_ns)[: max(1, self._max_batch_size)]
+            ready = [(row, sequence) for row, (_, sequence) in enumerate(ready)]
+        if self._delay_s:
+            due = min(sequence.jobs[0].due for _, sequence in ready)
+            loop = asyncio.get_running_loop()
+            if loop.time() < due:
+                ready = ready[: self._without_delay(len(ready))]
+            if not ready:
+                lane.timer = loop.call_at(due, self._advance)
+                return []
+        rows: list[_Row] = [None] * (1 + max(row for row, _ in ready))
+        for row, sequence in ready:
+            sequence.is_running = True
+            rows[row] = (sequence, sequence.jobs.popleft())
+        return rows
+
+    def _without_delay(self, ready: int) -> int:
+        """Return how many of the requests that are ready run before the delay is over."""
+        if self._is_direct:
+            return ready if ready >= self._enough else 0
+        if ready >= max(self._preferred, default=self._max_batch_size):
+            return ready
+        return max((size for size in self._preferred if size <= ready), default=0)
+
+    async def _run(self, lane: _Lane, rows: Sequence[_Row]) -> None:
+        begun_ns = time.perf_counter_ns()
+        requests = list(self._requests(rows))
+        results: Sequence[ModelResult | DynamoError | None]
+        try:
+            if self._is_decoupled:
+                await self._stream_batch(lane.instance, rows, requests)
+                results = [None] * len(rows)
+            else:
+                results = await lane.instance.respond_all(requests)
+                _count_execution(rows)
+        except DynamoError as error:
+            results = [error] * len(rows)
+        except Exception as error:  # a defect of this module or of a backend: callers get an error, and the instance goes on
+            log.exception("a batch of sequences of model '%s' failed unforeseen", self._name)
+            results = [EngineError(f"model '{self._name}' failed: {type(error).__name__}")] * len(rows)
+        ran_ns = time.perf_counter_ns() - begun_ns
+        died = False
+        for row, result in zip(rows, results, strict=True):
+            if row is None or result is None:
+                continue
+            sequence, job = row
+            timings = job.request.context.timings
+            timings.queue_ns += begun_ns - job.enqueued_ns
+            timings.infer_ns += ran_ns
+            died = died or isinstance(result, ProcessDied | NoProcess)
+            if isinstance(result, Rescheduled):
+                self._reschedule(sequence, job)
+                continue
+            if isinstance(result, ModelResult):
+                sequence.state = self._states.after(result)
+            job.give(result)
+            self._finished(sequence, job)
+        lane.is_busy = False
+        if died:
+            self._lose(lane)
+        self._advance()
+
+    async def _stream_batch(self, instance: SequenceInstance, rows: Sequence[_Row], requests: Sequence[ModelRequest]) -> None:
+        """Run a batch of a decoupled model; return when `execute` has. Raises DynamoError if it does not begin."""
+        assert isinstance(instance, StreamsBatches)
+        turns = [
+            DecoupledRequest(request, None if row is None else partial(self._rescheduled, *row))
+            for row, request in zip(rows, requests, strict=True)
+        ]
+        try:
+            await instance.stream_all(turns, partial(self._begun, rows, turns))
+        finally:
+            for row, turn in zip(rows, turns, strict=True):
+                if row is None:
+                    turn.leave()
+
+    def _begun(self, rows: Sequence[_Row], turns: Sequence[DecoupledRequest]) -> None:
+        now = time.perf_counter_ns()
+        _count_execution(rows)
+        for row, turn in zip(rows, turns, strict=True):
+            if row is None:
+                continue
+            sequence, job = row
+            job.request.context.timings.queue_ns += now - job.enqueued_ns
+            if job.has_left:
+                turn.leave()
+                self._finished(sequence, job)
+                continue
+            job.is_running = True
+            job.turns.append(turn)
+            job.give(turn)
+
+    def _rescheduled(self, sequence: _Sequence, job: _Job) -> None:
+        self._reschedule(sequence, job)
+        asyncio.get_running_loop().call_soon(self._advance)  # when the others of its batch are there, too
+
+    def _requests(self, rows: Sequence[_Row]) -> Iterator[ModelRequest]:
+        template = next(row for row in rows if row is not None)[1].request
+        for row in rows:
+            yield self._empty_row(template) if row is None else self._prepared(*row)
+
+    def _prepared(self, sequence: _Sequence, job: _Job) -> ModelRequest:
+        """Return a request with its control inputs and the state of its sequence."""
+        if job.starts:
+            sequence.state = self._states.initial()
+        controls = self._controls.of(sequence.id, starts=job.starts, ends=job.ends)
+        inputs = {**job.request.inputs, **controls, **sequence.state}
+        if not self._is_iterative:
+            return msgspec.structs.replace(job.request, inputs=inputs)
+        place = {"sequence_id": sequence.id, "sequence_start": job.starts, "sequence_end": job.ends}
+        return msgspec.structs.replace(job.request, inputs=inputs, parameters={**job.request.parameters, **place})
+
+    def _empty_row(self, template: ModelRequest) -> ModelRequest:
+        inputs = {name: np.full_like(array, b"" if array.dtype.kind == "O" else 0) for name, array in template.inputs.items()}
+        inputs |= self._controls.of_empty_row() | self._states.initial()
+        return msgspec.structs.replace(template, inputs=inputs, parameters={}, id="")
+
+    def _finished(self, sequence: _Sequence, job: _Job) -> None:
+        sequence.is_running = job.is_running = job.is_held = False
+        if job.ends or (self._is_iterative and not sequence.jobs):
+            self._end(sequence)
+        else:
+            self._await_next(sequence)
+
+    def _await_next(self, sequence: _Sequence) -> None:
+        """End a sequence that has no request and gets none for a while; at once if it has not got its first turn."""
+        if sequence.jobs or sequence.is_running:
+            return
+        if sequence.lane is None:
+            self._end(sequence)
+        else:
+            sequence.expiry = asyncio.get_running_loop().call_later(self._idle_s, self._expire, sequence)
+
+    def _expire(self, sequence: _Sequence) -> None:
+        if not sequence.jobs and not sequence.is_running:
+            self._end(sequence)
+            self._advance()
+
+    def _end(self, sequence: _Sequence) -> None:
+        """Free the slot of a sequence, whose requests that still wait are refused."""
+        if sequence.expiry is not None:
+            sequence.expiry.cancel()
+        if sequence.lane is not None:
+            sequence.lane.slots[sequence.lane.slots.index(sequence)] = None
+            sequence.lane = None
+        if sequence in self._backlog:
+            self._backlog.remove(sequence)
+        if self._sequences.get(sequence.key) is sequence:
+            del self._sequences[sequence.key]
+        while sequence.jobs:
+            sequence.jobs.popleft().give(EngineError(f"sequence {sequence.id} of model '{self._name}' has ended"))
+
+    def _lose(self, lane: _Lane) -> None:
+        """The process of an instance has ended, and with it what it knew of its sequences. Those that it has not got yet stay."""
+        for sequence in tuple(lane.slots):
+            if sequence is not None and (sequence.is_running or not (sequence.jobs and sequence.jobs[0].starts)):
+                self._end(sequence)
+
+
+def _stop_timer(lane: _Lane) -> None:
+    if lane.timer is not None:
+        lane.timer.cancel()
+        lane.timer = None
+
+
+def _count_execution(rows: Sequence[_Row]) -> None:
+    jobs = [row[1] for row in rows if row is not None]
+    count_execution([(job.request.context.timings, not job.has_left) for job in jobs], len(rows))
+
+
+def _free(lane: _Lane) -> int:
+    return lane.free
