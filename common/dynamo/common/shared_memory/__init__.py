@@ -9,5 +9,5 @@
 | `sharing` | the arena of this process and those of its neighbours; what the request plane uses |
 | `units` | which parts of an arena are free: plain computation |
 
-`docs/architecture.md`, section "Bodies by reference", has the protocol.
+`docs/architecture/bodies-by-reference.md` has the protocol.
 """
