@@ -11,14 +11,15 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-
-import zmq
-import zmq.asyncio
+from typing import TYPE_CHECKING
 
 from dynamo.common.errors import EngineError
 from dynamo.common.kv.events import KvState
 from dynamo.common.process.background import running_tasks
 from dynamo.worker.kv.vllm_events import AdapterName, Translator, decode_batch
+
+if TYPE_CHECKING:  # every worker imports this module, few follow an engine's events, and zmq takes 12 ms
+    import zmq.asyncio
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ async def following(
 
     `adapter_name` returns our name of an adapter from the engine's.
     """
+    import zmq.asyncio
+
     with zmq.asyncio.Context() as context, closing(context.socket(zmq.SUB)) as events:
         context.linger = 0
         events.linger = 0
@@ -116,6 +119,8 @@ class KvFollower:
         """Request a replay of all batches from the next one on."""
         if self._source.replay is None:
             return
+        import zmq
+
         with closing(self._context.socket(zmq.DEALER)) as dealer:
             dealer.connect(self._source.replay)
             try:

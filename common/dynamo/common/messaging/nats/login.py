@@ -7,8 +7,6 @@ import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import nkeys  # type: ignore[import-untyped]
-
 from dynamo.common.config import ConfigError, FileSecret
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.options import NatsOptions
@@ -75,6 +73,8 @@ def _read(path: str, what: str) -> bytes:
 
 
 def _check_seed(path: str, seed: bytes) -> None:
+    import nkeys  # type: ignore[import-untyped]  # few logins need it, and it takes 10 ms
+
     try:
         nkeys.from_seed(bytearray(seed)).wipe()
     except Exception:  # of several libraries, and none may be shown: it could quote the seed
