@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import platform
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import distribution, requires
 from pathlib import Path
 
@@ -98,7 +100,13 @@ def test_all_overlays_are_found() -> None:
 @folders
 def test_every_object_fits_the_schema_of_kubernetes(folder: Path) -> None:
     for manifest in render(folder):
-        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+        check_schema(json.dumps(manifest))
+
+
+@cache
+def check_schema(manifest: str) -> None:
+    """Overlays have most objects in common, and the schemas are read anew for each."""
+    kubernetes_validate.validate(json.loads(manifest), kubernetes_validate.latest_version(), strict=True)
 
 
 def test_the_schema_check_refuses_what_is_wrong() -> None:

@@ -249,7 +249,8 @@ def test_the_same_guess_over_and_over_takes_bounded_memory() -> None:
     kept = []
     for number in range(1000):
         predicted.add(A, [h(1), h(2)], computed_at=float(number))
-        kept.append(kept_objects(predicted))
+        if number < 300 or number % 7 == 0:  # counting takes longer than adding
+            kept.append(kept_objects(predicted))
     assert max(kept) <= max(kept[:300])
     assert predicted.match([h(1), h(2)], now=1000.0).groups == [(2, 1)]
 

@@ -113,5 +113,6 @@ def test_what_many_cancelled_prompts_leave_is_bounded() -> None:
     sizes = []
     for number in range(2, 2000):
         predicted.forget(predicted.add(FLEET[0].id, [number], 50.0))
-        sizes.append(kept_objects(predicted))
-    assert max(sizes) <= max(sizes[:400])
+        if number < 400 or number % 7 == 0:  # counting takes longer than adding
+            sizes.append(kept_objects(predicted))
+    assert max(sizes) <= max(sizes[:390])
