@@ -40,6 +40,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(50_000, 20, 50)  # as our processes do
         gc.enable()
         session.config.stash[_RESIDENT] = resident_bytes()
 
@@ -48,14 +49,20 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Collects garbage where much memory waits for it: a frontend in the process leaves few objects in cycles, with 14 MB.
 
-    What is left is exempt from then on: modules that tests import are a million objects, and each search would take 0.3 s.
+    What is left is exempt from then on: modules that tests import are a million objects, and each search would take 0.3 s. So it
+    is after a test in which Python, or the test itself, searched all objects: the next search is of those that are new.
     """
+    searches = _full_collections()
     result = yield
-    if resident_bytes() > item.config.stash[_RESIDENT] + _GARBAGE_BYTES:
+    if _full_collections() > searches or resident_bytes() > item.config.stash[_RESIDENT] + _GARBAGE_BYTES:
         gc.collect()
         gc.freeze()
         item.config.stash[_RESIDENT] = resident_bytes()
     return result
+
+
+def _full_collections() -> int:
+    return gc.get_stats()[2]["collections"]
 
 
 @pytest.fixture(scope="session")
