@@ -178,7 +178,7 @@ class _Model:
     def __init__(self) -> None:
         self._groups: dict[object, _Group] = {}
         self.contract: object = None
-        """That of most registrations as of the last `choose`; None before."""
+        """The contract of most registrations as of the last `choose`; None before."""
 
     def __bool__(self) -> bool:
         return bool(self._groups)

@@ -131,7 +131,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     Only for engines whose card declares the modality.
     """
     conversation: bytes = b""
-    """Of a request with images to an engine that renders those itself: what `prompt` was made of, see `pack_text`."""
+    """What `prompt` was made of, see `pack_text`: for engines that render conversations with images themselves."""
     first_choice: int = 0
     """Index of the first choice, if the request continues a part of a larger one: engines whose choices have random numbers by
     index continue with theirs. `Delta.index` counts from 0 all the same.

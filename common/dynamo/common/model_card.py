@@ -47,11 +47,11 @@ class AdapterReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     name: str
     path: str = ""
     load_id: str = ""
-    """Of the `DesiredAdapter` that the instance last acted on; empty: the instance has had the adapter from its start."""
+    """`load_id` of the `DesiredAdapter` that the instance last acted on; empty: it has had the adapter from its start."""
     error: str = ""
     """Why the adapter of this `load_id` is not loaded. One that had its name before still serves."""
     code: str = ""
-    """Of the error."""
+    """Code of the error."""
 
 
 class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

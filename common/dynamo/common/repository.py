@@ -37,7 +37,7 @@ class ControlMode(StrEnum):
     NONE = "none"
     """All models, at the start."""
     EXPLICIT = "explicit"
-    """Those named at the start, and those of RepositoryModelLoad and RepositoryModelUnload requests."""
+    """Models named at the start, and models of RepositoryModelLoad and RepositoryModelUnload requests."""
     POLL = "poll"
     """All models in the folders, which are scanned periodically."""
 

@@ -49,7 +49,7 @@ class HttpLimits:
 
     max_connections: int = 8192
     max_head_bytes: int = 64 * 1024
-    """Of a request line and its headers."""
+    """Bytes of a request line and its headers, at most."""
     head_timeout_s: float = 10.0
     """From the connection, or the first byte of a later request, to the end of the head."""
     idle_timeout_s: float = 75.0
@@ -108,7 +108,7 @@ class HttpConnection(asyncio.Protocol):
         self._unparsed = b""
         """Received and not parsed yet; nothing more is read meanwhile."""
         self._deadline: float | None = None
-        """Of the head, of an idle connection, or of lingering, on the event loop's clock."""
+        """When the head must be complete, or an idle or lingering connection is closed; on the event loop's clock."""
         self._in_head = True
         self._asks_to_upgrade = False
         """The head that was just parsed asks for another protocol."""

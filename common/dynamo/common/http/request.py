@@ -81,7 +81,7 @@ class HttpRequest:
         self.started = False
         """The head of the response has been given, though perhaps not been written."""
         self.complete = False
-        """So has its end."""
+        """The end of the response has been given, though perhaps not been written."""
         self._client = scope[CLIENT_WATCH] = ClientWatch()
         self._connection = connection
         self._expects_continue = False

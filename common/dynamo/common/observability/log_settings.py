@@ -47,7 +47,7 @@ class _Levels:
     warning: bool
     error: bool
     quiet_level: int
-    """Of the root logger without a verbose level. It lies here since several workers of a process apply the same settings."""
+    """Level of the root logger without a verbose level. It is here since several workers of a process apply the same settings."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name == AUDIT:

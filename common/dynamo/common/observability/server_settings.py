@@ -21,7 +21,7 @@ from dynamo.common.process.background import running
 
 TIMESTAMPS, TENSORS = "TIMESTAMPS", "TENSORS"
 LEVELS = (TIMESTAMPS, TENSORS)
-"""Of traces, in the order in which they are shown; none is OFF."""
+"""Trace levels, in the order in which they are shown; with none of them, tracing is OFF."""
 SERVER = ""
 """Stands for the server among the names of models."""
 
@@ -34,7 +34,7 @@ class TraceChange(msgspec.Struct, frozen=True, omit_defaults=True):
     count: int | None = None
     log_frequency: int | None = None
     number: int = 0
-    """Of changes so far. Each begins counting the requests and traces of its models anew."""
+    """Number of changes so far. Each change begins counting the requests and traces of its models anew."""
 
     @property
     def is_empty(self) -> bool:
@@ -69,11 +69,11 @@ class TraceSettings:
     rate: int
     """Each request whose number is a multiple of it is traced."""
     count: int
-    """Of traces; -1: without end."""
+    """Traces that are made; -1: without end."""
     log_frequency: int
     """Traces per file; 0: all of them in one."""
     numbers: tuple[int, int]
-    """Of changes of the settings of server and model."""
+    """Numbers of changes of the server's settings and of the model's."""
 
 
 T = TypeVar("T")

@@ -142,15 +142,15 @@ class Arena:
         self._units = Units(self.layout.units)
         self._states = bytearray(self.layout.units)
         self._regions: dict[int, Region] = {}
-        """Those that are lent, by generation."""
+        """Regions that are lent, by generation."""
         self._queue: deque[Region] = deque()
-        """Those of them, and some that are free by now, in the order in which they are looked at."""
+        """Regions that are lent, and some that are free by now, in the order in which they are looked at."""
         self._in_place: dict[int, Region] = {}
-        """Those that were not lent and may be by `lend_in_place`, by unit."""
+        """Regions that were not lent and that `lend_in_place` may lend, by unit."""
         self._views: dict[Region, weakref.ref[NDArray[np.uint8]]] = {}
-        """Those that are held by views of them."""
+        """Regions that are held as long as views of them exist."""
         self._unviewed: deque[Region] = deque()
-        """Those whose views are gone, since a moment ago. Any thread adds to them."""
+        """Regions whose views are gone, and that are not let go of yet. Any thread adds to them."""
         self._last_generation = 0
         self._sweeps = 0
 

@@ -29,7 +29,7 @@ SMALL_BYTES = 16 * 1024
 _RAW_INPUT = ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | BYTES
 _MODEL_NAME = tag(ModelInferRequest, "model_name")
 _NO_PRIORITY = ModelInferRequest(parameters={"priority": InferParameter(int64_param=0)}).SerializeToString()
-"""Of a parameter that occurs twice, the last one counts."""
+"""A message with the priority 0. Appended to a request, it counts: of a parameter that occurs twice, the last one does."""
 _RAW_OUTPUT = tag(ModelInferResponse, "raw_output_contents")
 _RAW_OUTPUT_KEY = ModelInferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number << 3 | BYTES
 

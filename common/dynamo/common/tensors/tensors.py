@@ -194,7 +194,7 @@ class ScannedBytes:
     """What a raw BYTES tensor holds."""
 
     elements: int
-    """Those that begin, up to one more than were expected."""
+    """Elements that begin, up to one more than were expected."""
     wanted: int = 0
     """The length of the last element."""
     available: int = 0

@@ -42,10 +42,10 @@ _LIMIT_S = 5.0
 _LARGE_LIMIT_S = 60.0
 """For one with a large record, or many."""
 _READS = 3
-"""Of a large record that others replace meanwhile."""
+"""Attempts to read a large record that others replace meanwhile."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _TRIAL_KEY = "%trial"
-"""Of what is written to find out whether writes succeed. No namespace, with which keys of records begin, is spelled so."""
+"""Key of what is written to find out whether writes succeed. Keys of records begin with a namespace, and none is spelled so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class Content:
 
     size_bytes: int
     pieces: AsyncGenerator[bytes, None]
-    """Of 256 KiB at most. Close it unless it was read to its end. Raises DamagedRecord, and Unavailable if the rest cannot be
-    read."""
+    """Pieces of at most 256 KiB. Close it unless it was read to its end. Raises DamagedRecord, and Unavailable if the rest cannot
+    be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,9 +283,8 @@ class Connection:
                     await self._log_in(client, tls)
                     transport.write(b"".join(_subscribe(subject, key) for key, subject in self._subscriptions.items()))
                     await client.flush()
-            except (
-                Exception
-            ) as error:  # of nats-py, of the sockets, of the files with credentials: it may be right a moment later
+            except Exception as error:
+                # Of nats-py, of the sockets, of the files with credentials: it may be right a moment later.
                 self._warn(error)
                 await self._discard(client, transport)
                 await asyncio.sleep(self._options.reconnect_wait_s)

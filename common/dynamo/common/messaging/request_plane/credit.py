@@ -99,7 +99,7 @@ class ResponseCredits:
     def __init__(self, limits: PlaneLimits) -> None:
         self._budget = limits.budget_bytes // 2 // _MESSAGE_COST
         self._reserve = max(1, self._budget // 2)
-        """Of the budget for windows, what the least ones come from."""
+        """Part of the budget for windows that is left to windows of the least size."""
         self._free = self._budget
         self._window_bytes = limits.window_bytes
         self._least_bytes = limits.least_window_bytes

@@ -20,7 +20,7 @@ class PlaneLimits:
     chunk_bytes: int = 512 * KIB
     """Longer bodies are cut. Lowered to what the server's `max_payload` lets through."""
     first_flight_bytes: int = MIB
-    """Of a request body, sent without waiting for credit."""
+    """Bytes of a request body that are sent without waiting for credit."""
     unacknowledged_bytes: int = 4 * MIB
     """Per caller and instance: request bytes sent without credit that the instance has not reacted to yet. Past it, bodies wait.
 
