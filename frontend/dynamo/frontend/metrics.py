@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 SHORT_SECONDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02, 0.1)
-"""Of what is computed between two requests."""
+"""Buckets for the durations of short computations, such as choosing an instance."""
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 MISPREDICTIONS = (0.1, 0.25, 0.5, 0.8, 0.9, 1.0, 1.1, 1.25, 2.0, 4.0, 10.0)
 BLOCKS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -54,7 +54,7 @@ _REASONS = {
     Code.OVERLOADED: "overload",
     Code.RATE_LIMITED: "rate_limit",
 }
-"""Of failures by which a request was refused rather than attempted."""
+"""Why a request was refused rather than attempted, by the code of its failure."""
 
 
 class FrontendMetrics:

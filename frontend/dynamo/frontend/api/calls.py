@@ -37,7 +37,7 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     account: Account
     """The caller, as the guard has it."""
     progress: Progress | None = None
-    """Of the one request in the call; None: there may be many, each with a progress of its own."""
+    """Progress of the one request in the call; None: there may be many, each with a progress of its own."""
     request_id: str = ""
     deadline: float | None = None
     """Absolute, on the event loop's clock."""

@@ -23,7 +23,7 @@ from dynamo.frontend.security.surfaces import Surface
 LITTLE_BYTES = 64 * 1024
 MAX_FILE_BYTES = 64 << 20
 FORM_BYTES = 64 * 1024
-"""Of a form around its file."""
+"""Bytes of a form around its file, at most."""
 
 
 class Reads(StrEnum):

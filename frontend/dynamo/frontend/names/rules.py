@@ -20,7 +20,7 @@ MAX_RULES = 256
 MAX_DEPTH = 4
 """Rules that lead from a name to a model."""
 MAX_TABLE_BYTES = 256 * 1024
-"""Of the table as JSON; etcd takes no values above 1.5 MiB."""
+"""Bytes of the table as JSON, at most; etcd takes no values above 1.5 MiB."""
 
 _Model = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS, description="A model, or another name.")]
 

@@ -77,7 +77,7 @@ class ParserKind:
     make_after_prompt: Callable[[Tools, str], OutputParser] | None = None
     """Used instead of `make` by a parser that depends on the end of the prompt, its second argument."""
     tags: ReasoningTags | None = None
-    """Of a parser of reasoning that tags mark."""
+    """Tags of a parser of reasoning that tags mark; None for other parsers."""
 
 
 @dataclass(frozen=True, slots=True)

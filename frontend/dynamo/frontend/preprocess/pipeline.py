@@ -37,9 +37,9 @@ from dynamo.frontend.preprocess.tools import call_ids
 from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
 
 MAX_PROMPT_LOGPROBS = 65_536
-"""Of all tokens of a prompt and their alternatives; they come in one piece."""
+"""Log probabilities of all tokens of a prompt and their alternatives, at most; they come in one piece."""
 _MAX_ARGUMENT_VALUES = 100_000
-"""Of the tool calls in a conversation together."""
+"""Values in the arguments of all tool calls in a conversation together, at most."""
 _MANY_PARTS = 128
 """Conversations of more messages, content parts and tool calls are rendered in a thread, as are those that take more steps."""
 _MANY_VALUES = 10_000

@@ -66,7 +66,7 @@ class TextFiles:
         self._offload = offload
         self._media = MediaUrls(options.media)
         self._threads = TextThreads()
-        """Of all tokenizers."""
+        """Threads that all tokenizers share."""
         self._tokenizers = Shared(self._tokenizer, lambda made: made.size_bytes, options.tokenizer_cache_bytes)
         self._templates = Shared(self._template, lambda made: _TEMPLATE_BYTES, _TEMPLATES_BYTES)
         self._fetches = asyncio.Semaphore(_FETCHES_AT_ONCE)

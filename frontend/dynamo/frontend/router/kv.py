@@ -136,7 +136,7 @@ class KvRouter:
         self._predicted: PredictedIndex | None = None
         """By this router's decisions."""
         self._all_predicted: list[PredictedIndex] = []
-        """That, and the one by the decisions of other frontends."""
+        """Predictions by the decisions of this router, then by those of other frontends."""
         ttl_s = self.config.speculative_ttl_s if self.config.use_kv_events else self.config.ttl_s
         if ttl_s > 0.0:
             size, ratio = self.config.max_tree_size, self.config.prune_target_ratio

@@ -35,7 +35,7 @@ class MeasuredRouter(RouterWrapper):
         self._observer = observer
         self._clock = clock
         self._predictions: dict[str, tuple[str, float, float]] = {}
-        """Of bookings without a first token: the model, the predicted TTFT, and when the decision was made."""
+        """Bookings without a first token: the model, the predicted TTFT, and when the decision was made."""
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         start = self._clock()

@@ -24,7 +24,7 @@ Clock = Callable[[], float]
 
 _CONCURRENCY_PAUSE_S = 1.0
 _UNLIMITED_SHARE = 0.1
-"""Of a token budget, reserved for the response to a request that sets no limit."""
+"""Share of a token budget that is reserved for the response to a request that sets no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class KeyAccount:
         self._ledger = ledger or Ledger()
         self._salts = salts
         self._salt = ""
-        """Of requests that bring none along."""
+        """Salt of requests that bring none along."""
         self._inference = Shares(self._fleet)
         self._metadata = Shares(self._fleet)
         self._requests: RateMeter | None = None
@@ -447,7 +447,7 @@ _UNCOUNTED = Ticket(None, None, 0)
 
 _OWN = "key:"
 _SALT_CHARS = 32
-"""Of a hexadecimal digest: 128 bits, for which no other text can be found."""
+"""Digits kept of a hexadecimal digest: 128 bits, for which no other text can be found."""
 
 
 def salt_of(key: ApiKey, cache_salt: str) -> str:

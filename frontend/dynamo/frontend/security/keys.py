@@ -61,7 +61,7 @@ class Limits:
     concurrent_requests: int | None = None
     tokens_per_minute: int | None = None
     stored_bytes: int | None = None
-    """Of files, responses and conversations."""
+    """Bytes of stored files, responses and conversations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

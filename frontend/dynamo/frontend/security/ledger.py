@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 import msgspec
 
 MAX_ROWS = 10_000
-"""Of one day. Requests of further keys and models count together, as those of key and model `OTHER`."""
+"""Rows of one day, at most. Requests of further keys and models count together, as those of key and model `OTHER`."""
 MAX_DAYS = 31
-"""That are kept while they cannot be saved."""
+"""Days that are kept while they cannot be saved, at most."""
 OTHER = "other"
 _DAY_S = 86_400
 
@@ -21,10 +21,10 @@ class Usage(msgspec.Struct):
 
     requests: int = 0
     errors: int = 0
-    """Of these requests."""
+    """Requests that ended with an error; `requests` counts them too."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of these prompt tokens."""
+    """Prompt tokens that were cached; `prompt_tokens` counts them too."""
     completion_tokens: int = 0
     media: int = 0
     """Images and the like."""

@@ -30,7 +30,7 @@ _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 Amount = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
-"""What is not a number is none."""
+"""A finite number: infinity and NaN are refused."""
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 
 

@@ -103,7 +103,7 @@ class Work(msgspec.Struct, kw_only=True):
     """The API key whose schema or grammar it has; empty: it has none, or no key."""
     prompt: bytes = b""
     hashes: PromptHashes | None = None
-    """Of `prompt`, where it is so long that they were computed before an instance is picked."""
+    """Hashes of `prompt`, if it is so long that they were computed before an instance is picked."""
     adapter: str = ""
     cache_salt: str = ""
     expected_output_tokens: int = 0

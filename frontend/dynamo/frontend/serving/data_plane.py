@@ -122,7 +122,7 @@ class DataPlane:
 
     @property
     def turns(self) -> Turns | None:
-        """Of the keys whose requests wait in line; None without a queue."""
+        """Turns of the keys whose requests wait in queues; None without a queue."""
         return self._dispatcher.turns
 
     def server_ready(self) -> bool:

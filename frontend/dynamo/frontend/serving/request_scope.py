@@ -66,7 +66,7 @@ class RequestScope:
         """The caller's, with a priority that its account may use, and a trace context of its own once the scope is entered."""
         self.is_over = False
         self.input_tokens = 0
-        """Of the prompt; see `prompt`."""
+        """Tokens of the prompt; see `prompt`."""
         self.media = 0
         """Images and the like in the prompt."""
         self._metrics = metrics

@@ -41,7 +41,7 @@ from dynamo.frontend.wiring.metrics import Metrics
 from dynamo.frontend.wiring.routing import open_router
 
 BATCHES_TTL_S = 30 * 86_400.0
-"""Of files and batches."""
+"""How long files and batches are kept."""
 
 log = logging.getLogger(__name__)
 

@@ -79,7 +79,7 @@ class ModelState(Struct, frozen=True, kw_only=True):
 class ShareState(Struct, frozen=True):
     model: str
     share: float
-    """Of the requests by a name, 0 to 1."""
+    """Share of the requests by a name that the model gets, 0 to 1."""
 
 
 class NameState(Struct, frozen=True, kw_only=True):

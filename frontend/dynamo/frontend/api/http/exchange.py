@@ -111,13 +111,13 @@ class Exchange:
     """One request and its response, which is either one `respond` or a stream of `events`."""
 
     declared: Declaration
-    """Of the operation that the request is for. The server sets it; reading it before is an error."""
+    """Declaration of the operation that the request is for. The server sets it; reading it before is an error."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, settings: HttpSettings) -> None:
         self.settings = settings
         self.method: str = scope["method"]
         self.scheme: str = scope.get("scheme", "http")
-        """Of this server's port; that of the client is another one if a proxy ends TLS."""
+        """Scheme of this server's port; the client's is another one if a proxy ends TLS."""
         self.path: str = scope["path"]
         """Decoded; for messages. What the request is for stands in `parameters`."""
         self.raw_path: bytes = scope["raw_path"]
@@ -131,7 +131,7 @@ class Exchange:
         self.on_refused: Callable[[BaseException], None] | None = None
         """Counts the failure of a request that the data plane has not begun."""
         self.status: int | None = None
-        """Of the response, once it has begun."""
+        """Status of the response, once it has begun."""
         self.began_ns = perf_counter_ns()
         """When its headers had been read."""
         self.body_read_ns = self.began_ns
@@ -150,7 +150,7 @@ class Exchange:
         """After how many seconds the limits of the caller's key have room for the request, which they refused."""
         self.stream: EventStream | None = None
         self.progress = Progress()
-        """Of the request, for calls made from it."""
+        """Progress of the request, for calls made from it."""
         self.occupancy: Occupancy | None = None
         """What the request occupies of the capacity of the process until its end; None for requests that do not count."""
         self.cors: tuple[Header, ...] = ()

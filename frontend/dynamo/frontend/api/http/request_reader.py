@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _LONG_BYTES = 512 * 1024
 _MOST_FIELDS = 32
-"""Of one request, that are looked at."""
+"""Unknown fields of one request that are looked at, at most."""
 
 KnownFields: TypeAlias = "Mapping[str, KnownFields | None]"
 """The fields of an object: for those that are objects themselves, their own fields."""

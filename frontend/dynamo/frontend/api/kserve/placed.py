@@ -46,7 +46,7 @@ class PlacedRequest:
     """Without the places."""
     inputs: Sequence[Buffer | Place]
     places: Places
-    """Of the outputs."""
+    """Where the outputs are written, by name."""
 
     @property
     def size_bytes(self) -> int:

@@ -45,7 +45,7 @@ class Registrations(Protocol):
 
 
 class OwnRegistrations:
-    """Those of one process."""
+    """Registrations of one process."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, Registration] = {}
@@ -68,7 +68,7 @@ _DECODER = msgspec.msgpack.Decoder(Registration)
 
 
 class SharedRegistrations:
-    """Those of several processes on this host: a file for each, in a folder that only they can read.
+    """Registrations of several processes on this host: a file for each, in a folder that only these processes can read.
 
     A file appears whole, by a link, which fails where the name is taken. Processes see each other's changes at once.
     """

@@ -222,7 +222,7 @@ _MAX_BYTES = {
     "messages": MAX_MESSAGES_BYTES,
     "stop": MAX_STOP_STRINGS * MAX_STOP_CHARS * 4,  # of UTF-8
 }
-"""Of all elements of an input together, without their lengths."""
+"""Bytes of all elements of an input together, without their lengths, at most."""
 _TEXT = frozenset(_MAX_BYTES)
 _BOOL = frozenset((*FLAGS, *_STREAM))
 

@@ -51,7 +51,7 @@ class TokenLogprob(Struct, frozen=True):
 
 class ChatLogprobs(Struct, frozen=True):
     content: list[Raw]
-    """Of `TokenLogprob`."""
+    """`TokenLogprob`s, encoded."""
     refusal: None = None
 
 
@@ -132,7 +132,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[Raw]
-    """Of `CompletionChoice`."""
+    """`CompletionChoice`s, encoded."""
     usage: Usage
     system_fingerprint: None = None
     nvext: dict[str, Any] | UnsetType = UNSET

@@ -163,7 +163,7 @@ class KvFeed:
         self._pace = _Pace(_QUERIES_PER_S, _MAX_QUERIES)
         self._is_suspended = False
         self._stale: set[_Source] = set()
-        """Those that have not been queried since `resume`."""
+        """Sources that have not been queried since `resume`."""
         self.resyncs = 0
         """How often an instance was queried for what was missed."""
 

@@ -23,9 +23,9 @@ from dynamo.frontend.security.sharing import REFRESH_S, Fleet, KeyUse
 HEARTBEAT_S = 1.0
 LEASE_S = 3.0
 MAX_PROCESSES = 1024
-"""That are followed; others are ignored."""
+"""Processes that are followed, at most; others are ignored."""
 _KEYS_PER_S = 10_000
-"""That reach a process, at most: when more are busy, each is published less often."""
+"""Keys per second that reach a process, at most: when more are busy, each is published less often."""
 _KEYS_PER_MESSAGE = 500
 
 
@@ -62,7 +62,7 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 
 
 class LimitExchange:
-    """That of one process; use `open_limit_exchange`."""
+    """Publishes what one process uses of the limits of API keys, and receives what its peers use; use `open_limit_exchange`."""
 
     def __init__(self, connection: Connection, namespace: str, fleet: Fleet, table: LimitTable) -> None:
         self.subject = limits_subject(namespace)

@@ -23,7 +23,7 @@ class Watch:
     def __init__(self, look_s: float) -> None:
         self._look_s = look_s
         self._events = 0
-        """Of its events, so many are stored; 0: not known."""
+        """How many events of the response are stored; 0: not known."""
         self._has_ended = False
         self._position = 0
         self._changed = asyncio.Event()
@@ -60,7 +60,7 @@ class Watch:
 
 
 class ResponseChanges:
-    """Those of a namespace."""
+    """Announces the changes of a namespace's stored responses, and watches them."""
 
     def __init__(self, connection: Connection, namespace: str, *, look_s: float = LOOK_S) -> None:
         self._connection = connection

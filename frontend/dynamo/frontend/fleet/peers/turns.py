@@ -22,9 +22,9 @@ from dynamo.common.names import turns_subject
 PERIOD_S = 0.05
 """Between two messages of a process."""
 MAX_KEYS = 64
-"""Of a line that a process publishes; those that are next come first."""
+"""Keys of a queue that a process publishes, at most; those that are next come first."""
 MAX_LINES = 200
-"""That a process publishes; of other models, each frontend is fair by itself."""
+"""Queues that a process publishes, at most; in the other ones, each frontend is fair by itself."""
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 _Rank = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
@@ -35,7 +35,7 @@ class KeyTurns(msgspec.Struct, frozen=True, array_like=True):
 
     key: str
     rank: _Rank | None
-    """Of the first request that waits; lower ones are next before all higher ones. None: none waits."""
+    """Rank of the first request that waits; lower ranks are next before all higher ones. None: none waits."""
     served: _NonNegative
     """Tokens over the weight of the key, lately."""
 
@@ -74,7 +74,7 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 
 
 class TurnExchange:
-    """That of one process; use `open_turn_exchange`."""
+    """Publishes which keys wait in the queues of one process, and receives what its peers publish; use `open_turn_exchange`."""
 
     def __init__(self, connection: Connection, namespace: str, table: TurnTable) -> None:
         self.subject = turns_subject(namespace)

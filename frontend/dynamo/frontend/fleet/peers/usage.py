@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 SAVE_S = 2.0
 _ROWS_PER_S = 500
-"""That are written, on average."""
+"""Rows that are written per second, on average."""
 _READS_AT_ONCE = 16
 _decoder = msgspec.json.Decoder(list[Row])
 

@@ -16,7 +16,7 @@ _TAG_TOKENS = 64
 
 
 class ReasoningBudget:
-    """Of one completion choice."""
+    """Limits the tokens of reasoning of one completion choice."""
 
     def __init__(self, limit: ReasoningLimit, prompt_end: str, decode: Callable[[list[int]], str]) -> None:
         """`prompt_end` is the end of the prompt as text; it may hold the opening tag."""

@@ -17,9 +17,9 @@ class JsonFormat:
     markers: Markers
     """All of them. Those that do not open calls are dropped from the text."""
     opens: frozenset[str]
-    """Those that open calls. One that ends with a bracket has opened a list too."""
+    """Markers that open calls. One that ends with a bracket has opened a list too."""
     in_text: frozenset[str] = frozenset()
-    """Those that are also ordinary text: unless a call of an existing tool follows, they stay."""
+    """Markers that are also ordinary text: unless a call of an existing tool follows, they stay."""
 
     @classmethod
     def of(cls, *opens: str, closes: tuple[str, ...] = (), in_text: tuple[str, ...] = ()) -> JsonFormat:

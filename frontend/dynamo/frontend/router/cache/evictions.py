@@ -23,7 +23,7 @@ _DENSEST = 0b11
 _BATCH = 8
 """The share is estimated anew after so many blocks of the sample."""
 _WEIGHT = 0.125
-"""Of the newest batch."""
+"""Weight of the newest batch in the estimated share."""
 _MOST_FURTHER = 4.0
 
 
@@ -38,7 +38,7 @@ class InstanceEvictions:
         self.is_full = False
         """Whether it has evicted blocks."""
         self.share = 0.0
-        """Of the blocks that it computes, how many had been evicted before."""
+        """Share of the blocks computed by the instance that had been evicted before."""
         self._computed = 0
         """Blocks of the sample since the share was estimated."""
         self._computed_again = 0

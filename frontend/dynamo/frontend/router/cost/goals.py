@@ -42,7 +42,7 @@ class Competition(msgspec.Struct, frozen=True, gc=False):
     below: float
     """Placed, less important."""
     mean_tokens: float
-    """Of the placed requests that are at least as important; 0 if there are none."""
+    """Mean prompt tokens of the placed requests that are at least as important; 0 if there are none."""
 
 
 class Demand:

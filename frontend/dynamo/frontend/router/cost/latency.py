@@ -70,7 +70,7 @@ _CROWDING_TOKENS = 32_768
 _LEVELLED = 1.5
 """An excess of so many times the mean of the fleet's requests lasts as long as a request; a smaller one, for that part of it."""
 _BATCH_TOKENS = 8192
-"""Of prompts that wait, at most these have been computed since the last report: engines report after each step."""
+"""Tokens of waiting prompts that have been computed since the last report, at most: engines report after each step."""
 
 
 class Predictions(msgspec.Struct, frozen=True, gc=False):

@@ -18,7 +18,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 _SHARE = 0.25
-"""Of the difference, on idle instances. Not all of it: other prefixes' requests would have taken the place on the cheaper one."""
+"""Share of the difference that is credited on idle instances. Not all of it: other prefixes' requests would have taken the place
+on the cheaper one."""
 _MOST_PREFIXES = 10_000
 """Above that, the credit that was used least recently is forgotten."""
 

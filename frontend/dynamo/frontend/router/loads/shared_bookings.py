@@ -31,7 +31,7 @@ class InstanceBookings(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prefill_tokens: _Count
     blocks: _Count
     unreflected_requests: _Count
-    """Of bookings that the last load report of the instance does not reflect; so are the next two."""
+    """Requests of bookings that the last load report of the instance does not reflect; the next two are of the same bookings."""
     unreflected_prefill_tokens: _Count
     unreflected_blocks: _Count
 

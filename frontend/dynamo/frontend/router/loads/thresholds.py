@@ -11,7 +11,7 @@ __all__ = ["NEVER_BUSY", "ThresholdTable", "Thresholds"]
 
 NEVER_BUSY = Thresholds()
 _MAX_MODELS = 4096
-"""Of more the oldest change is forgotten: any frontend could invent models."""
+"""Models with changed thresholds, at most; beyond, the oldest change is forgotten: any frontend could invent models."""
 
 
 class ThresholdTable:

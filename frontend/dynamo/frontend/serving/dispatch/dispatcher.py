@@ -113,7 +113,7 @@ class Dispatcher:
 
     @property
     def turns(self) -> Turns | None:
-        """Of the keys whose requests wait in line; None without a queue."""
+        """Turns of the keys whose requests wait in queues; None without a queue."""
         return None if self._shared.queue is None else self._shared.queue.turns
 
     async def missing_tokens(self, work: Work, candidates: Sequence[Instance]) -> int | None:

@@ -131,7 +131,7 @@ class Attempts:
     failed: list[InstanceId] = field(default_factory=list)
     """Instances that are not sent it again."""
     lost: list[InstanceId] = field(default_factory=list)
-    """Those to or from which a part of it was lost: they may serve it if no other can."""
+    """Instances to or from which a part of the request was lost: they may serve it if no other can."""
     waits: int = 0
     gives_up_at: float | None = None
 
@@ -177,7 +177,7 @@ class Suspects:
 @dataclass(slots=True)
 class _Suspicion:
     instances: set[InstanceId] = field(default_factory=set)
-    """Those that died."""
+    """Instances that died while they held a request with the fingerprint."""
     until: float = 0.0
 
 

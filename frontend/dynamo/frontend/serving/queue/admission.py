@@ -286,7 +286,7 @@ class AdmissionQueue:
         refused: Callable[[str, str], None] = lambda model, reason: None,
     ) -> None:
         self.turns = Turns(asyncio.get_running_loop().time)
-        """Of keys that wait here and at other frontends."""
+        """Turns of the keys that wait here and at other frontends."""
         self._size = size
         self._policy = policy
         self.looks_at_caches = policy is QueuePolicy.PREFIX

@@ -25,11 +25,11 @@ FRESH_S = 0.2
 _MEMORY_S = 2.0
 """What was served so long ago counts for 1/e: a key that comes back is first for about so long."""
 _CLOSE = 0.9
-"""A key that was served that part of what another one was has had its turns."""
+"""A key goes first if what it was served is less than this share of what another one was served."""
 
 
 class _Recent:
-    """An amount, of which what is long ago counts less."""
+    """An exponentially decaying counter: what was added `_MEMORY_S` ago counts for 1/e."""
 
     __slots__ = ("_amount", "_since")
 
@@ -53,7 +53,7 @@ class Line:
 
     def __init__(self, clock: Callable[[], float], waits: Callable[[], None]) -> None:
         self.heads: Heads = tuple
-        """Those of the requests that wait here."""
+        """Yields the keys of the requests that wait in this process, each with its first rank."""
         self._clock = clock
         self._waits = waits
         self._own: dict[str, _Recent] = {}

@@ -58,7 +58,7 @@ from dynamo.frontend.serving.text.text_models import Detokenizer, TextModel, Tex
 _END_TOKENS = 16
 """Enough for the tags that a chat template ends with."""
 _TURN_BYTES = 64 * 1024
-"""Of responses that are handled before other requests have their turns of the event loop: some thousand log probabilities."""
+"""Bytes of responses handled before other requests have their turns of the event loop: some thousand log probabilities."""
 
 
 class _Part:

@@ -139,7 +139,7 @@ class TextModels:
         self._registrations: Counter[_Key] = Counter()
         """How many registrations share each text side."""
         self._unregistered: set[_Key] = set()
-        """Those loaded for a request to a model that has no registration; dropped at the next change."""
+        """Text models loaded for a request to a model that has no registration; dropped at the next change."""
         self._tasks = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Self:

@@ -27,7 +27,7 @@ _MAX_ARRAYS = 1 << 18
 INFER_DEPTH = 4
 """Tensors' `data` in a request of infer: within an object, the array `inputs`, and an object."""
 GENERATE_DEPTH = 2
-"""Those in a request of generate."""
+"""Arrays in a request of generate: within an object."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ def _of_models(handlers: Handlers, path: str) -> Iterator[Operation]:
 
 
 def _of_repositories(handlers: Handlers) -> Iterator[Operation]:
-    """Those that name a repository are not described: there is one only."""
+    """Yield the operations on the repository. Paths that name a repository are not described: there is one only."""
     for path, described in (("/v2/repository", True), ("/v2/repository/{repository}", False)):
         index = partial(_post, path=f"{path}/index", declared=kserve.INDEX, handle=handlers.index)
         yield index(summary="All models and versions" if described else "", request=_OBJECT)

@@ -159,7 +159,7 @@ class Owned(Struct, frozen=True):
     attempts: int = 0
     """How often the segment that comes next was begun."""
     results_bytes: int = 0
-    """Of the results that are kept and not in files yet."""
+    """Bytes of the results that are kept and not in files yet."""
     begun: Begun | None = None
     ended_at: tuple[Lines, ...] = ()
     """The lines that frontends were carrying out when they ended or lost their leases: those of the segment that comes next,

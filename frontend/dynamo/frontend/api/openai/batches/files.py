@@ -20,7 +20,7 @@ from dynamo.frontend.api.openai.store.owners import owner_token
 from dynamo.frontend.api.openai.store.quota import StoredBytes
 
 MAX_FILES = 10_000
-"""Of one key."""
+"""Files of one API key, at most."""
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
 

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 from dynamo.common.messaging.jetstream.records import Changes, Position, RecordStore
 
 MAX_ITEMS = 50_000
-"""Of all keys together, or of the key that asked last if that has more."""
+"""Items kept in memory, of all API keys together, or of the key that asked last if that has more."""
 
 
 class Item(Protocol):

@@ -66,13 +66,13 @@ from dynamo.frontend.serving.queue.fair_slots import FairSlots
 log = logging.getLogger(__name__)
 
 MAX_BATCHES = 4
-"""That one process carries out at a time."""
+"""Batches that one process carries out at a time."""
 SHARED_BATCHES = 2
 """While so many are carried out, a key that has one begins no other here: the rest are for other keys."""
 LINES_AT_ONCE = 64
-"""Of all its batches; those of several keys in turn."""
+"""Lines of all batches of a process that are carried out at a time; API keys take turns."""
 MAX_RESULT_CHARS = 64 << 20
-"""Of one batch, after which no further line is carried out: the results are put together in memory."""
+"""Characters of the results of one batch, after which no further line is carried out: they are put together in memory."""
 MAX_ATTEMPTS = 10
 """To carry out a segment, after which its batch fails: it may be what ends frontends, or find no room in the store."""
 MAX_ENDED_AT_ONE = 3
@@ -102,7 +102,7 @@ Hold = Callable[[int], None]
 
 
 class BatchRunner:
-    """That of one process; `run` carries out what it gets."""
+    """Carries out batches in one process; `run` looks for them."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class BatchRunner:
         self._tasks = Tasks()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._owners: dict[str, str] = {}
-        """Of the batches that are carried out here."""
+        """Owners of the batches that are carried out here, by the batches' ids."""
         self._last_start: dict[str, int] = {}
         """For each owner with waiting batches, which of all starts here was its last one."""
         self._starts = 0

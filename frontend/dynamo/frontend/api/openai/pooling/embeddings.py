@@ -42,7 +42,7 @@ from dynamo.protos.inference_pb2 import ModelInferRequest
 
 TOKENS_INPUT = "token_ids"
 _CHARS_PER_TOKEN = 4
-"""Of common text, for an estimate; the model counts."""
+"""Characters per token of common text, for an estimate; the model counts."""
 _BRIEF_INPUTS = 16 * 1024
 """So many characters, or token ids with their padding, are made a tensor at once."""
 

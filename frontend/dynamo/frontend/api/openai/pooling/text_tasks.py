@@ -78,7 +78,7 @@ class Numbers:
     max_bytes: int
     """The most that the tensors of one request may take."""
     tokens: int = 0
-    """Of all texts so far, as the model counts them."""
+    """Tokens of all texts so far, as the model counts them."""
 
     async def rows(self, texts: Sequence[str | list[int]]) -> Vectors:
         """Return a row for each text."""

@@ -318,7 +318,7 @@ class _Feeder:
         self._alternatives = request.top_logprobs or 0
         self._shows_reasoning = request.include_reasoning is not False
         self._logprobs: list[TokenLogprob] = []
-        """Of tokens whose text the parser holds back."""
+        """Log probabilities of tokens whose text the parser holds back."""
 
     def add(self, deltas: list[TextDelta]) -> FinishReason | None:
         """Return the reason if the deltas end the response. Raises Overloaded."""

@@ -68,14 +68,14 @@ Generate = Callable[[Stages], Awaitable[ResponseObject]]
 
 
 class BackgroundResponses:
-    """Those of one process. `drain` ends them."""
+    """Background responses of one process. `drain` ends them."""
 
     def __init__(self, stored: StoredResponses, *, beat_s: float = BEAT_S) -> None:
         self.stored = stored
         self._beat_s = beat_s
         self._tasks = Tasks()
         self._starting = 0
-        """Those whose first record is being written."""
+        """How many responses have their first record written at present."""
 
     async def start(
         self, owner: str, response: ResponseObject, items: Sequence[Item], generate: Generate, occupied: Occupancy

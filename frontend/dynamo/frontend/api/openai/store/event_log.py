@@ -26,7 +26,7 @@ T = TypeVar("T")
 PERIOD_S = 0.1
 """Between two chunks, and between two attempts to read while JetStream is away."""
 _COUNTED_BYTES = 64 * 1024
-"""Of events that are stored before the limit of the key counts them; the last ones count at the end."""
+"""Bytes of events that are stored before the limit of the key counts them; the last ones count at the end."""
 _END = b"\n\n"
 
 
@@ -48,7 +48,7 @@ class EventLog:
         self._is_failing = False
         """The last attempt to write failed."""
         self._bytes = self._counted_bytes = 0
-        """Of these, and of those that the key's limit counts already."""
+        """Bytes of chunks that were written, and how many of these the key's limit counts already."""
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:

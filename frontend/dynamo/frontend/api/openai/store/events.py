@@ -78,7 +78,7 @@ class ResponseWriter:
         """The item that is open."""
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprob] = []
-        """Of the open message."""
+        """Log probabilities of the open message."""
         self._delta = b""
         """The beginning of a delta event, up to its text."""
         self._call = -1

@@ -22,14 +22,14 @@ from dynamo.frontend.api.openai.store.quota import StoredBytes
 from dynamo.frontend.metrics import FrontendMetrics
 
 MAX_BYTES = 16 << 20
-"""Of the items of a conversation, and of a response."""
+"""Bytes of the items of a conversation, or of a response, at most."""
 
 Item = Mapping[str, Any]
 Hold = Callable[[int], None]
 """Counts bytes as held for a request, before they are read where they are many. Raises Overloaded."""
 
 _BRIEF_BYTES = 64 * 1024
-"""Of items that are parsed before others have their turn."""
+"""Bytes of items that are parsed before other requests have their turn."""
 _FIELD = b'":'
 _FEW_FIELDS = 1024
 """So many are not worth counting."""

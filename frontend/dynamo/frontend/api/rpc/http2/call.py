@@ -64,7 +64,7 @@ class CallHost(Protocol):
     capacity: Capacity
     overload: OverloadStatus
     inflating: asyncio.Lock
-    """Of the calls of all connections: held for one step of a decompression."""
+    """Held for one step of a decompression, by one call of all connections at a time."""
     peer: str
 
     @property
@@ -142,7 +142,7 @@ class Call:
         self.out = out
         self.window = ReceiveWindow(window)
         self.task: asyncio.Task[None] | None = None
-        """Of the handler, once it has started."""
+        """The handler's task, once it has started."""
         self.deadline: float | None = None
         """On the clock of `time.monotonic`, which is the event loop's as well."""
         self.is_half_closed = False
@@ -159,9 +159,9 @@ class Call:
         """Messages to be read, and whether they are compressed."""
         self._queued_bytes = 0
         self._held_bytes = 0
-        """Of messages, counted against the capacity."""
+        """Bytes of messages that are counted against the capacity."""
         self._pace: Pace | None = None
-        """Of the message that is due, since the first check that has seen it."""
+        """Pace at which the message that is due arrives; None before the first check that sees it."""
         self._arrival: asyncio.Future[None] | None = None
         self._problem: DynamoError | None = None
         self._code: grpc.StatusCode | None = None

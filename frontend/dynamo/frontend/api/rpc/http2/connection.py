@@ -48,7 +48,7 @@ CONNECTION_WINDOW_BYTES: Final = 16 * 2**20
 STREAM_WINDOW_BYTES: Final = 4 * 2**20
 """Without these options. A message that is larger than its stream's window makes that grow when its size is known."""
 GUARDED_WINDOW_BYTES: Final = frames.DEFAULT_WINDOW_BYTES
-"""Of a stream before its caller is accepted, where callers must show credentials."""
+"""Window of a stream before its caller is accepted, where callers must show credentials."""
 
 _RESETS: Final = 1000
 _RESETS_PER_S: Final = 100.0
@@ -133,7 +133,7 @@ class Connection(asyncio.BufferedProtocol):
         """The last streams that we have reset, oldest first."""
         self._window = ReceiveWindow(server.connection_window_bytes)
         self._block: bytearray | None = None
-        """Of a header block that continues in the next frame; of `_block_stream`, which it ends if `_block_ends`."""
+        """Part of a header block that continues in the next frame. It is of `_block_stream`, which it ends if `_block_ends`."""
         self._block_stream = 0
         self._block_ends = False
         self._has_settings = False

@@ -233,7 +233,7 @@ class FrameReader:
         """The last turn has perhaps left frames: `go_on` reads them, and has to before more is received."""
         self._greeted = False
         self._sink: DataSink | None = None
-        """Of the DATA frame whose payload is being received."""
+        """Where the payload of the DATA frame that is being received goes; None: no such payload is missing."""
         self._direct: memoryview | None = None
         """Its memory, which is being received into."""
         self._left = 0

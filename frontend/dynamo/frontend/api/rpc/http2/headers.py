@@ -67,7 +67,7 @@ class CallHeaders:
     metadata: Metadata
     timeout_s: float | None = None
     encoding: str = "identity"
-    """Of compressed messages in the request."""
+    """Encoding of compressed messages in the request."""
     accepts: frozenset[str] = frozenset()
     """Encodings that responses may have."""
     content_length: int | None = None

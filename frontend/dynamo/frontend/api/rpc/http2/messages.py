@@ -95,13 +95,13 @@ class MessageReader:
         self._prefix = b""
         """What has arrived of a split prefix."""
         self._memory: MessageMemory | None = None
-        """Of the message that is arriving."""
+        """Memory of the message that is arriving."""
         self._view: memoryview | None = None
         """The same, as it is written to."""
         self._flag = 0
         self._is_refused = False
         self.size = 0
-        """Of the message that is arriving, and how much of it has been `received`."""
+        """Size of the message that is arriving, of which `received` bytes are here."""
         self.received = 0
         self.total = 0
         """Received of all messages that did not arrive in one piece."""

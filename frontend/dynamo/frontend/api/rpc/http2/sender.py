@@ -85,7 +85,7 @@ class Outgoing:
         self.stream = stream
         self.window = SendWindow(window)
         self.encoding = ""
-        """Of compressed messages, if there are any."""
+        """Encoding of compressed messages, if there are any."""
         self.pieces: deque[memoryview] = deque()
         self.trailers: tuple[int, str, Metadata] | None = None
         """Status, text and metadata that follow the pieces."""
@@ -93,9 +93,9 @@ class Outgoing:
         """Done when there are no pieces; the writer waits for it."""
         self.held_bytes = 0
         self.sent_bytes = 0
-        """Of what had to wait."""
+        """Bytes sent so far of what had to wait."""
         self.pace: Pace | None = None
-        """Of what waits, since the first check that has seen it."""
+        """Pace at which the client reads what waits; None before the first check that sees it."""
         self.is_over = False
         """The last frame has been sent, or none will be."""
         self._has_begun = False
@@ -129,7 +129,7 @@ class Sender:
         self._unsent_bytes = 0
         self._is_scheduled = False
         self._ready: dict[Outgoing, None] = {}
-        """Those that wait, and whose own window is open, in the order of their turns."""
+        """Responses that wait, and whose own window is open, in the order of their turns."""
 
     def close(self) -> None:
         """Nothing is sent any more, and ends are not reported."""

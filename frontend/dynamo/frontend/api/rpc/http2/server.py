@@ -82,14 +82,14 @@ class Http2Server:
         self.deadlines = Deadlines(self._loop, _expired)
         self._descriptors = descriptors or Descriptors(raise_open_files())
         self._handshakes: set[Connection] = set()
-        """Those whose TLS handshakes have not ended."""
+        """Connections whose TLS handshakes have not ended."""
         self.connections: dict[Connection, float] = {}
         """With the time at which they were opened."""
         self._empty = asyncio.Event()
         """There are no connections."""
         self._empty.set()
         self.calls: set[Call] = set()
-        """Those whose handlers run."""
+        """Calls whose handlers run."""
         self._listener: asyncio.Server | TlsListener[Connection] | None = None
         self._checks: asyncio.Task[None] | None = None
         self._is_stopping = False
