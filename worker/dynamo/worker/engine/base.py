@@ -84,7 +84,7 @@ class Context:
     """The model version that serves the request: the requested one, or the newest. Tensor models only."""
     timings: RequestTimings = field(default_factory=RequestTimings)
     trace: Trace | None = None
-    """Of this request; of the request that it is a part of, until it begins."""
+    """Trace of this request; until the request begins, trace of the request that it is a part of."""
     callers: tuple[Caller, ...] = ()
     """The models that wait for it, the outermost first; none of a request that came from a frontend."""
 
@@ -116,7 +116,7 @@ class EngineLoad:
     queued_prefill_tokens: int = 0
     step_ms: float = 0.0
     totals: StepTotals = NO_STEPS
-    """Of an engine that measures its steps."""
+    """Sums over all steps so far, from engines that measure their steps."""
 
 
 @runtime_checkable

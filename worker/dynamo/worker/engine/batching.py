@@ -138,7 +138,7 @@ class Batch:
 
     @property
     def context(self) -> Context:
-        """Of the first request."""
+        """The context of the first request."""
         return self._jobs[0].context
 
     @property

@@ -14,7 +14,7 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self.choices = 0
-        """Those that have not ended."""
+        """Completion choices that have not ended."""
         self.prefilling_tokens = 0
         """Prompt tokens of requests without a token so far."""
 

@@ -60,7 +60,7 @@ class QueuePolicies:
     levels: int = 0
     """Requests have the priorities 1, the most urgent, to `levels`."""
     default_level: int = 0
-    """Of requests with no priority, or one above `levels`."""
+    """Level of requests with no priority, or one above `levels`."""
     default: QueuePolicy = field(default_factory=QueuePolicy)
     by_level: Mapping[int, QueuePolicy] = field(default_factory=dict)
 

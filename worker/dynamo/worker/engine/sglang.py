@@ -77,7 +77,7 @@ class SglangEngine:
         self._max_running = 0
         """Requests that SGLang runs at once; 0: it does not say."""
         self._held_tokens = 0
-        """Of requests that have not ended, prompts and responses; prefixes that they share count for each."""
+        """Tokens of requests that have not ended, prompts and responses; prefixes that they share count for each."""
         self._numbers = count()
         self._requests = OpenRequests()
         self._died = asyncio.Event()

@@ -20,7 +20,7 @@ _BY_MODEL = (*_NAMES, "model")
 _BY_OUTCOME = (*_BY_MODEL, "version", "status")
 _SUCCESS, _ERROR, _CANCELLED = _STATUSES = ("success", "error", "cancelled")
 _MAX_VERSIONS = 16
-"""Of a model over the life of a process; further ones share a label, since load requests choose versions."""
+"""Versions of a model over the life of a process, at most; further ones share a label, since load requests choose versions."""
 OTHER_VERSION = "other"
 
 

@@ -143,9 +143,9 @@ class VersionStatistics:
         self.executions = 0
         self.fail = Duration()
         self.failures = dict.fromkeys(Failure, 0)
-        """Of those that are no cancellations."""
+        """Failed requests by cause, without cancelled ones."""
         self.latencies: deque[Latencies] | None = None
-        """Of the newest requests that succeeded; None: they are not kept."""
+        """Latencies of the newest requests that succeeded; None: they are not kept."""
         self._success = Duration()
         self._queue = Duration()
         self._cache_hit = Duration()

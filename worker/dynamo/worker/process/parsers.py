@@ -47,7 +47,7 @@ _REASONING_BY_TOOLS = {
     "minimax_m2": "minimax_m2",
     "nemotron": "nemotron",
 }
-"""Of models that write `<think>`."""
+"""Reasoning parsers of models that write `<think>`, by the models' tool parsers."""
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 

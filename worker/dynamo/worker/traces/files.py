@@ -17,7 +17,7 @@ class TraceFiles:
         self.path = path.with_name(f"{path.stem}-{instance}{path.suffix}")
         self._free_bytes = max_bytes
         self._size = 0
-        """Of the file that grows."""
+        """Size of the file that grows."""
         self._numbered = 0
 
     def __repr__(self) -> str:

@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 _MAX_WAITING = 1000
 """Groups of traces that wait for the thread that writes them; further ones are dropped."""
 MAX_TENSOR_BYTES = 64 * 2**20
-"""Of traces that are not written yet. A tensor that finds no room is written without data."""
+"""Bytes of tensors in traces that are not written yet, at most. A tensor that finds no room is written without data."""
 _MAX_PENDING_CHARS = 16 * 2**20
-"""Of traces that wait for others of their file; then it is written before it is complete."""
+"""Characters of traces that wait for others of their file, at most; beyond, the file is written before it is complete."""
 
 
 class _Sampler:
@@ -91,7 +91,7 @@ class TritonTraces:
         self._work: asyncio.Queue[_Work] = asyncio.Queue(_MAX_WAITING)
         self._tensor_bytes = 0
         self._lock = Lock()
-        """Of `_tensor_bytes`, which the writing thread reduces."""
+        """Guards `_tensor_bytes`, which the writing thread reduces."""
         self._writing = Lock()
         """A thread that was left behind by `write` may still write when `finish` begins."""
         self._has_failed = False

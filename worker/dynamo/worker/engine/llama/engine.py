@@ -251,7 +251,7 @@ class LlamaEngine:
         """In order of arrival."""
         self._running: set[_ChoiceRun] = set()
         self._ended_work = _NO_WORK
-        """Of choices that have ended."""
+        """Work done for choices that have ended."""
         self._totals = NO_STEPS
         self._callbacks: list[Callable[[], None]] = []
         self.kv = KvState()

@@ -66,7 +66,7 @@ class ServedModel(msgspec.Struct):
     max_model_len: int | None = None
     owned_by: str = ""
     meta: ModelMeta | None = None
-    """Of llama.cpp's server, as is `architecture`."""
+    """What llama.cpp's server says of the model, as it does in `architecture`."""
     architecture: Architecture | None = None
 
     @property

@@ -35,7 +35,7 @@ class MetaInfo(msgspec.Struct):
     prompt_tokens: int = 0
     """With as many for each image as it takes."""
     completion_tokens: int = 0
-    """Of all events so far."""
+    """Tokens generated in all events so far."""
     cached_tokens: int = 0
     output_token_logprobs: list[TokenLogprob] | None = None
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None

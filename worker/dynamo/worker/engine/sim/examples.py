@@ -12,7 +12,7 @@ from dynamo.common.errors import InvalidRequest
 _MAX_DEPTH = 64
 _MAX_VALUES = 10_000
 _MAX_CHARS = 1 << 16
-"""Of all strings together."""
+"""Characters of all strings together, at most."""
 _BY_FORMAT = {
     "date": "2026-01-01",
     "date-time": "2026-01-01T00:00:00Z",

@@ -90,7 +90,7 @@ class Sequence:
     cached_tokens: int = 0
     """Prompt tokens found in the cache when it was first scheduled."""
     turn: tuple[int, int] = (0, 0)
-    """Those that are less run first: the most important ones, then the oldest."""
+    """Sequences with lower ones run first: the most important sequences, then the oldest."""
     arrived_at: float = 0.0
     scheduled_at: float | None = None
     """When it was first scheduled."""

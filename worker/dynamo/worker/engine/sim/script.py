@@ -31,7 +31,7 @@ CALLS_TEMPLATE = """\
 {% if add_generation_prompt %}
 assistant: {% endif %}
 """
-"""Of `calls`: the tools, then each message in a line of its own."""
+"""Chat template of the setting `calls`: the tools, then each message in a line of its own."""
 _START = "\nassistant: "
 
 

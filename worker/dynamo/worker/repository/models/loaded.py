@@ -54,7 +54,7 @@ class LoadedModel:
         self._inputs = {spec.name: spec for spec in self.card.inputs}
         self._outputs = {spec.name: spec for spec in self.card.outputs}
         self.datatypes = {spec.name: spec.datatype for spec in self.card.outputs}
-        """Of the outputs, by name."""
+        """Datatypes of the outputs, by name."""
         self.reads_strings = (config.backend != "python" or self.card.has_sequences) and any(
             spec.datatype == "BYTES" for spec in self.card.inputs
         )

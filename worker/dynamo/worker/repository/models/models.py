@@ -91,7 +91,7 @@ class _State:
 class _Override:
     config: str
     files: Fingerprint
-    """Of the model's folder then."""
+    """Fingerprint of the model's folder when the override was set."""
 
 
 class RepositoryModels:
@@ -110,7 +110,7 @@ class RepositoryModels:
         self._suspended: set[str] = set()
         """Ensembles that were unloaded because a model in them was."""
         self._overrides: dict[str, _Override] = {}
-        """Of models that were loaded with a configuration of the request."""
+        """Configurations that load requests brought along, by model."""
         self._mismatches: dict[str, set[str]] = {}
         """The sentences that were logged about outputs of a model."""
         self._retiring = Tasks()

@@ -50,7 +50,7 @@ class ResponseCache(Collector):
         self._hits = self._misses = self._evictions = 0
         self._numbers = itertools.count(1)
         self._models: dict[int, ModelCache] = {}
-        """Those that are not closed, by number."""
+        """Caches of models that are not closed, by number."""
 
     def __repr__(self) -> str:
         return f"<ResponseCache of {self._max_bytes} bytes, used={self._used_bytes}, entries={len(self._entries)}>"

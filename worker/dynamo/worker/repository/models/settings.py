@@ -53,8 +53,8 @@ class RepositorySettings:
     strict_outputs: bool = False
     """Whether a request fails whose model gives outputs that are not as declared."""
     cache_bytes: int = 0
-    """Of the response cache; 0: there is none."""
+    """Capacity of the response cache; 0: there is none."""
     calls_bytes: int = MAX_BYTES
     """What calls of models by models may hold."""
     rate_limiter: RateLimiter | None = None
-    """Of the resources of all models; None: they are not limited."""
+    """Limiter of the resources of all models; None: they are not limited."""

@@ -29,7 +29,7 @@ MAX_SERIES = 4096
 MAX_BUCKETS = 128
 MAX_LABELS = 32
 MAX_NAME_CHARS = 256
-"""Of names of families and labels, and of values of labels."""
+"""Characters of names of families and labels, and of values of labels, at most."""
 MAX_DESCRIPTION_CHARS = 1024
 
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
@@ -42,11 +42,11 @@ _KINDS = ("counter", "gauge", "histogram")
 class _Series:
     owners: set[MetricOwner]
     limits: tuple[float, ...] = ()
-    """Of the buckets of a histogram."""
+    """Upper limits of the buckets of a histogram."""
     value: float = 0.0
-    """Of a histogram: the sum of all observations."""
+    """Value of a counter or gauge; sum of all observations of a histogram."""
     counts: list[int] = field(default_factory=list)
-    """Of a histogram: observations by bucket, the last beyond all limits."""
+    """Observations of a histogram by bucket, the last beyond all limits."""
 
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.limits, value)] += 1

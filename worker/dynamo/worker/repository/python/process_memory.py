@@ -30,7 +30,7 @@ class ProcessMemory:
         self._offered: set[str] = set()
         """Arenas of which the process was sent the token."""
         self._opened: set[str] = set()
-        """Those of them that it can read."""
+        """Arenas that the process has opened, and so can read."""
         self._kept: dict[int, list[Arrays]] = {}
         """The inputs that the process may still read, by execution."""
         self._outputs: Neighbour | None = None

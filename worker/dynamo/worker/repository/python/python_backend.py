@@ -67,9 +67,9 @@ class PythonBackend:
         call_memory: CallMemory | None = None,
     ) -> None:
         self.memory: SharedMemory | None = None
-        """Of this worker, for the tensors of models that are opened from now on."""
+        """Shared memory of this worker, for the tensors of models that are opened from now on."""
         self.metrics = CustomMetrics()
-        """Of all models."""
+        """Custom metrics of all models."""
         self._models = models
         self._environments = environments
         self._limiter = limiter

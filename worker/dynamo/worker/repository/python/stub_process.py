@@ -40,7 +40,7 @@ _MOST_AHEAD = 16
 _PATIENCE_S = 0.05
 """What a process has not begun is withdrawn if no execution has returned for so long, or for up to twice as long."""
 _QUIET_S = 0.01
-"""After this time a process that has begun an execution has been seen to, or it has seen that the execution was withdrawn."""
+"""After this time, withdrawn executions are taken back: process and worker have seen what the other wrote into shared words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _OpenCall:
 
     task: asyncio.Task[None]
     requests: set[int]
-    """Those for which it is made, and whose callers have not left; of a call for none, empty from the beginning."""
+    """Requests for which it is made, and whose callers have not left; empty from the beginning if it is for none."""
 
 
 class StubProcess:
@@ -87,7 +87,7 @@ class StubProcess:
         self._responses: dict[int, Responses] = {}
         """By the number of the request."""
         self._executions: dict[int, Execution] = {}
-        """Those that have not returned, in order."""
+        """Executions that have not returned, in order, by number."""
         self._usual_ns = 0
         """How long an execution takes, lately."""
         self._is_late = False
@@ -98,7 +98,7 @@ class StubProcess:
         self._on_death: Callable[[StubProcess], None] = _drop
         self._calls: dict[int, _OpenCall] = {}
         self._windows: dict[int, CallWindow] = {}
-        """Of the calls that run, by their numbers."""
+        """Windows of the calls that run, by their numbers."""
         self._memory = None if memory is None else ProcessMemory(memory, self.send)
         self._link = Link(connection, self._take, self._on_end, self._admit)
         self._ending: asyncio.Task[None] | None = None

@@ -54,7 +54,7 @@ class Execution:
         """None: it waits for one."""
         self.number = 0
         self.numbers: list[int] = []
-        """Of the requests, in the process; empty before one has them."""
+        """Numbers of the requests in the process; empty before one has them."""
         self.sent_ns = 0
         self.infer_ns = 0
         """How long `execute` ran; 0 if it has not returned."""
@@ -106,7 +106,7 @@ class Pipeline:
 
     @property
     def processes(self) -> Sequence[StubProcess]:
-        """Those that are alive."""
+        """The processes that are alive."""
         return tuple(self._processes)
 
     @property

@@ -190,7 +190,7 @@ class _ModelLimits:
         self.instances = instances
         self._limiter = limiter
         self._turns: dict[asyncio.Future[_Instance], int] = {}
-        """Those that wait, in order, numbered over all models."""
+        """Executions that wait, in order, numbered over all models."""
 
     async def take(self) -> Callable[[], None]:
         return partial(self._limiter.release, await self._turn())

@@ -19,7 +19,7 @@ class ResponseOrder:
 
     def __init__(self) -> None:
         self._places: dict[asyncio.Event, None] = {}
-        """Of the open requests, in order. That of the first one is set."""
+        """Events of the open requests, in order. The event of the first request is set."""
 
     async def in_turn(self, response: Awaitable[ModelResult]) -> ModelResult:
         """Return the only response to the next request."""

@@ -30,7 +30,7 @@ class Responses(Protocol):
     """Where the responses to one request go."""
 
     context: Context
-    """Of the request."""
+    """Context of the request."""
 
     @property
     def is_full(self) -> bool:

@@ -79,7 +79,7 @@ class _Job:
         self.outcomes: asyncio.Queue[ModelResult | DynamoError | DecoupledRequest] = asyncio.Queue()
         """The response or the error; of a decoupled model, whenever it has begun, where the responses come."""
         self.turns: list[DecoupledRequest] = []
-        """Those that have begun and are not read to their end."""
+        """Calls of a decoupled model that have begun and are not read to their end."""
         self.enqueued_ns = 0
         self.due = 0.0
 
@@ -98,7 +98,7 @@ class _Sequence:
         self.is_implicit = is_implicit
         """Begun by a request without an id, whose sequence no other request joins, whatever id it has."""
         self.jobs: deque[_Job] = deque()
-        """Those that wait, in order."""
+        """Requests that wait, in order."""
         self.lane: _Lane | None = None
         """None: it waits for a slot, or has ended."""
         self.state: dict[str, Array] = {}
@@ -125,7 +125,7 @@ class _Lane:
         self.instance = instance
         self.slots: list[_Sequence | None] = [None] * slots
         self.order = order
-        """Of the responses of a decoupled model; None: as they come. Those of others have that of the batches in any case."""
+        """Order of the responses of a decoupled model; None: as they come. Responses of other models come as their batches do."""
         self.is_busy = False
         self.timer: asyncio.TimerHandle | None = None
         """Runs when the first request has waited long enough for others."""
@@ -162,7 +162,7 @@ class SequenceModel:
         is_ordered = batching.oldest.preserve_ordering
         self._is_iterative = batching.iterative_sequence
         self._ids = itertools.count(1)
-        """Of iterative sequences."""
+        """Ids for iterative sequences whose requests bring none."""
         self._idle_s = batching.max_sequence_idle_microseconds / 1e6
         slots = max(1, config.max_batch_size)
         if batching.oldest.max_candidate_sequences > 0:

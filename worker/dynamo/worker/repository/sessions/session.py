@@ -42,7 +42,7 @@ class SessionTensor:
     type: str
     """The library's name of its type."""
     datatype: str | None
-    """That of KServe; None: there is none."""
+    """KServe's name of the type; None: there is none."""
     dims: tuple[int, ...]
     """-1: any size. Empty: also if the model does not say."""
 

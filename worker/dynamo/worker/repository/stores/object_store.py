@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 CREDENTIALS = "TRITON_CLOUD_CREDENTIAL_PATH"
 MAX_FILES = 10_000
-"""Of one model."""
+"""Files of one model, at most."""
 _MAX_OBJECTS = 1_000_000
-"""Of a whole repository."""
+"""Objects of a whole repository, at most."""
 _DOWNLOADS_AT_ONCE = 8
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
 _VERSIONS = ("ETag", "etag", "md5Hash", "checksum", "generation", "LastModified", "last_modified", "mtime", "created")

@@ -1,6 +1,6 @@
 """A model repository in an object store.
 
-What is needed to know of all models, their names, versions and configurations, lies in a folder on this disk, the *picture*; it
+What is needed to know of all models, their names, versions and configurations, lies in an *index folder* on this disk; it
 has the layout of a repository, and a file in each model's folder whose name changes with any of the model's objects. A model
 that is loaded gets a copy of its objects, whole and of one state. All methods block.
 """
@@ -31,7 +31,7 @@ Objects: TypeAlias = Mapping[str, StoredObject]
 _ATTEMPTS = 3
 _MAX_CONFIG_BYTES = 4 * 2**20
 _MAX_DIGITS = 20
-"""Of a version."""
+"""A version has fewer digits than this."""
 _MARK = ".objects-"
 
 
@@ -58,7 +58,7 @@ class RemoteRepository:
         self._temporary.cleanup()
 
     def refresh(self) -> None:
-        """Bring the picture up to date. Raises InvalidRequest, Unavailable; the picture stays as it was then."""
+        """Bring the index folder up to date. Raises InvalidRequest, Unavailable; the folder stays as it was then."""
         with self._refreshing:
             self._refresh()
 
@@ -82,7 +82,7 @@ class RemoteRepository:
             shutil.rmtree(self.picture / model)
 
     def _draw(self, model: str, objects: Objects) -> None:
-        """Draw a model, in place: it must not be missing at any moment."""
+        """Write a model into the index folder, in place: it must not be missing at any moment."""
         folder = self.picture / model
         mark = folder / f"{_MARK}{_digest('', objects)}"
         if mark.exists():

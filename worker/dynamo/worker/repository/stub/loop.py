@@ -68,7 +68,7 @@ class Stub:
         self._open: set[int] = set()
         """The requests that have not ended."""
         self._windows: dict[int, _Window] = {}
-        """Of those that have sent a response through a sender, or have got credit."""
+        """Windows of requests that have sent a response through a sender, or have got credit."""
         self._cancelled: set[int] = set()
         self._credit = threading.Condition(self._lock)
         """Notified when a window grows or a request is cancelled."""

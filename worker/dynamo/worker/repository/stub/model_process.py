@@ -43,7 +43,7 @@ class ModelProcess:
         self._class: Any = None
         self._model: Any = None
         self._name = ""
-        """Of the instance."""
+        """Name of the instance."""
         self._outputs: Sequence[str] = ()
         """The names of all outputs of the model."""
         self._bf16: Collection[str] = ()
@@ -261,7 +261,7 @@ class _Call:
     """One call of `execute`, and the responses that it returned."""
 
     number: int
-    """Of the execution; 0 if the worker takes it to be over."""
+    """Number of the execution; 0 if the worker takes it to be over."""
     senders: Sequence[InferenceResponseSender]
     requests: Sequence[InferenceRequest] = ()
     start_ns: int = field(default_factory=time.perf_counter_ns)

@@ -66,7 +66,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     position: int
     """Its offset in the file; of an output in the arena of its process: the first unit of its region."""
     generation: int = 0
-    """Of the region of such an output."""
+    """Generation of the region of an output in the arena of its process."""
 
 
 class Room(msgspec.Struct, frozen=True, array_like=True):
@@ -104,7 +104,7 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     inputs: tuple[TensorHead, ...] = ()
     room: Room | None = None
     trace: int = 0
-    """Of a call of another model: the request in whose trace it has its own; 0: in none."""
+    """Number of the request in whose trace a call of another model has its own trace; 0: in none."""
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -256,10 +256,10 @@ class MetricOrder(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defa
     """`family`, `series` or `value`, which have a number; `increment`, `set` or `observe`."""
     family: str
     kind: str = ""
-    """Of a family: `counter`, `gauge` or `histogram`."""
+    """Kind of a family: `counter`, `gauge` or `histogram`."""
     description: str = ""
     labels: tuple[tuple[str, str], ...] = ()
-    """Of a series, in order."""
+    """Labels of a series, in order."""
     buckets: tuple[float, ...] = ()
     amount: float = 0.0
 

@@ -19,7 +19,7 @@ from dynamo.worker.engine.llama.request import byte_matcher
 FIRST_BYTES, ALL_BYTES = 128, 448
 """Two adjacent recursions take 24 ms and 2.5 s for these, an operator between two expressions 2 and 100 ms."""
 CHEAP_S = 0.004
-"""Of CPU time for the first bytes (these with llguidance 1.9.1 on 2026-11-25)."""
+"""CPU time up to which the first bytes count as cheap (measured with llguidance 1.9.1 on 2026-11-25)."""
 _RULE = re.compile(r"^[?!]?([a-z_]\w*)(?:\[[^]\n]*\])?(?:\.\d+)?\s*:", re.MULTILINE)
 _START = re.compile(r"\bstart\b")
 _ALLOWED = b"\xc8"
