@@ -44,7 +44,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the current process, 0 if none was started."""
+        """Id of the current process, 0 if none was started."""
         return self._process.pid if self._process else 0
 
     @property

@@ -20,7 +20,7 @@ class Figures:
     rejected: int = 0
     """Refused by the router or its full queue, or longer than a worker's whole cache."""
     prompt_blocks: int = 0
-    """Of requests that were not rejected, as `hit_blocks`."""
+    """Prompt blocks of requests that were not rejected, as are those of `hit_blocks`."""
     hit_blocks: int = 0
     preempted: int = 0
     good: Counter[int] = field(default_factory=Counter)
@@ -56,7 +56,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     itl_p50_ms: float
     itl_p99_ms: float
     ttft_error_p50_ms: float
-    """Of the predicted TTFT; 0: the mode predicts none."""
+    """Median error of the predicted TTFT; 0: the mode predicts none."""
     e2e_mean_ms: float
     e2e_p90_ms: float
     tokens_per_s: float
