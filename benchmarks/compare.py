@@ -135,7 +135,7 @@ async def run(case: Case, commit: Commit, words: Sequence[str], seconds: float) 
 
 
 Pair = tuple[Result, Result]
-"""Of the base and of this checkout."""
+"""The results of the base and of this checkout."""
 
 
 def report(pairs: Mapping[str, Sequence[Pair]]) -> str:

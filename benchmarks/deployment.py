@@ -35,7 +35,7 @@ class System:
     env: dict[str, str] = field(default_factory=dict)
     """By which a further process of ours joins."""
     doors: list[tuple[int, int]] = field(default_factory=list)
-    """Of our frontends: the ports of gRPC and HTTP."""
+    """Ports of gRPC and HTTP of each of our frontends."""
 
 
 @asynccontextmanager

@@ -75,7 +75,7 @@ class _Upload:
 
 
 _HEAD = struct.Struct(">HBBBI")
-"""Of a frame: its size's upper 16 bits and lower 8, kind, flags and stream."""
+"""Head of a frame: its size's upper 16 bits and lower 8, kind, flags and stream."""
 
 
 def _frame(kind: int, flags: int, stream: int, size: int) -> bytes:

@@ -37,7 +37,7 @@ _PACED_S = 8.0
 """A paced case takes so long at least: an response takes 3.2 s."""
 _PROMPTS = 256
 _STEPS_PER_TURN = 16
-"""Of our simulator without a pace, so that its bursts are about as long as those of the peer's: see `pieces per response`."""
+"""Steps of our simulator without a pace, so that its bursts are about as long as those of the peer: see `pieces per response`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class Case:
     chat: bool = False
     paced: bool = False
     at_once: bool = False
-    """Of a paced case: all clients send at the same moment, again and again, instead of each at its own."""
+    """In a paced case: all clients send at the same moment, again and again, instead of each at its own."""
     tokens: int = TOKENS
-    """Of a response; a single one is no stream."""
+    """Tokens of a response; a single one is no stream."""
 
 
 CASES = (

@@ -39,7 +39,7 @@ class Case:
     name: str
     concurrency: int
     shape: tuple[int, ...] = ()
-    """Of the FP32 tensor in a request; empty: a text stream."""
+    """Shape of the FP32 tensor in a request; empty: a text stream."""
     model: str = "echo"
     """Which takes the tensor."""
 

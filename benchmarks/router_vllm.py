@@ -51,7 +51,7 @@ class Measured:
 
     steps: list[tuple[float, float]] = field(default_factory=list)
     work: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """Of these steps: their number, prompt tokens, sequences and KV blocks."""
+    """What was done in these steps: their number, prompt tokens, sequences and KV blocks."""
     ttft: list[tuple[float, float]] = field(default_factory=list)
 
 
@@ -145,7 +145,7 @@ def best_in_hindsight(measured: Measured) -> list[tuple[float, float]]:
 
 
 def shown(pairs: Sequence[tuple[float, float]]) -> str:
-    """Of the second half: the first one is for learning."""
+    """Return the errors in the second half of the pairs: the first half is for learning."""
     predicted, seconds = np.array(pairs[len(pairs) // 2 :]).T
     errors = abs(predicted - seconds) / seconds
     medians = f"{np.median(predicted) * 1e3:.1f} ms predicted, {np.median(seconds) * 1e3:.1f} ms measured"

@@ -21,7 +21,7 @@ PICTURE = Path(__file__).with_name("routing.svg")
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS = 40
 SITUATIONS = (("A", 30, 150, 200), ("B", 12, 10, 300), ("C", 0, 0, 20))
-"""Of each instance: name, blocks of the prompt it has cached, blocks waiting for prefill, blocks held by running requests."""
+"""Instances: name, blocks of the prompt it has cached, blocks waiting for prefill, blocks held by running requests."""
 
 
 def costs() -> list[float]:

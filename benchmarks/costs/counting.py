@@ -41,7 +41,7 @@ class Count:
         self._names: dict[int, str] = {}
         """By the identity of a function's code; empty: it does not count."""
         self._codes: list[CodeType] = []
-        """Those of `_names`, so that no other gets the same identity."""
+        """Code objects of `_names`, kept so that no other gets the same identity."""
         self._is_open = False
 
     def add(self, figure: str, amount: int = 1) -> None:

@@ -132,7 +132,7 @@ class Plan:
     """What a fleet is to consist of."""
 
     engines: Sequence[Callable[[], AnyEngine]]
-    """Those of each worker."""
+    """What makes the engine of each worker."""
     ready: Sequence[str]
     """Models to wait for."""
     workers: int = 1

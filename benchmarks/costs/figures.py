@@ -16,7 +16,7 @@ GROWTH = 0.01
 that says why."""
 _SLACK = {"calls": 0.5, "C calls": 0.5, "instructions": 20.0, "NATS bytes": 2.0}
 _LEAST_SLACK = 0.02
-"""Of what is counted in ones, such as system calls."""
+"""Slack of what is counted in ones, such as system calls."""
 
 Figures = Mapping[str, float]
 """By "path | process | figure"."""

@@ -48,7 +48,7 @@ class Http:
     path: str
     body: Mapping[str, Any]
     events: int = 0
-    """That its response has at least; 0: it is no stream."""
+    """Events that its response has at least; 0: it is no stream."""
     binary: bytes = b""
     """What follows the JSON, by KServe's extension for binary data."""
 

@@ -20,7 +20,7 @@ DATATYPES = {
     "FP64": "TYPE_FP64",
     "BYTES": "TYPE_STRING",
 }
-"""Those that numpy has, with their names in configurations. Models of BF16 tensors use DLPack."""
+"""Datatypes that numpy has, with their names in configurations. Models of BF16 tensors use DLPack."""
 
 _IMPORTS = "import json\nimport numpy as np\nimport triton_python_backend_utils as pb_utils\n\n"
 _EACH = """

@@ -151,7 +151,7 @@ def nats_link_of_a_frontend(fleet: DrilledFleet) -> Sequence[Proxy]:
 
 
 def etcd_links(fleet: DrilledFleet) -> Sequence[Proxy]:
-    """Those of a worker and of a frontend, together."""
+    """Return the links to etcd of a worker and of a frontend, together."""
     return (*_worker_links(fleet).etcd, *_frontend_links(fleet).etcd)
 
 

@@ -73,9 +73,9 @@ class Load:
     failures: list[str] = field(default_factory=list)
     sent_again: int = 0
     durations: list[float] = field(default_factory=list)
-    """Of tensor requests."""
+    """Durations of tensor requests."""
     longest_silence_s: float = 0.0
-    """Of text streams, from the request to the first token and between tokens."""
+    """Longest silence of text streams, from the request to the first token and between tokens."""
 
     @property
     def longest_s(self) -> float:

@@ -71,7 +71,7 @@ class Pod:
 
     @property
     def scheme(self) -> str:
-        """Of the port that probes ask."""
+        """The scheme of the port that probes ask."""
         return str(self.placed.container.spec["livenessProbe"]["httpGet"].get("scheme", "HTTP")).lower()
 
     def client(self, port: str, key: str = "") -> httpx2.AsyncClient:

@@ -52,7 +52,7 @@ class Fleet:
     frontends: list[Frontend]
     http: list[httpx2.AsyncClient]
     channel: grpc.aio.Channel
-    """Of the second frontend."""
+    """Channel to the second frontend."""
     key_file: Path
     workers: dict[str, AsyncExitStack]
 

@@ -52,7 +52,7 @@ def memory_bytes(pid: int) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Of user and system, which follow the command's name and nine other fields."""
+    """Return the CPU time as user and system, which follow the command's name and nine other fields."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

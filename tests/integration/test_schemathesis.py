@@ -32,7 +32,7 @@ VERSIONS = ("1", "2", "latest")
 DATATYPES = ("", "INT32", "FP32", "BYTES", "BOOL")
 NEEDED = ("model", "messages", "prompt", "input", "inputs", "max_tokens", "text", "tokens")
 EXAMPLES = 4
-"""Of each method of each path, of right requests and of wrong ones each."""
+"""Examples of each method of each path, of right requests and of wrong ones each."""
 BROKEN = (500, 502)
 MOST_TOKENS = 64
 PLAIN = {"messages": [{"role": "user", "content": "Hello"}], "prompt": "Hello", "input": "Hello", "text": "Hello"}

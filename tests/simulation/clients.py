@@ -53,10 +53,10 @@ class Attempt:
     begun_s: float
     deadline_s: float
     size: int
-    """Of a tensor, in bytes, or of a generation, in tokens."""
+    """Size of a tensor, in bytes, or of a generation, in tokens."""
     model: str = "echo"
     responses: int = 1
-    """Of a tensor request."""
+    """Responses to a tensor request."""
     outcome: Outcome = Outcome.OPEN
     ended_s: float = 0.0
     error: str = ""

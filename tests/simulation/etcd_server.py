@@ -31,7 +31,7 @@ class SimulatedEtcd:
         self._rng = rng
         self._cut: set[Process] = set()
         self.readers: set[Process] = set()
-        """Those that have had a watch."""
+        """Processes that have had a watch."""
         self._streams: dict[SimulatedStream, None] = {}
         self._begin_anew(_CLUSTER_ID)
 

@@ -48,7 +48,7 @@ class Stored:
 class Stream:
     config: dict[str, Any]
     sequence: int = 0
-    """That of the last message."""
+    """Sequence of the last message."""
     messages: dict[int, Stored] = field(default_factory=dict)
     last: dict[bytes, int] = field(default_factory=dict)
     """The last sequence of each subject of which there are messages."""
@@ -81,7 +81,7 @@ class Consumer:
     """What there was when it was made, until it has a subscriber."""
     delivered: int = 0
     sequence: int = 0
-    """That of the last message delivered."""
+    """Sequence of the last message delivered."""
 
     @property
     def deliver_subject(self) -> bytes:

@@ -44,7 +44,7 @@ class Pipe:
         self._waiting: deque[bytes | None] = deque()
         """Sent and not delivered; None is the end."""
         self._due = 0
-        """Of those, how many may be delivered as soon as the link lets them."""
+        """How many of those that wait may be delivered as soon as the link lets them."""
         self.is_cut = False
         self.bytes = 0
         self.reads_per_s: float | None = None

@@ -63,7 +63,7 @@ def observed(reached: Reached) -> Iterator[Observers]:
 
 
 class Observers:
-    """Those of one history; use `observed`."""
+    """The observers of one history; use `observed`."""
 
     def __init__(self, reached: Reached, stack: ExitStack) -> None:
         self._reached = reached

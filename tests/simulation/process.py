@@ -45,7 +45,7 @@ from tests.support.fakes import FakeTexts
 
 NAMESPACE = "simulated"
 MAX_PAYLOAD = 64 * KIB
-"""Of the simulated nats-server."""
+"""Largest message of the simulated nats-server."""
 LIMITS = PlaneLimits(
     chunk_bytes=8 * KIB,
     first_flight_bytes=16 * KIB,

@@ -58,13 +58,13 @@ LIMITS: Mapping[str, Limits] = {
     LIMITED: Limits(requests_per_s=2.0, concurrent_requests=3),
     OWNER: Limits(),
 }
-"""Of each key."""
+"""Limits of each key."""
 _MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """Those of one frontend."""
+    """What one frontend stores."""
 
     accounts: Accounts
     files: Files

@@ -30,7 +30,7 @@ JARS = [
         *("geronimo-annotation-1.3-spec", "guava", "opencensus-api", "perfmark-api", "protobuf"),
     )
 ]
-"""Of Debian's libgrpc-java, libgeronimo-annotation-1.3-spec-java, libguava-java, libnetty-java, libperfmark-java and
+"""Files of Debian's libgrpc-java, libgeronimo-annotation-1.3-spec-java, libguava-java, libnetty-java, libperfmark-java and
 libprotobuf-java. Debian's netty knows no ALPN, so that the client in Java has no TLS.
 """
 HAS_JAVA_GRPC = bool(JAVA_PLUGIN and shutil.which("protoc") and shutil.which("javac") and all(jar.exists() for jar in JARS))

@@ -123,7 +123,7 @@ class EngineServer:
     # What kinds of servers differ in
 
     paths: ClassVar[tuple[bytes, ...]]
-    """Of requests for text."""
+    """Paths of requests for text."""
 
     def models(self) -> dict[str, Any]:
         """Return the body of /v1/models."""

@@ -137,7 +137,7 @@ class Engine:
     def __init__(self, *, is_silent: bool = False) -> None:
         self.is_silent = is_silent
         self.behaves: list[Callable[[FakeStream], None]] = []
-        """Of requests to models, in order; the last one stays."""
+        """What happens to requests to models, in order; the last one stays."""
         self._speaker = Speaker()
 
     def __call__(self, stream: FakeStream) -> None:
@@ -434,7 +434,7 @@ class Asked:
 
 
 class Client:
-    """Of an HTTP request: sends `body`, and leaves when it is told to."""
+    """The client of an HTTP request: sends `body`, and leaves when it is told to."""
 
     def __init__(self, body: bytes) -> None:
         self.watch = ClientWatch()
@@ -477,7 +477,7 @@ class Entry:
     declared: Declaration
     name: str
     kind: Kind | None
-    """Of the models that requests name; None: they name none."""
+    """Kind of the models that requests name; None: they name none."""
     knows_aliases: bool
 
     async def send(
@@ -522,7 +522,7 @@ TENSORS_IN_JSON = {
 }
 """The tensors in the same shapes: datatype, element, and the bytes of that in binary."""
 SHAPES = ("text", *ITEMS, "tensors")
-"""Of the largest bodies: one long string, as many values as are allowed, and as many tensors in JSON."""
+"""Shapes of the largest bodies: one long string, as many values as are allowed, and as many tensors in JSON."""
 _MARGIN_BYTES = 2048
 _TENSORS = 4096
 
@@ -720,7 +720,7 @@ _STATUSES = {
 
 
 class GrpcContext:
-    """Of one call, as handlers use it."""
+    """The context of one call, as handlers use it."""
 
     def __init__(self, messages: Sequence[bytes], metadata: Mapping[str, str]) -> None:
         self.code: grpc.StatusCode = grpc.StatusCode.OK

@@ -17,7 +17,7 @@ class FakeRecords:
 
     def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.clock = clock
-        """Of the store."""
+        """Clock of the store."""
         self.is_away = False
         self.damaged: set[str] = set()
         """Keys of records that are not what was written."""
@@ -25,7 +25,7 @@ class FakeRecords:
         self.reads = 0
         self.fails_at_piece: int | None = None
         self.pieces_read = 0
-        """Of records that were opened."""
+        """Pieces read of records that were opened."""
         self.listed = 0
         """Records and deletions that `values` and `changes` have returned."""
         self.ttl_s = 30 * 86_400.0

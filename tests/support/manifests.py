@@ -52,7 +52,7 @@ def parse(text: str) -> tuple[Manifest, ...]:
 
 
 def of_kind(manifests: Sequence[Manifest], kind: str) -> dict[str, Manifest]:
-    """Those of one kind, by name."""
+    """Return the manifests of one kind, by name."""
     return {manifest["metadata"]["name"]: manifest for manifest in manifests if manifest["kind"] == kind}
 
 
@@ -112,7 +112,7 @@ def manifest_files(manifest: Manifest) -> Files:
 
 
 def entrypoint(image: str) -> list[str]:
-    """Of an image of ours: the Dockerfile's, whose targets are named like the images."""
+    """Return the entry point of an image of ours: the Dockerfile's, whose targets are named like the images."""
     target = image.rsplit("/", 1)[-1].partition(":")[0].removeprefix("dynamo-")
     match = re.search(r"^ENTRYPOINT \[(.*)\]$", image_stage(target), re.M)
     assert match is not None, f"the target {target} has no ENTRYPOINT"

@@ -39,7 +39,7 @@ _SYSCALLS = (
 _STILL = 10
 """A thread that strace looks at is stopped as well, for a moment; so many looks in a row find all of them stopped at the end."""
 _LONGEST_BYTES = 32 << 20
-"""Of one write: more than nats-server puts into one."""
+"""Longest write that is read: more than nats-server puts into one."""
 _ATTACHED = b"attached"
 _LINE = re.compile(r"(?P<thread>\d+) +(?P<text>.*)", re.DOTALL)
 _CALL = re.compile(r"(?P<name>\w+)\((?P<arguments>.*)\) += (?P<result>-?\d+).*", re.DOTALL)

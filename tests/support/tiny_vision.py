@@ -17,7 +17,7 @@ SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utte
 IMAGE = VOCABULARY
 """The token that stands for an image in a prompt."""
 IMAGE_TOKENS = 7
-"""Of an image in the model: four, and three around them."""
+"""Tokens of an image in the model: four, and three around them."""
 _SIDE, _PATCH = 56, 14
 _TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"

@@ -214,3 +214,36 @@ def test_every_function_with_a_marker_is_collected_as_a_test(trees: dict[Path, a
         if not node.name.startswith("test_")
     }
     assert forgotten == set()
+
+
+def without_subject(source: str) -> list[int]:
+    """Return the lines of docstrings, of attributes and constants too, whose beginning leaves out what they are about."""
+    if not re.search(r"[\"'](?:Of|Those|That)\b", source):
+        return []
+    texts = [(node.lineno, node.value) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+    return [
+        line
+        for line, text in texts
+        if isinstance(text, ast.Constant) and isinstance(text.value, str) and re.match(r"(?:Of|Those|That)\b", text.value)
+    ]
+
+
+def test_every_docstring_says_its_subject() -> None:
+    files = [file for file in ROOT.rglob("*.py") if not is_generated(file)]
+    found = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in without_subject(file.read_text())]
+    assert len(files) > 500 and sorted(found) == []
+
+
+def test_docstrings_without_a_subject_are_found() -> None:
+    source = """
+LIMIT = 3
+"Of one key."
+class Calls:
+    '''Those of one process.'''
+    size: int
+    '''That of the largest call.'''
+    text = "Of a string that is used."
+    rank: int
+    '''Offset of the first call, of those that wait.'''
+"""
+    assert without_subject(source) == [3, 5, 7]

@@ -54,7 +54,7 @@ IN_THE_BASE_IMAGE = {
     f"lib{name}" for name in ("c.so.6", "dl.so.2", "gcc_s.so.1", "m.so.6", "pthread.so.0", "rt.so.1", "stdc++.so.6", "z.so.1")
 }
 PACKAGES = {"libgomp.so.1": "libgomp1"}
-"""Of Debian, by what they bring."""
+"""Packages of Debian, by what they bring."""
 
 folders = pytest.mark.parametrize("folder", [BASE, *OVERLAYS], ids=lambda folder: folder.name)
 

@@ -26,7 +26,7 @@ from tests.support.fake_records import FakeRecords
 from tests.support.virtual_time import in_virtual_time
 
 NOON = 1_795_348_800.0
-"""Of 2026-11-22, UTC."""
+"""Noon of 2026-11-22, UTC."""
 DAY_S = 86_400.0
 
 

@@ -79,7 +79,7 @@ REQUESTS = [
     BatchEntry.name,
     BackgroundEntry.name,
 ]
-"""Those that are requests to models, written down once more."""
+"""Operations that are requests to models, written down once more."""
 WAITING = [
     "POST /v1/unload_lora_adapter",
     "POST /v1/conversations",
@@ -112,7 +112,7 @@ class Keys:
 
     file: Path
     headers: dict[str, dict[str, str]]
-    """That show the key with a name."""
+    """Headers that show the key with a name."""
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +388,7 @@ async def stopped(sending: asyncio.Task[Outcome], leaving: Leaving) -> None:
 
 
 TURNS = 20
-"""Of the event loop, in which nothing waits for time or for others."""
+"""Turns of the event loop, in which nothing waits for time or for others."""
 
 
 # What it holds

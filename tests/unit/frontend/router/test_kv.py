@@ -396,7 +396,7 @@ def test_a_burst_over_two_frontends_scatters_unless_they_share_bookings() -> Non
 
 def test_a_burst_over_two_frontends_piles_up_at_one_instance_unless_they_share_bookings() -> None:
     def at_the_idle_one(routers: Sequence[KvRouter]) -> int:
-        """Of 20 different prompts, where as much as 10 of them waits at the two others."""
+        """Return how many of 20 different prompts go to the idle instance; as much as 10 of them waits at each other one."""
         for each in routers:
             for busy in (B, C):
                 each.loads.report(busy, LoadReport(queued_prefill_tokens=10 * 400), 100.0)

@@ -37,7 +37,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", 
 VARIANTS = 220
 """Ways to write the path of each operation that are tried."""
 CALLERS_OF_EACH = 3
-"""Of a way to write a path: who may use what does not depend on it."""
+"""Callers that try each way to write a path: who may use what does not depend on it."""
 
 
 class Ran:

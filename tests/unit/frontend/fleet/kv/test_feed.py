@@ -187,7 +187,7 @@ class World:
     """Share of the questions that fail."""
     lost: float = 0.2
     log_bytes: tuple[int, ...] = (300, 1000, 1 << 20)
-    """Of updates that an engine keeps, one of these."""
+    """Sizes of the log of updates that an engine keeps: one of these."""
     feed: KvFeed | None = None
     history: KvHistory | None = None
     router: KvRouter = field(default_factory=KvRouter)

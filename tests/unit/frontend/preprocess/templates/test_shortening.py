@@ -17,7 +17,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def conversation(roles: str) -> list[dict[str, Any]]:
-    """Of the first letters of roles."""
+    """Return messages with the roles that begin with these letters."""
     names = {name[0]: name for name in ROLES}
     return [{"role": names[letter], "content": str(index)} for index, letter in enumerate(roles)]
 

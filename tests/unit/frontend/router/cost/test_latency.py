@@ -152,7 +152,7 @@ def test_requests_do_not_crowd_where_a_prefix_is_cached_while_few_prompts_are_co
 
 @pytest.mark.parametrize("fields", [{"pinned": A}, {"preferred": A}])
 def test_requests_that_do_not_choose_their_instance_do_not_spread_a_prefix(fields: dict[str, object]) -> None:
-    """Of requests that do, one in twenty goes to the idle instance without the prefix."""
+    """One in twenty requests that do choose goes to the idle instance without the prefix."""
 
     def instances(**fields: object) -> set[InstanceId]:
         s = Situation()
@@ -453,7 +453,7 @@ def test_goals_refuse_a_request_of_a_client_whose_instance_misses_them() -> None
 
 
 def test_a_frontend_knows_the_traffic_of_the_others_by_the_reports_of_instances() -> None:
-    """Of 8,000 tokens per second, it places a quarter itself."""
+    """A frontend places a quarter of 8,000 tokens per second itself."""
     traffic = FleetTraffic()
     for second in range(100):
         traffic.report(A, computed=6_000 * second, queued=10_000, now=float(second))

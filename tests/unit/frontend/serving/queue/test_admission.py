@@ -579,7 +579,7 @@ class Waiting:
 def test_between_two_keys_that_always_wait_no_one_is_ahead_by_more_than_a_request(
     steps: list[tuple[str, int, bool]], weights: dict[str, float]
 ) -> None:
-    """Of `a` and `b` there is always a request in line; `c` comes and goes."""
+    """There is always a request of `a` and of `b` in the queue; requests of `c` come and go."""
     queue: FairQueue[Waiting] = FairQueue()
     served = dict.fromkeys("abc", 0.0)
     numbers = itertools.count()

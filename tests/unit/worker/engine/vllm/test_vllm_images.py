@@ -41,7 +41,7 @@ class Seer:
         return [step[0][1] for delta in deltas for step in delta.logprobs or ()], summary
 
     def hashes(self) -> set[int]:
-        """Of the blocks that are cached."""
+        """Return the hashes of the blocks that are cached."""
         return set(self.engine.kv.held())
 
 

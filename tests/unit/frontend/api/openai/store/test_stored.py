@@ -263,7 +263,7 @@ async def test_a_failure_is_stored_and_so_is_the_death_of_the_frontend() -> None
 
 @pytest.mark.parametrize("ahead_s", [-3600, -60, 60, 3600])
 async def test_clocks_that_differ_show_no_healthy_response_as_failed_and_no_dead_one_as_healthy(ahead_s: int) -> None:
-    """Of three hosts: the store's, the one that writes, and one that reads and is so many seconds ahead of it."""
+    """There are three hosts: the store's, the one that writes, and one that reads and is so many seconds ahead of it."""
     now = [5000.0]
     records = FakeRecords(lambda: now[0])
     writer = stored_responses(records, clock=lambda: 4000.0)
