@@ -82,6 +82,8 @@ CREATED_WITHIN_S = 120
 """After a batch waits, its record is written; otherwise it will never be."""
 _REFUSED = frozenset({429, 503, 529})
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_RESULTS_PER_STEP = 1000
+"""Results of lines that were not carried out, written before other requests have their turn."""
 _RETRIES = 20
 """While the fleet refuses a line. For the limits of its key it waits until they have room, or the batch expires."""
 _PRIORITY = b"-1000"
@@ -307,7 +309,7 @@ class BatchRunner:
             "output": "".join(done[number].outputs for number in sorted(done)).encode(),
             "error": "".join(done[number].errors for number in sorted(done)).encode(),
         }
-        others = await self._of_missing(owner, "".join(_result(batch.id, line, None, code) for line in missing).encode())
+        others = await self._of_missing(owner, batch, missing, code)
         ids: dict[str, str] = {}
         for kind, content in (("output", kept["output"]), ("error", kept["error"] + others)):
             if content:
@@ -328,8 +330,13 @@ class BatchRunner:
 
         return await self._batches.change(owner, batch.id, ended, filed_bytes=sum(map(len, kept.values())))
 
-    async def _of_missing(self, owner: str, text: bytes) -> bytes:
+    async def _of_missing(self, owner: str, batch: Batch, lines: Sequence[Line], code: str) -> bytes:
         """Return what the error file has of lines that were not carried out: nothing if the key may not store so much more."""
+        pieces: list[bytes] = []
+        for begin in range(0, len(lines), _RESULTS_PER_STEP):
+            pieces += [_result(batch.id, line, None, code).encode() for line in lines[begin : begin + _RESULTS_PER_STEP]]
+            await asyncio.sleep(0)
+        text = b"".join(pieces)
         try:
             async with self._batches.room(owner, len(text)):
                 return text
