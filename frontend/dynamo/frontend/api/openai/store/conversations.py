@@ -163,8 +163,10 @@ class Conversations:
 
 
 def _joined(items: Raw, added: bytes) -> Raw:
-    """Return one JSON array of two."""
+    """Return one JSON array of two. Raises PayloadTooLarge."""
     first = bytes(items)
     if first == b"[]" or added == b"[]":
         return Raw(added if first == b"[]" else first)
-    return Raw(first[:-1] + b"," + added[1:])
+    joined = Raw(first[:-1] + b"," + added[1:])
+    split_items(joined)
+    return joined

@@ -24,6 +24,9 @@ from dynamo.frontend.metrics import FrontendMetrics
 MAX_BYTES = 16 << 20
 """Bytes of the items of a conversation, or of a response, at most."""
 
+MAX_ITEMS = 32_768
+"""Items of a conversation, or of a response with all before it, at most. Each of them costs a microsecond where they are read."""
+
 Item = Mapping[str, Any]
 Hold = Callable[[int], None]
 """Counts bytes as held for a request, before they are read where they are many. Raises Overloaded."""
@@ -110,15 +113,23 @@ def check_size(size_bytes: int) -> None:
         raise PayloadTooLarge(f"the conversation has {size_bytes} bytes or more; responses are stored up to {MAX_BYTES}")
 
 
+def check_count(items: int) -> None:
+    """Raise PayloadTooLarge for more items than a conversation or a response may have."""
+    if items > MAX_ITEMS:
+        raise PayloadTooLarge(f"the conversation has {items} items or more; responses are stored up to {MAX_ITEMS}")
+
+
 def split_items(array: bytes | Raw) -> list[Raw]:
-    """Return the items of a JSON array, not parsed."""
-    return _array_decoder.decode(array)
+    """Return the items of a JSON array, not parsed. Raises PayloadTooLarge."""
+    items = _array_decoder.decode(array)
+    check_count(len(items))
+    return items
 
 
 async def parse_items(array: bytes | Raw, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
     """Return the items of a JSON array. What takes long is parsed piece by piece, so that the event loop goes on meanwhile.
 
-    `hold` is called with what is built of each item's fields, before it is. Raises what that raises.
+    `hold` is called with what is built of each item's fields, before it is. Raises what that raises, and PayloadTooLarge.
     """
     items: list[dict[str, Any]] = []
     await asyncio.sleep(0)  # to find where items begin takes a while, too
@@ -150,6 +161,7 @@ async def encode_items(items: Iterable[Item]) -> Raw:
         unbroken_bytes += len(piece)
         size += len(piece) + 1
         check_size(size)
+        check_count(len(pieces))
     return Raw(b"[%b]" % b",".join(pieces))
 
 

@@ -9,6 +9,7 @@ learns of it.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -46,6 +47,8 @@ RUNNING = frozenset({"queued", "in_progress"})
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _ATTEMPTS = 5
 
+_ITEMS_PER_STEP = 4096
+"""Items of a request that are looked at before other requests have their turn."""
 _MAX_REFERENCED = 64
 """Responses to whose items one request refers."""
 
@@ -225,7 +228,9 @@ class StoredResponses:
         sizes: dict[str, int] = {}
         referenced_bytes = 0
         resolved: list[Item] = []
-        for item in items:
+        for number, item in enumerate(items):
+            if number % _ITEMS_PER_STEP == 0:
+                await asyncio.sleep(0)
             if item["type"] == "item_reference":
                 id, response_id = item["id"], response_of(item["id"])
                 if id not in named and response_id is not None and response_id not in looked_into:

@@ -229,6 +229,19 @@ async def test_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(await store.items("", id)) == 1
 
 
+async def test_a_conversation_has_a_bounded_number_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each item takes time where a conversation is read, however short it is."""
+    monkeypatch.setattr(storage_module, "MAX_ITEMS", 5)
+    store = conversations(FakeRecords())
+    with pytest.raises(PayloadTooLarge, match="up to 5"):
+        await store.create("", [{}] * 6, {})
+    id = (await store.create("", [{}] * 3, {})).id
+    with pytest.raises(PayloadTooLarge, match="up to 5"):
+        await store.add("", id, [{}] * 3)
+    await store.add("", id, [{}] * 2)
+    assert len(await store.items("", id)) == 5
+
+
 @pytest.mark.parametrize(
     "item",
     [
