@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from tests.integration.test_no_request_holds_the_loop import MIB, filled
-from tests.support.held import held_s
+from tests.support.held import MAX_HELD_S, held_s
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.wire import BOMBS, TEXTS
@@ -20,8 +20,6 @@ from tests.support.wire import BOMBS, TEXTS
 pytestmark = pytest.mark.slow
 
 INFER = "/v2/models/echo/infer"
-MAX_HELD_S = 0.05
-"""CPU time for which a request may hold the event loop."""
 GENERATE = "/v2/models/echo/generate"
 TEN_MILLION = 10 * MIB
 LARGEST = 16 * MIB - 100
@@ -105,13 +103,13 @@ def attack_grpc(front: FrontendProcess) -> dict[str, float]:
         body = make()
         for method in ("ModelInfer", "RepositoryModelLoad"):
             refused = {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "OK", "NOT_FOUND"}
-            held[f"{method}: {name}"] = held_s(front, partial(infer, front.grpc_port, method, body), refused, MAX_HELD_S)
+            held[f"{method}: {name}"] = held_s(front, partial(infer, front.grpc_port, method, body), refused)
     for name, make in TEXTS.items():
         body = make()
         for streams in (False, True):
             send = partial(stream if streams else partial(infer, method="ModelInfer"), front.grpc_port, body=body)
             refused = {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "OK"}
-            held[f"{'ModelStreamInfer' if streams else 'ModelInfer'}: {name}"] = held_s(front, send, refused, MAX_HELD_S)
+            held[f"{'ModelStreamInfer' if streams else 'ModelInfer'}: {name}"] = held_s(front, send, refused)
     return held
 
 
@@ -125,5 +123,5 @@ def stream(port: int, body: bytes) -> str:
 def attack_rest(front: FrontendProcess) -> dict[str, float]:
     held: dict[str, float] = {}
     for name, path, body, encoding in bodies():
-        held[name] = held_s(front, partial(post, front.http_port, path, body, encoding), {200, 400, 413}, MAX_HELD_S)
+        held[name] = held_s(front, partial(post, front.http_port, path, body, encoding), {200, 400, 413})
     return held

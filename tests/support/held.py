@@ -14,15 +14,13 @@ from pathlib import Path
 from tests.support.processes import FrontendProcess
 
 PROBE_INTERVAL_S = 0.01
-MAX_HELD_S = 0.15
-"""CPU time for which one request may hold a frontend's event loop, on the machine of `_REFERENCE_S`; the aim is a third of it."""
+MAX_HELD_S = 0.05
+"""CPU time for which one request may hold a frontend's event loop, on the machine of `_REFERENCE_S`."""
 _REFERENCE_S = 0.011
 """CPU time of `_reference_work` on the machine for which bounds are chosen."""
 
 
-def held_s(
-    front: FrontendProcess, attack: Callable[[], object], expected: Container[object], bound_s: float = MAX_HELD_S
-) -> float:
+def held_s(front: FrontendProcess, attack: Callable[[], object], expected: Container[object]) -> float:
     """Return the CPU time for which a request held the event loop, in seconds of the machine for which bounds are chosen.
 
     `attack` sends the request and returns its status. The better of two, since a collection of garbage may fall into one.
@@ -33,8 +31,8 @@ def held_s(
         with probe.watching():
             status = attack()
         assert status in expected, status
-        held = min(held, probe.worst_s if probe.worst_s <= bound_s else probe.worst_s / slowness())
-        if held <= bound_s:
+        held = min(held, probe.worst_s if probe.worst_s <= MAX_HELD_S else probe.worst_s / slowness())
+        if held <= MAX_HELD_S:
             break
     return held
 
