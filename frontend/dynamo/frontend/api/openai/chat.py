@@ -140,6 +140,7 @@ class ChatCompletions:
         of_prompt = None
         if prepared.texts[0].prompt_logprobs is not None and details.texts is not None:
             positions = generation.summary.prompt_logprobs or []
+            gathering.add_prompt(positions)
             is_long = len(positions) > MANY_POSITIONS
             of_prompt = await self._edge.offload.run_if(is_long, prompt_logprobs, positions, details.texts)
         reasoning_tokens = sum(builder.reasoning.count for builder in builders) if parsers[0] is not None else None

@@ -144,6 +144,8 @@ class Completions:
         whole = WholeResponse(exchange, self._edge.offload)
         for index, generation in enumerate(generations):
             own = builders[index * prepared.n : (index + 1) * prepared.n]
+            if texts is not None and generation.summary.prompt_logprobs:
+                gathering.add_prompt(generation.summary.prompt_logprobs)
             for builder in best(own, wanted) if prepared.n > wanted else own:
                 prompt = echo[index * prepared.n]
                 has_many = texts is not None and positions + len(generation.summary.prompt_logprobs or ()) > MANY_POSITIONS

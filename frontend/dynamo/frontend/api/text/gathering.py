@@ -13,6 +13,8 @@ _PIECE_BYTES = 64
 _TOKEN_BYTES = 36
 _LOGPROB_BYTES = 120
 """What a token with its log probability takes, where they are kept as objects."""
+_PROMPT_LOGPROB_BYTES = 400
+"""What one of a position of the prompt takes: as it came, as it is shown, and encoded."""
 
 
 class Gathering:
@@ -36,3 +38,7 @@ class Gathering:
             self._hold(size)
             size = 0
         self._uncounted_bytes = size
+
+    def add_prompt(self, positions: Sequence[Sequence[tuple[int, float]] | None]) -> None:
+        """Count the log probabilities of a prompt that are to be shown. Raises Overloaded."""
+        self._hold(_PROMPT_LOGPROB_BYTES * sum(len(position) for position in positions if position))

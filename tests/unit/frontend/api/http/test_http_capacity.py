@@ -386,6 +386,19 @@ async def test_what_a_whole_response_is_gathered_from_counts_while_it_grows(path
         await until_free(edge.capacity)
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_log_probabilities_of_a_prompt_count_before_they_are_shown(path: str) -> None:
+    text = "x" * 2000
+    body: dict[str, Any] = {"model": "talker", "max_tokens": 1}
+    body |= {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    async with open_http_edge(respond=Speaker(), capacity=CapacityOptions(max_buffered_bytes=500_000)) as edge:
+        refused = await edge.post(path, body | {"prompt_logprobs": 1})
+        assert (refused.status_code, "near its limit" in refused.text) == (503, True)
+        await until_free(edge.capacity)
+        assert (await edge.post(path, body)).status_code == 200
+        await until_free(edge.capacity)
+
+
 def test_log_probabilities_of_a_whole_completion_are_kept_without_an_object_for_each() -> None:
     positions = [[(token, token / 7) for token in range(1000, 1020)] for _ in range(500)]
     packed = PackedLogprobs()
