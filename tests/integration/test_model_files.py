@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from base64 import urlsafe_b64encode
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from nats.js.errors import APIError
+from nats.js.api import ObjectInfo
+from nats.js.errors import APIError, DigestMismatchError
 
 from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.jetstream.objects import ObjectWrite
+from dynamo.common.messaging.jetstream.objects import ObjectWrite, meta_subject, read_object
 from dynamo.common.messaging.jetstream.store import BUCKET, FileStore, file_key
 from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.options import NatsOptions
@@ -82,6 +86,59 @@ async def test_no_message_may_delete_the_files_of_others(tmp_path: Path) -> None
         with pytest.raises(APIError, match="rollup not permitted"):
             await nats.client.jetstream().publish(f"$O.{BUCKET}.M.x", b"", headers={"Nats-Rollup": "all"})
         assert await store.missing([key]) == set()
+
+
+def described(data: bytes, **wrong: object) -> bytes:
+    digest = f"SHA-256={urlsafe_b64encode(sha256(data).digest()).decode()}"
+    said = {"name": file_key(data), "bucket": BUCKET, "nuid": "others", "size": len(data), "chunks": 1, "digest": digest} | wrong
+    return json.dumps(said).encode()
+
+
+TOKENIZER = b"a tokenizer that others describe"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        described(TOKENIZER),
+        described(TOKENIZER, digest="SHA-256=x"),
+        described(TOKENIZER, digest=5),
+        described(TOKENIZER, deleted=True),
+        described(TOKENIZER, size="1"),
+        described(TOKENIZER, size=2**62, chunks=2**40),
+        described(TOKENIZER, nuid="*"),
+        b"{",
+        b"[]",
+        b"[" * 100_000,
+    ],
+)
+async def test_a_file_is_found_whatever_else_is_said_about_it(tmp_path: Path, lie: bytes) -> None:
+    """A worker's login may write descriptions of any file, before and after the worker that has it."""
+    async with start_nats(tmp_path / "nats") as server, connect_nats(NatsOptions(servers=(server.url,)), "test") as nats:
+        store = FileStore(nats, tmp_path / "cache")
+        await store.ensure()
+        stream, subject = nats.client.jetstream(), meta_subject(BUCKET, file_key(TOKENIZER))
+        await stream.publish(f"$O.{BUCKET}.C.others", b"other content")
+        for _ in range(3):
+            await stream.publish(subject, lie)
+        with pytest.raises(Unavailable, match="not in the store"):
+            await store.get(file_key(TOKENIZER))
+        key = await store.put(TOKENIZER)
+        for _ in range(3):
+            await stream.publish(subject, lie)
+        before = (await stream.stream_info(f"OBJ_{BUCKET}")).state.messages
+        assert await store.put(TOKENIZER) == key
+        assert (await stream.stream_info(f"OBJ_{BUCKET}")).state.messages == before
+        assert await store.get(key) == TOKENIZER
+
+
+async def test_no_more_is_read_of_a_file_than_it_is_said_to_have(tmp_path: Path) -> None:
+    async with start_nats(tmp_path / "nats") as server, connect_nats(NatsOptions(servers=(server.url,)), "test") as nats:
+        await FileStore(nats, tmp_path / "cache").ensure()
+        await nats.client.jetstream().publish(f"$O.{BUCKET}.C.others", b"x" * 1000)
+        info = ObjectInfo(name="x", bucket=BUCKET, nuid="others", size=999, chunks=1, digest="SHA-256=")
+        with pytest.raises(DigestMismatchError):
+            await read_object(nats, info)
 
 
 @pytest.mark.parametrize("loss", ["purge_stream", "delete_stream"])

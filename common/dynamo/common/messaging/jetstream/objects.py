@@ -22,23 +22,26 @@ from nats.js.errors import DigestMismatchError, NotFoundError, ObjectNotFoundErr
 from dynamo.common.messaging.nats.connection import Connection
 
 _PIECE_BYTES = 128 << 10
+_MAX_DESCRIPTIONS = 16
 
 
 async def object_pieces(connection: Connection, info: ObjectInfo) -> AsyncGenerator[bytes, None]:
     """Yield the pieces of an object, of 256 KiB at most. Close it unless it was read to its end.
 
-    Raises ObjectNotFoundError if the object is deleted or replaced meanwhile, and DigestMismatchError in the place of the last
-    piece of an object that is not as it was written.
+    Raises ObjectNotFoundError if the object is deleted or replaced meanwhile, and DigestMismatchError for one that is longer than
+    `info` says, or in the place of the last piece of one that is not as it was written.
     """
     stream, subject = f"OBJ_{info.bucket}", f"$O.{info.bucket}.C.{info.nuid}"
-    digest, sequence = sha256(), 0
+    digest, sequence, left = sha256(), 0, info.size or 0
     for number in range(1, (info.chunks or 0) + 1):
         context = connection.client.jetstream()  # of the present connection
         try:
             piece = await context.get_msg(stream, sequence + 1, subject, next=True)
         except NotFoundError:
             raise ObjectNotFoundError from None
-        sequence = piece.seq or 0
+        sequence, left = piece.seq or 0, left - len(piece.data or b"")
+        if left < 0:
+            raise DigestMismatchError
         digest.update(piece.data or b"")
         if number == info.chunks and digest.digest() != urlsafe_b64decode((info.digest or "").partition("=")[2]):
             raise DigestMismatchError
@@ -57,6 +60,33 @@ async def read_object(connection: Connection, info: ObjectInfo) -> bytes:
 def meta_subject(bucket: str, name: str) -> str:
     """Return the subject of what is said about an object."""
     return f"$O.{bucket}.M.{urlsafe_b64encode(name.encode()).decode()}"
+
+
+async def descriptions(connection: Connection, bucket: str, name: str) -> AsyncGenerator[ObjectInfo, None]:
+    """Yield what is said about an object: the newest first, then from the oldest on, `_MAX_DESCRIPTIONS` at most.
+
+    Those that cannot be read are left out. Whoever may write an object may also describe it wrongly, but can neither replace nor
+    delete what others have said.
+    """
+    stream, subject = f"OBJ_{bucket}", meta_subject(bucket, name)
+    newest = sequence = 0
+    for number in range(_MAX_DESCRIPTIONS):
+        context = connection.client.jetstream()
+        try:
+            if number == 0:
+                message = await context.get_last_msg(stream, subject)
+                newest = message.seq or 0
+            else:
+                message = await context.get_msg(stream, sequence + 1, subject, next=True)
+                sequence = message.seq or 0
+        except NotFoundError:
+            return
+        if number and sequence == newest:
+            return
+        try:
+            yield ObjectInfo.from_response(json.loads(message.data or b""))
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            continue
 
 
 class ObjectWrite:

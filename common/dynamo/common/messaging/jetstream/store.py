@@ -8,18 +8,18 @@ import logging
 import os
 import re
 import tempfile
+from base64 import urlsafe_b64encode
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 from nats.errors import Error as NatsError
-from nats.js.api import DiscardPolicy, StreamConfig
-from nats.js.errors import BucketNotFoundError, NotFoundError, ObjectNotFoundError
+from nats.js.api import DiscardPolicy, ObjectInfo, StreamConfig
+from nats.js.errors import BucketNotFoundError, DigestMismatchError, NotFoundError, ObjectNotFoundError
 from nats.js.errors import Error as JetStreamError
-from nats.js.object_store import ObjectStore
 
-from dynamo.common.errors import Unavailable
-from dynamo.common.messaging.jetstream.objects import ObjectWrite, meta_subject, read_object
+from dynamo.common.errors import InvalidRequest, Unavailable
+from dynamo.common.messaging.jetstream.objects import ObjectWrite, descriptions, meta_subject, read_object
 from dynamo.common.messaging.jetstream.replicas import create_replicated
 from dynamo.common.messaging.nats.connection import Connection
 
@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 BUCKET = "dynamo-models"
 _STREAM = f"OBJ_{BUCKET}"
 _KEY = re.compile(r"[0-9a-f]{64}")
+_MAX_BYTES = 256 << 20
+"""Bytes of a file, at most: the largest tokenizers have some 40 MB."""
+_LEAST_PIECE_BYTES = 64 << 10
+"""Bytes of each piece of a file but the last one, at least; nats-py and we store 128 KiB in a piece."""
 
 
 def file_key(data: bytes) -> str:
@@ -47,21 +51,22 @@ class FileStore:
     async def ensure(self) -> None:
         """Make the object store unless it exists. Raises Unavailable."""
         try:
-            await self._bucket()
+            await self._make_bucket()
         except (NatsError, JetStreamError, TimeoutError) as error:
             raise Unavailable(f"the model file store cannot be made: {error or type(error).__name__}") from error
 
     async def put(self, data: bytes) -> str:
-        """Keeps `data`, unless it is kept already; returns its key. Raises Unavailable.
+        """Keeps `data`, unless it is kept already; returns its key. Raises Unavailable, and InvalidRequest for a file too long.
 
-        Nothing is ever replaced or deleted, so a login that may write files needs no permission to purge the store.
+        Nothing is ever replaced or deleted, so a login that may write files needs no permission to purge the store. That there
+        is something under the key is not believed: another login may have written it.
         """
+        if len(data) > _MAX_BYTES:
+            raise InvalidRequest(f"a file of a model has {len(data)} bytes; at most {_MAX_BYTES} are kept")
         key = file_key(data)
         try:
-            store = await self._bucket()
-            try:
-                await store.get_info(key)
-            except ObjectNotFoundError:
+            await self._make_bucket()
+            if await self._stored(key) is None:
                 # A write that failed is continued: what it has stored cannot be deleted, and would be stored again each time.
                 await self._writes.setdefault(key, ObjectWrite(BUCKET, key)).run(self._connection, data)
         except (NatsError, JetStreamError, TimeoutError) as error:
@@ -94,24 +99,36 @@ class FileStore:
         if cached is not None:
             return cached
         try:
-            store = await self._bucket()
-            data = await read_object(self._connection, await store.get_info(key))
-        except ObjectNotFoundError:
-            raise Unavailable(f"the model file {key[:12]}… is not in the store") from None
+            await self._make_bucket()
+            data = await self._stored(key)
         except (NatsError, JetStreamError, TimeoutError) as error:
             raise Unavailable(f"the model file store cannot be read: {error or type(error).__name__}") from error
-        if file_key(data) != key:
-            raise Unavailable(f"the model file {key[:12]}… came damaged out of the store")
+        if data is None:
+            raise Unavailable(f"the model file {key[:12]}… is not in the store")
         await asyncio.to_thread(self._write_cached, key, data)
         return data
 
-    async def _bucket(self) -> ObjectStore:
+    async def _stored(self, key: str) -> bytes | None:
+        """Return a file as the store has it; None if it is not there, or nowhere as it should be."""
+        async with aclosing(descriptions(self._connection, BUCKET, key)) as infos:
+            async for info in infos:
+                if not _may_be(key, info):
+                    continue
+                try:
+                    data = await read_object(self._connection, info)
+                except (ObjectNotFoundError, DigestMismatchError):
+                    data = b""
+                if file_key(data) == key:
+                    return data
+                log.warning("the model file %s… is described wrongly, or damaged, in the store", key[:12])
+        return None
+
+    async def _make_bucket(self) -> None:
         stream = self._connection.client.jetstream()
         try:
-            return await stream.object_store(BUCKET)
+            await stream.object_store(BUCKET)
         except BucketNotFoundError:
             await create_replicated(lambda replicas: stream.add_stream(_configuration(replicas)))
-        return await stream.object_store(BUCKET)
 
     def _read_cached(self, key: str) -> bytes | None:
         try:
@@ -134,6 +151,16 @@ class FileStore:
             if name:
                 with suppress(OSError):
                     os.unlink(name)
+
+
+def _may_be(key: str, info: ObjectInfo) -> bool:
+    """Return whether what is said about a file is worth reading that: other logins may say anything."""
+    size, pieces = info.size, info.chunks
+    if info.deleted or not isinstance(size, int) or not isinstance(pieces, int):
+        return False
+    digest = f"SHA-256={urlsafe_b64encode(bytes.fromhex(key)).decode()}"
+    is_bounded = 0 <= size <= _MAX_BYTES and 0 <= pieces <= size // _LEAST_PIECE_BYTES + 1
+    return is_bounded and info.digest == digest and info.bucket == BUCKET and str(info.nuid).isalnum()
 
 
 def _configuration(replicas: int) -> StreamConfig:
