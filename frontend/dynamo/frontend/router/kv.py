@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -33,6 +32,7 @@ from dynamo.frontend.router.cost.goals import Demand, check_goals
 from dynamo.frontend.router.cost.latency import LatencyModel, Predictions
 from dynamo.frontend.router.cost.prompts import Prompt
 from dynamo.frontend.router.cost.spreading import PrefixCredits, cheapest_without
+from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.cost.weights import weighted_costs
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.loads.busy import all_busy, busy, pinned_busy
@@ -63,18 +63,19 @@ _WEIGHTS = frozenset({"overlap_score_weight", "prefill_load_scale"})
 class _Model:
     """The index of one model, and the rows of its candidates in each table."""
 
-    def __init__(self, loads: LoadTable, predicted: Sequence[PredictedIndex]) -> None:
+    def __init__(self, loads: LoadTable, predicted: Sequence[PredictedIndex], terms: CostTerms) -> None:
+        self._terms = terms
         self.index = PrefixIndex()
         self.rows = RowCache(self.index)
         self.load_rows = RowCache(loads)
         self.predicted_rows = [RowCache(each.index) for each in predicted]
-        self.credits = PrefixCredits()
+        self.credits = PrefixCredits(terms)
         self.demand = Demand()
         self._evictions: dict[str, Evictions] = {}
         """By role."""
         self._latencies: dict[str, LatencyModel] = {}
         """By engine."""
-        self._latency = LatencyModel(self._evictions_of(""))
+        self._latency = LatencyModel(self._evictions_of(""), terms)
         self._latency_rows: Sequence[InstanceLoad] = ()
         """The candidates whose model `_latency` is."""
 
@@ -86,7 +87,7 @@ class _Model:
         return self._latency
 
     def _new_latency(self, engine: str) -> LatencyModel:
-        latency = self._latencies[engine] = LatencyModel(self._evictions_of(engine))
+        latency = self._latencies[engine] = LatencyModel(self._evictions_of(engine), self._terms)
         return latency
 
     def _evictions_of(self, engine: str) -> Evictions:
@@ -94,7 +95,7 @@ class _Model:
         role = engine.rpartition(" ")[2]
         evictions = self._evictions.get(role)
         if evictions is None:
-            evictions = self._evictions[role] = Evictions(lambda: len(self.index))
+            evictions = self._evictions[role] = Evictions(lambda: len(self.index), self._terms)
         return evictions
 
     def apply(self, engine: str, instance: InstanceId, update: KvUpdate) -> None:
@@ -125,6 +126,7 @@ class KvRouter:
         *,
         rng: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
+        terms: CostTerms = COST_TERMS,
     ) -> None:
         self.config = config or KvRouterOptions()
         self.config = replace(self.config, cost=self.config.effective_cost)
@@ -149,6 +151,7 @@ class KvRouter:
         self._recent = RecentPrompts()
         self._rng = rng or random.Random()
         self._clock = clock
+        self._terms = terms
 
     def __repr__(self) -> str:
         return f"<KvRouter models={sorted(self._models)} {self.loads!r} predicted={self._predicted!r}>"
@@ -191,78 +194,82 @@ class KvRouter:
         return prompt.tokens - overlap * prompt.block_size
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
+        config = self._settings_of(request) if request.overrides or request.is_prefilled else self.config
+        fleet = self._view(request, candidates)
+        if config.cost is KvCost.WEIGHTS or not fleet.prompt.block_size:
+            costed = _Costed(weighted_costs(config, fleet.prompt, fleet.loads, fleet.overlaps), None, None, ())
+        else:
+            costed = self._in_seconds(request, config, fleet)
+        predicted = costed.predicted
+        position, reason = self._choose(request, config, fleet, costed.costs)
+        cost_decides = not reason
+        if predicted is not None and cost_decides and fleet.loads[position].prefill_tokens:
+            position, reason = _pass_queue(request, config, fleet, predicted, costed.misses, position)
+        instance, overlap = candidates[position], fleet.overlaps.get(position, 0)
+        prefill_tokens = self._book(request, config, fleet.prompt, instance.id, overlap, fleet.now)
+        if predicted is not None:
+            _count(request, fleet, costed, predicted, position, prefill_tokens, cost_decides=cost_decides)
+        self._expect_cached(request, fleet, instance.id, position, predicted)
+        reason = reason or ("kv" if overlap else self._reason_without_overlap())
+        explanation = _explain(fleet, costed, position) if explain else ()
+        ttft_s = None if predicted is None else predicted.ttft_s[position]
+        return RoutingDecision(instance, reason, overlap, costed.costs[position], ttft_s, explanation)
+
+    def _settings_of(self, request: RouteRequest) -> KvRouterOptions:
+        """Return the settings of a request that changes some of them, or whose prompt is computed."""
         config = _overridden(self.config, request.overrides) if request.overrides else self.config
         if request.is_prefilled and config.cost is KvCost.WEIGHTS:
             config = replace(config, prefill_load_scale=0.0)
+        return config
+
+    def _view(self, request: RouteRequest, candidates: Sequence[Instance]) -> _View:
         now = self._clock()
         prompt = self._prompt(request, candidates)
-        hashes = prompt.hashes
-        model = self._model(request.model)
+        model = self._models[request.model] if request.model in self._models else self._model(request.model)
         rows = model.load_rows.rows(candidates)
         loads = self.loads.read(rows, now)
         overlaps, confirmed = self._overlaps(model, prompt, candidates, now)
-        predicted: Predictions | None = None
-        spread: _Spread | None = None
-        misses: Sequence[float] = ()
-        latency = model.latency(rows)
-        if config.cost is KvCost.WEIGHTS or not prompt.block_size:
-            costs = weighted_costs(config, prompt, loads, overlaps)
-        else:
-            predicted = latency.predict(
-                prompt,
-                loads,
-                overlaps,
-                confirmed,
-                candidates,
-                now,
-                is_prefilled=request.is_prefilled,
-                max_output=request.expected_output_tokens,
-                frontends=self.loads.frontends,
-            )
-            costs = predicted.costs
-            if config.has_goals:
-                latency.anticipate(loads, self.loads.frontends)
-                misses = latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
-                check_goals(request, config, prompt, loads, overlaps, predicted, latency, model.demand, now)
-            if overlaps and not request.is_prefilled:
-                spread = _Spread.find(prompt, loads, overlaps, predicted, latency)
-                if spread is not None:
-                    model.credits.discount(spread.prefix, costs, spread.position, spread.premium_s)
         busy_ones = busy(loads, self.thresholds.of(request.model))
-        position = None if request.pinned is None else pinned(request, candidates)
-        if position is not None:
-            if request.needs_room and busy_ones is not None and busy_ones[position]:
-                raise pinned_busy(candidates[position].id, request.model)
-            reason = "pinned"
-        else:
-            position, reason = self._choose(request, candidates, rows, config, costs, busy_ones)
-        cost_decides = not reason
-        may_move = cost_decides and not request.is_prefilled and config.temperature == 0.0
-        if predicted is not None and may_move and loads[position].prefill_tokens:
-            cheapest = position
-            position = latency.shorter_queue(prompt, loads, overlaps, predicted, cheapest, misses, busy_ones)
-            reason = "" if position == cheapest else "kv: shorter queue"
-        instance, overlap = candidates[position], overlaps.get(position, 0)
-        prefill_tokens = self._book(request, config, prompt, instance.id, overlap, now)
-        if predicted is not None:
-            latency.placed(prefill_tokens)
-            if config.has_goals:
-                model.demand.place(request.priority, prefill_tokens, now)
-            if spread is not None and cost_decides:
-                spread.settle(model.credits, position, costs[position], latency.idle)
-        if self._predicted is not None and (len(hashes) - confirmed.get(position, 0)) * _WORTH_GUESSING >= len(hashes):
-            wait_s = 0.0 if predicted is None else min(predicted.ttft_s[position], MAX_WAIT_S)
-            decision = self._predicted.add(instance.id, hashes, now + wait_s)
-            if wait_s > self._predicted.ttl_s:
-                self._waiting[request.booking_id] = decision
-            self.loads.share_prompt(instance.id, hashes, wait_s)
-        explanation: Sequence[Mapping[str, float | int | str]] = ()
-        if explain:
-            latencies = None if predicted is None else partial(_latencies, prompt, loads, predicted, latency)
-            explanation = _explain(candidates, overlaps, loads, costs, position, busy_ones, latencies)
-        reason = reason or ("kv" if overlap else self._reason_without_overlap())
-        ttft_s = None if predicted is None else predicted.ttft_s[position]
-        return RoutingDecision(instance, reason, overlap, costs[position], ttft_s, explanation)
+        return _View(now, prompt, model, candidates, rows, loads, overlaps, confirmed, busy_ones, model.latency(rows))
+
+    def _in_seconds(self, request: RouteRequest, config: KvRouterOptions, fleet: _View) -> _Costed:
+        """Return what a request would cost each candidate. Raises Overloaded if none is predicted to reach the goals."""
+        prompt, loads, overlaps, latency = fleet.prompt, fleet.loads, fleet.overlaps, fleet.latency
+        predicted = latency.predict(
+            prompt,
+            loads,
+            overlaps,
+            fleet.confirmed,
+            fleet.candidates,
+            fleet.now,
+            is_prefilled=request.is_prefilled,
+            max_output=request.expected_output_tokens,
+            frontends=self.loads.frontends,
+        )
+        misses: Sequence[float] = ()
+        if config.has_goals:
+            predicted = latency.anticipated(predicted, loads, self.loads.frontends)
+            misses = latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
+            check_goals(request, config, prompt, loads, overlaps, predicted, latency, fleet.model.demand, fleet.now)
+        spread: _Spread | None = None
+        if overlaps and not request.is_prefilled:
+            spread = _Spread.find(prompt, loads, overlaps, predicted, latency)
+            if spread is not None:
+                fleet.model.credits.discount(spread.prefix, predicted.costs, spread.position, spread.premium_s)
+        return _Costed(predicted.costs, predicted, spread, misses)
+
+    def _expect_cached(
+        self, request: RouteRequest, fleet: _View, instance: InstanceId, position: int, predicted: Predictions | None
+    ) -> None:
+        """Count the blocks of a prompt as cached where it was sent, before events say so."""
+        hashes = fleet.prompt.hashes
+        if self._predicted is None or (len(hashes) - fleet.confirmed.get(position, 0)) * _WORTH_GUESSING < len(hashes):
+            return
+        wait_s = 0.0 if predicted is None else min(predicted.ttft_s[position], MAX_WAIT_S)
+        decision = self._predicted.add(instance, hashes, fleet.now + wait_s)
+        if wait_s > self._predicted.ttl_s:
+            self._waiting[request.booking_id] = decision
+        self.loads.share_prompt(instance, hashes, wait_s)
 
     def _reason_without_overlap(self) -> str:
         return "kv: nothing cached" if self.uses_index or not self.config.use_kv_events else "kv: caches unknown"
@@ -290,7 +297,7 @@ class KvRouter:
 
     def _model(self, name: str) -> _Model:
         if name not in self._models:
-            self._models[name] = _Model(self.loads, self._all_predicted)
+            self._models[name] = _Model(self.loads, self._all_predicted, self._terms)
         return self._models[name]
 
     def _overlaps(
@@ -330,25 +337,21 @@ class KvRouter:
             hashes, shared = self._recent.hashes(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
         return Prompt(tokens, block_size, hashes, tokens / block_size, shared)
 
-    def _choose(
-        self,
-        request: RouteRequest,
-        candidates: Sequence[Instance],
-        rows: Sequence[InstanceLoad],
-        config: KvRouterOptions,
-        costs: list[float],
-        busy_ones: Sequence[bool] | None,
-    ) -> tuple[int, str]:
+    def _choose(self, request: RouteRequest, config: KvRouterOptions, fleet: _View, costs: Sequence[float]) -> tuple[int, str]:
         """Return the position of the chosen candidate, and the reason, which is empty if the cost decided.
 
-        Raises Overloaded if all are busy.
+        Raises Overloaded if that one is busy, or all are.
         """
-        if busy_ones is not None and any(busy_ones):
-            if all(busy_ones):
+        if request.pinned is not None and (position := pinned(request, fleet.candidates)) is not None:
+            if request.needs_room and fleet.busy is not None and fleet.busy[position]:
+                raise pinned_busy(fleet.candidates[position].id, request.model)
+            return position, "pinned"
+        if fleet.busy is not None and any(fleet.busy):
+            if all(fleet.busy):
                 raise all_busy(request.model)
-            costs = [math.inf if is_busy else cost for cost, is_busy in zip(costs, busy_ones, strict=True)]
+            costs = [math.inf if is_busy else cost for cost, is_busy in zip(costs, fleet.busy, strict=True)]
         if request.preferred is not None:
-            position = position_of(request.preferred, candidates)
+            position = position_of(request.preferred, fleet.candidates)
             if position is not None and math.isfinite(costs[position]):
                 return position, "preferred"
         if config.temperature > 0.0:
@@ -357,9 +360,9 @@ class KvRouter:
         if costs.count(least) == 1:
             return costs.index(least), ""
         tied = [position for position, cost in enumerate(costs) if cost == least]
-        return tied[position_of_least([rows[position].recent for position in tied], self._rng)], ""
+        return tied[position_of_least([fleet.rows[position].recent for position in tied], self._rng)], ""
 
-    def _draw(self, costs: list[float], temperature: float) -> int:
+    def _draw(self, costs: Sequence[float], temperature: float) -> int:
         least = min(costs)
         spread = max(cost for cost in costs if math.isfinite(cost)) - least or 1.0
         weights = [math.exp((least - cost) / spread / temperature) for cost in costs]  # of one that is busy: 0
@@ -389,6 +392,35 @@ class KvRouter:
         return prefill_tokens
 
 
+class _View(msgspec.Struct, frozen=True, gc=False):
+    """What is known of the candidates when a request is placed."""
+
+    now: float
+    prompt: Prompt
+    model: _Model
+    candidates: Sequence[Instance]
+    rows: Sequence[InstanceLoad]
+    loads: Sequence[Load]
+    overlaps: Mapping[int, int]
+    """Blocks of the prompt that are cached, or expected to be, by position of the candidate."""
+    confirmed: Mapping[int, int]
+    """The same, by events only."""
+    busy: Sequence[bool] | None
+    """None if there is no threshold."""
+    latency: LatencyModel
+
+
+class _Costed(msgspec.Struct, frozen=True, gc=False):
+    """What a request would cost each candidate, by position."""
+
+    costs: Sequence[float]
+    predicted: Predictions | None
+    """None if the cost is in weighted blocks."""
+    spread: _Spread | None
+    misses: Sequence[float]
+    """What goals add to the costs; empty without goals."""
+
+
 class _Spread(msgspec.Struct, frozen=True, gc=False):
     """The instance that a prefix would spread to next."""
 
@@ -414,7 +446,7 @@ class _Spread(msgspec.Struct, frozen=True, gc=False):
         if position is None:
             return None
         overlap = overlaps.get(position, 0)
-        premium_s = latency.premium_s(prompt, loads[position], predicted.ttft_s[position], overlap, most)
+        premium_s = latency.premium_s(prompt, loads[position], predicted, position, overlap, most)
         return cls(prompt.hashes[most - 1], position, premium_s, predicted.costs[position] - premium_s)
 
     def settle(self, credits: PrefixCredits, position: int, cost_s: float, idle: float) -> None:
@@ -435,34 +467,58 @@ def _overridden(config: KvRouterOptions, overrides: Mapping[str, float]) -> KvRo
     return replace(config, **changed)
 
 
-def _explain(
-    candidates: Sequence[Instance],
-    overlaps: Mapping[int, int],
-    loads: Sequence[Load],
-    costs: Sequence[float],
-    chosen: int,
-    busy_ones: Sequence[bool] | None,
-    latencies: Callable[[int], Mapping[str, float]] | None,
-) -> list[Mapping[str, float | int | str]]:
+def _pass_queue(
+    request: RouteRequest,
+    config: KvRouterOptions,
+    fleet: _View,
+    predicted: Predictions,
+    misses: Sequence[float],
+    cheapest: int,
+) -> tuple[int, str]:
+    """Return where a request goes if prompts wait at the cheapest candidate, and the reason, which is empty if it stays there."""
+    if request.is_prefilled or config.temperature != 0.0:
+        return cheapest, ""
+    prompt, loads, overlaps = fleet.prompt, fleet.loads, fleet.overlaps
+    position = fleet.latency.shorter_queue(prompt, loads, overlaps, predicted, cheapest, misses, fleet.busy)
+    return position, "" if position == cheapest else "kv: shorter queue"
+
+
+def _count(
+    request: RouteRequest,
+    fleet: _View,
+    costed: _Costed,
+    predicted: Predictions,
+    position: int,
+    prefill_tokens: int,
+    *,
+    cost_decides: bool,
+) -> None:
+    """Count a placement for the predictions of later ones."""
+    fleet.latency.traffic.add(prefill_tokens)
+    if costed.misses:
+        fleet.model.demand.place(request.priority, prefill_tokens, fleet.now)
+    if costed.spread is not None and cost_decides:
+        costed.spread.settle(fleet.model.credits, position, costed.costs[position], predicted.idle)
+
+
+def _explain(fleet: _View, costed: _Costed, chosen: int) -> list[Mapping[str, float | int | str]]:
     return [
         {
-            "instance": f"{candidates[position].id:x}",
-            "cost": round(costs[position], 6),
-            "overlap_blocks": overlaps.get(position, 0),
-            "prefill_tokens": loads[position].prefill_tokens,
-            "decode_blocks": loads[position].decode_blocks,
-            "kv_usage": round(loads[position].usage, 4),
-            "requests": loads[position].requests,
-            **({"busy": True} if busy_ones is not None and busy_ones[position] else {}),
-            **({} if latencies is None else latencies(position)),
+            "instance": f"{fleet.candidates[position].id:x}",
+            "cost": round(costed.costs[position], 6),
+            "overlap_blocks": fleet.overlaps.get(position, 0),
+            "prefill_tokens": fleet.loads[position].prefill_tokens,
+            "decode_blocks": fleet.loads[position].decode_blocks,
+            "kv_usage": round(fleet.loads[position].usage, 4),
+            "requests": fleet.loads[position].requests,
+            **({"busy": True} if fleet.busy is not None and fleet.busy[position] else {}),
+            **({} if costed.predicted is None else _latencies(fleet, costed.predicted, position)),
         }
-        for position in shown(costs, chosen)
+        for position in shown(costed.costs, chosen)
     ]
 
 
-def _latencies(
-    prompt: Prompt, loads: Sequence[Load], predicted: Predictions, latency: LatencyModel, position: int
-) -> Mapping[str, float]:
+def _latencies(fleet: _View, predicted: Predictions, position: int) -> Mapping[str, float]:
     """Return the predicted latencies on a candidate."""
-    itl_s = latency.itl_s(prompt, loads[position], latency.prefilling)
+    itl_s = fleet.latency.itl_s(fleet.prompt, fleet.loads[position], predicted.prefilling)
     return {"ttft_ms": round(predicted.ttft_s[position] * 1e3, 1), "itl_ms": round(itl_s * 1e3, 2)}

@@ -8,6 +8,7 @@ from typing import assert_never
 
 from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.router.base import Router
+from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.router.loads.thresholds import NEVER_BUSY, ThresholdTable
@@ -39,10 +40,11 @@ def make_router(
     thresholds: ThresholdTable | None = None,
     *,
     rng: random.Random | None = None,
+    terms: CostTerms = COST_TERMS,
 ) -> Router:
     """Make a router. `loads` is used by routers that look at load; `clock` must be the clock that stamps its reports.
 
-    `thresholds` defaults to the configured ones.
+    `thresholds` defaults to the configured ones; `terms` are those of the KV router's cost.
     """
     mode = effective_mode(options)
     if thresholds is None:
@@ -50,7 +52,7 @@ def make_router(
     blind: Router
     match mode:
         case RouterMode.KV:
-            return KvRouter(options.kv, thresholds, loads, rng=rng, clock=clock)
+            return KvRouter(options.kv, thresholds, loads, rng=rng, clock=clock, terms=terms)
         case RouterMode.LEAST_LOADED:
             return LoadRouter(mode.value, least_loaded, thresholds, loads, rng=rng, clock=clock)
         case RouterMode.POWER_OF_TWO:

@@ -23,6 +23,7 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.config import QueuePolicy, RouterMode, RouterOptions
 from dynamo.frontend.router.base import Router, RouteRequest, TooLate
 from dynamo.frontend.router.cache.hashing import PromptHashes
+from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.shared_bookings import SHARE_S
 from dynamo.frontend.router.loads.table import LoadTable
@@ -96,7 +97,7 @@ class _Live:
 class Replay:
     """One mode over one trace. Raises InvalidRequest for a timing table that cannot be used."""
 
-    def __init__(self, rows: Sequence[Row], mode: ReplayMode, config: ReplayConfig) -> None:
+    def __init__(self, rows: Sequence[Row], mode: ReplayMode, config: ReplayConfig, terms: CostTerms = COST_TERMS) -> None:
         self._rows = rows
         self._config = config
         self._now = 0.0
@@ -117,7 +118,7 @@ class Replay:
             for table in self.load_tables:
                 table.on_unshared(self._share_soon)
         self._routers = [
-            make_router(options, table, lambda: self._now, rng=random.Random(config.seed + number))
+            make_router(options, table, lambda: self._now, rng=random.Random(config.seed + number), terms=terms)
             for number, table in enumerate(self.load_tables)
         ]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import KvUpdate
 from dynamo.common.names import InstanceId
+from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
 
 _REMEMBERED = 32_768
 """So many to twice as many evicted blocks of the sample are remembered, of all instances."""
@@ -23,8 +24,7 @@ _DENSEST = 0b11
 _BATCH = 8
 """The share is estimated anew after so many blocks of the sample."""
 _WEIGHT = 0.125
-"""Weight of the newest batch in the estimated share."""
-_MOST_FURTHER = 4.0
+"""Of the newest batch."""
 
 
 class InstanceEvictions:
@@ -43,24 +43,25 @@ class InstanceEvictions:
         """Blocks of the sample since the share was estimated."""
         self._computed_again = 0
 
-    def compute(self, blocks: int, again: int) -> None:
+    def compute(self, blocks: int, again: int, most_further: float) -> None:
         """Count computed blocks of the sample, `again` of which had been evicted."""
         self._computed += blocks
         self._computed_again += again
         if self._computed >= _BATCH:
             self.share += _WEIGHT * (self._computed_again / self._computed - self.share)
             self._computed = self._computed_again = 0
-            self.further = min(self.share / max(1.0 - self.share, 1e-9), _MOST_FURTHER)
+            self.further = min(self.share / max(1.0 - self.share, 1e-9), most_further)
 
 
 class Evictions:
     """What the instances of one model and role evict: a table with a row per instance. Not for several threads."""
 
-    def __init__(self, cached: Callable[[], int]) -> None:
+    def __init__(self, cached: Callable[[], int], terms: CostTerms = COST_TERMS) -> None:
         """`cached` returns how many blocks the fleet caches."""
         self.epoch = 0
         """Changes whenever an instance gets another row."""
         self._cached = cached
+        self._most_further = terms.most_further
         self._instances: dict[InstanceId, InstanceEvictions] = {}
         self._unsampled = _DENSEST
         """Bits of hashes, all 0 for blocks of the sample."""
@@ -91,7 +92,7 @@ class Evictions:
             again = [block for block in sample if block in self._evicted or block in self._evicted_before]
             self._evicted.difference_update(again)
             self._evicted_before.difference_update(again)
-            row.compute(len(sample), len(again))
+            row.compute(len(sample), len(again), self._most_further)
 
     def remove_instance(self, instance: InstanceId) -> None:
         """Forget what an instance evicted: its cache is empty, or it is gone."""

@@ -113,7 +113,9 @@ def check_goals(
         return
     competition = demand.competition(request.priority, now)
     above, refused_above, below = (
-        latency.share_of_time(rate, len(loads)) if request.pinned is None else 0.0  # of the fleet, not of the one in `loads`
+        latency.share_of_time(rate, len(loads), predicted.prefilling)
+        if request.pinned is None
+        else 0.0  # of the fleet, not of the one in `loads`
         for rate in (competition.above, competition.refused_above, competition.below)
     )
     goal_s = math.inf if config.ttft_goal_s is None else config.ttft_goal_s - request.waited_s
@@ -127,7 +129,7 @@ def check_goals(
         if ttft_s <= longest_s:
             tokens = prompt.tokens - overlaps.get(position, 0) * prompt.block_size
             ratio = min(max(tokens / mean, _SHORTEST), _LONGEST) if mean else 1.0
-            itl_s = latency.itl_s(prompt, load, (latency.prefilling - below) * ratio + refused_above)
+            itl_s = latency.itl_s(prompt, load, (predicted.prefilling - below) * ratio + refused_above)
             if itl_s <= slowest_s:
                 return
             least_itl_s = min(least_itl_s, itl_s)

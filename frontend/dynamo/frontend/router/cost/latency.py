@@ -50,27 +50,13 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.router.cache.evictions import Evictions
 from dynamo.frontend.router.cost.prompts import Prompt
 from dynamo.frontend.router.cost.step_model import StepModel
+from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.cost.traffic import FleetTraffic
 from dynamo.frontend.router.loads.instance_load import Load
 from dynamo.frontend.router.loads.rows import RowCache
 
-_MISS_WEIGHT = 10.0
 _MOST_PREFILL = 0.95
 """Upper bound of the share of its time that an instance computes prompts."""
-_KV_FULL_FROM = 0.5
-"""Below this share of blocks in use, no prompt is expected to wait for blocks."""
-_QUIET_STEPS = 0.015
-"""While less than this share of steps compute prompts, these do not show in the 99th percentile of the time between tokens."""
-_QUIET_PREFILLING = 0.4
-"""Above this share of their time that instances compute prompts, caches decide how late tokens are."""
-_CROWDING_WEIGHT = 40.0
-"""How much more than otherwise the decoding that one more request slows down counts then."""
-_CROWDING_TOKENS = 32_768
-"""It counts at most like computing so many tokens: a longer prefix is worth going where it is cached."""
-_LEVELLED = 1.5
-"""An excess of so many times the mean of the fleet's requests lasts as long as a request; a smaller one, for that part of it."""
-_BATCH_TOKENS = 8192
-"""Tokens of waiting prompts that have been computed since the last report, at most: engines report after each step."""
 
 
 class Predictions(msgspec.Struct, frozen=True, gc=False):
@@ -78,33 +64,44 @@ class Predictions(msgspec.Struct, frozen=True, gc=False):
 
     costs: list[float]
     ttft_s: list[float]
+    output: float
+    """The expected tokens of the response."""
+    mean: float
+    """Requests per instance."""
+    arrivals: float
+    """Requests per second and instance."""
+    prefilling: float
+    """The share of its time that an instance computes prompts."""
+
+    @property
+    def idle(self) -> float:
+        """The share of its time that an instance computes no prompts."""
+        return 1.0 - min(self.prefilling, _MOST_PREFILL)
 
 
 class LatencyModel:
     """Predicts latencies on the instances of one model with the same role and engine. Not for several threads."""
 
-    def __init__(self, evictions: Evictions) -> None:
+    def __init__(self, evictions: Evictions, terms: CostTerms = COST_TERMS) -> None:
+        self._terms = terms
         self.steps = StepModel()
         self._eviction_rows = RowCache(evictions)
-        self._traffic = FleetTraffic()
+        self.traffic = FleetTraffic()
+        """To be told of each placement."""
         self._output = self.steps.times.output_tokens
         """The mean of outputs that are limited to `_max_output` tokens, by the times `_output_of`."""
         self._max_output = 0
         self._output_of = self.steps.times
-        self._arrivals = 0.0
-        """Requests per second and instance."""
-        self.prefilling = 0.0
-        """The share of its time that an instance computes prompts."""
 
     def report(self, instance: InstanceId, report: LoadReport, now: float) -> None:
         """Learn from a load report of an instance."""
         self.steps.report(instance, report.totals, now)
         if report.totals.steps:
-            self._traffic.report(instance, report.totals.prefill_tokens, report.queued_prefill_tokens, now)
+            self.traffic.report(instance, report.totals.prefill_tokens, report.queued_prefill_tokens, now)
 
     def remove_instance(self, instance: InstanceId) -> None:
         self.steps.remove_instance(instance)
-        self._traffic.remove_instance(instance)
+        self.traffic.remove_instance(instance)
 
     def predict(
         self,
@@ -122,63 +119,66 @@ class LatencyModel:
         """Return predictions for a request that arrives now. `overlaps`: in blocks by position, `confirmed`: without those
         that are being computed; `max_output`: 0 for no limit; `frontends`: how many get such requests.
         """
-        times = self.steps.times
+        times, terms = self.steps.times, self._terms
         token, base, sequence, block = times.token, times.base, times.sequence, times.block
         output = self._expected_output(max_output)
-        more_s = output * (sequence + block * prompt.blocks)
-        self._traffic.pass_time(now)
-        requests_per_s, tokens_per_s = self._traffic.of_fleet(frontends)
-        self._arrivals = arrivals = requests_per_s / len(loads)
-        self.prefilling = tokens_per_s / len(loads) * token
-        batch_s = _BATCH_TOKENS * token
+        self.traffic.pass_time(now)
+        requests_per_s, tokens_per_s = self.traffic.of_fleet(frontends)
+        arrivals, prefilling = requests_per_s / len(loads), tokens_per_s / len(loads) * token
+        batch_s = terms.batch_tokens * token
         prompt_s = 0.0 if is_prefilled else prompt.tokens * token
         block_s = 0.0 if is_prefilled else prompt.block_size * token
         prefills = [prompt_s] * len(loads)
         if block_s:
             for position, blocks in overlaps.items():
                 prefills[position] -= blocks * block_s
-        mean = _mean_requests(loads)
-        levelling = 1.0 / (_LEVELLED * max(mean, 1.0))
+        mean = sum([load.requests for load in loads]) / len(loads)
+        levelling = 1.0 / (terms.levelled * max(mean, 1.0))
         # What decoding costs for each request there, and on an instance with the mean of the fleet.
-        request_s, held_block_s = output * sequence + more_s, output * block
-        mean_s = output * base + request_s * mean
+        own = terms.decoding * output
+        request_s = own * sequence + terms.slowed * output * (sequence + block * prompt.blocks)
+        held_block_s = own * block
+        mean_s = own * base + request_s * mean
         idle_s = mean_s - request_s * mean * min(1.0, mean * levelling)
-        delayed = 0.0 if is_prefilled else 1.0 + mean
+        first_token, delayed, arriving = terms.first_token, terms.delayed, terms.arriving * arrivals
+        evicted = 0.0 if is_prefilled else terms.evicted * (1.0 + mean)
+        queue_s, running, prefill_step = terms.queue * token, terms.running_step, terms.prefill_step
         costs: list[float] = []
         ttfts: list[float] = []
         for load, prefill, evicting in zip(loads, prefills, self._eviction_rows.rows(candidates), strict=True):
             requests, blocks, tokens = load.requests, load.decode_blocks, load.prefill_tokens
             if not (requests or blocks or tokens):  # the same as below, in less time
-                prefill += base
-                costs.append(idle_s + prefill * (1.0 + arrivals * prefill + evicting.further * delayed))
+                prefill += prefill_step * base
+                costs.append(idle_s + prefill * (first_token + arriving * prefill + evicting.further * evicted))
                 ttfts.append(prefill)
                 continue
             step = base + sequence * requests + block * blocks
-            prefill += step
+            prefill += prefill_step * step
             delay = 0.0
             if tokens:
-                delay = 1.5 * step
-                wait = tokens * token
+                delay = terms.shared_steps * step
+                wait = tokens * queue_s
                 progress = now - load.queued_since
                 if progress > 0.0:
                     wait -= progress if progress < batch_s else batch_s
                 ttft = prefill + wait if wait > 0.0 else prefill
             elif requests:
-                ttft = prefill + 0.5 * step
+                ttft = prefill + running * step
             else:
                 ttft = prefill
-            if load.usage > _KV_FULL_FROM:
-                ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step)
+            if load.usage > terms.kv_full_from:
+                ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step, prefilling)
             excess = requests - mean
             lasting = excess * levelling
             if lasting < 0.0:
                 lasting = -lasting
             decoding_s = mean_s + held_block_s * blocks + request_s * (excess * lasting if lasting < 1.0 else excess)
-            costs.append(ttft + decoding_s + prefill * (requests + arrivals * ttft + evicting.further * delayed))
+            delaying = delayed * requests + arriving * ttft + evicting.further * evicted
+            costs.append(first_token * ttft + decoding_s + prefill * delaying)
             ttfts.append(ttft + delay)
-        if arrivals * base < _QUIET_STEPS and self.prefilling < _QUIET_PREFILLING:
-            self._add_crowding(costs, loads, mean, request_s, overlaps, confirmed)
-        return Predictions(costs, ttfts)
+        if arrivals * base < terms.quiet_steps and prefilling < terms.quiet_prefilling:
+            self._add_crowding(costs, loads, request_s, overlaps, confirmed, mean, arrivals, prefilling)
+        return Predictions(costs, ttfts, output, mean, arrivals, prefilling)
 
     def shorter_queue(
         self,
@@ -194,6 +194,8 @@ class LatencyModel:
 
         `misses`: what goals add to the cost of each; empty if there are none. `busy`: which of them may get no request.
         """
+        if not self._terms.passes_queues:
+            return chosen
         overlap, longest = overlaps.get(chosen, 0), predicted.ttft_s[chosen]
         rivals = [
             position
@@ -202,8 +204,7 @@ class LatencyModel:
         ]
         if not rivals:
             return chosen
-        mean = _mean_requests(loads)
-        times, output, arrivals = self.steps.times, self._output, self._arrivals
+        times, output, mean, arrivals = self.steps.times, predicted.output, predicted.mean, predicted.arrivals
         more_s = output * (times.sequence + times.block * prompt.blocks)
         prefill_s = (prompt.tokens - overlap * prompt.block_size) * times.token
         best, least = chosen, math.inf
@@ -226,41 +227,38 @@ class LatencyModel:
         self,
         costs: list[float],
         loads: Sequence[Load],
-        mean: float,
         decoding_s: float,
         overlaps: Mapping[int, int],
         confirmed: Mapping[int, int],
+        mean: float,
+        arrivals: float,
+        prefilling: float,
     ) -> None:
         """Add to the costs of instances that have more requests than the mean, if prompts are computed in few steps.
 
         `decoding_s`: by how much two requests beside each other slow down each other. Where the prefix is being computed,
         siblings of a burst stay together.
         """
-        times = self.steps.times
-        quiet = 1.0 - self._arrivals * (times.base + times.sequence * mean) / _QUIET_STEPS
+        times, terms = self.steps.times, self._terms
+        quiet = 1.0 - arrivals * (times.base + times.sequence * mean) / terms.quiet_steps
         if quiet <= 0.0:
             return
-        free = 1.0 - self.prefilling / _QUIET_PREFILLING
+        free = 1.0 - prefilling / terms.quiet_prefilling
         most = max(mean, 1.0)  # that two requests run beside each other happens whatever one does
-        each_s = quiet * free * min(_CROWDING_WEIGHT * decoding_s, _CROWDING_TOKENS * times.token)
+        each_s = quiet * free * min(terms.crowding_weight * decoding_s, terms.crowding_tokens * times.token)
         for position, load in enumerate(loads):
             if load.requests > most and overlaps.get(position, 0) <= confirmed.get(position, 0):
                 costs[position] += each_s * (load.requests - mean)
 
-    def premium_s(self, prompt: Prompt, load: Load, ttft_s: float, overlap: int, most: int) -> float:
-        """Return how much less an instance with an overlap would cost if it were `most` blocks. `ttft_s` is the predicted one.
+    def premium_s(self, prompt: Prompt, load: Load, predicted: Predictions, position: int, overlap: int, most: int) -> float:
+        """Return how much less the instance at `position`, with this overlap, would cost if it were `most` blocks.
 
         What a copy evicts is not part of it: credit would have to pay for that where it does harm.
         """
         token, size = self.steps.times.token, prompt.block_size
         saved_s = (most - overlap) * size * token
         rest_s = (prompt.tokens - most * size) * token
-        return saved_s * (1.0 + load.requests + self._arrivals * (ttft_s + rest_s))
-
-    @property
-    def idle(self) -> float:
-        """The share of its time that an instance computes no prompts."""
-        return 1.0 - min(self.prefilling, _MOST_PREFILL)
+        return saved_s * (1.0 + load.requests + predicted.arrivals * (predicted.ttft_s[position] + rest_s))
 
     def _expected_output(self, max_output: int) -> float:
         """Return the mean length of outputs that are limited to `max_output` tokens, if lengths are distributed exponentially."""
@@ -271,62 +269,56 @@ class LatencyModel:
             self._max_output, self._output_of = max_output, times
         return self._output
 
-    def anticipate(self, loads: Sequence[Load], frontends: int) -> None:
-        """Make `prefilling` what it soon will be, so that not too many requests are admitted before they show in the rates.
+    def anticipated(self, predicted: Predictions, loads: Sequence[Load], frontends: int) -> Predictions:
+        """Return predictions with the `prefilling` that soon will be, so that not too many requests are admitted before they
+        show in the rates.
 
         It then includes what was placed after the last reports, which come once per step, and, while the rates have
         just begun, what they will have counted when the present traffic has lasted.
         """
-        unreported = sum(load.prefill_tokens for load in loads) - self._traffic.queued
-        _, tokens_per_s = self._traffic.of_fleet(frontends, max(0, unreported))
-        self.prefilling = tokens_per_s / self._traffic.counted_share / len(loads) * self.steps.times.token
+        unreported = sum(load.prefill_tokens for load in loads) - self.traffic.queued
+        _, tokens_per_s = self.traffic.of_fleet(frontends, max(0, unreported))
+        prefilling = tokens_per_s / self.traffic.counted_share / len(loads) * self.steps.times.token
+        return msgspec.structs.replace(predicted, prefilling=prefilling)
 
     def add_misses(
         self, predicted: Predictions, prompt: Prompt, loads: Sequence[Load], ttft_goal_s: float | None, itl_goal_s: float | None
     ) -> Sequence[float]:
         """Add to the costs of instances that miss a goal. Return what was added to each."""
-        misses = [0.0] * len(loads)
+        misses, weight = [0.0] * len(loads), self._terms.miss_weight
         if ttft_goal_s is not None:
             for position, ttft_s in enumerate(predicted.ttft_s):
                 if ttft_s > ttft_goal_s:
-                    misses[position] += _MISS_WEIGHT * (ttft_s - ttft_goal_s)
+                    misses[position] += weight * (ttft_s - ttft_goal_s)
         if itl_goal_s is not None:
             output = self.steps.times.output_tokens
             for position, load in enumerate(loads):
-                excess_s = self.itl_s(prompt, load, self.prefilling) - itl_goal_s
+                excess_s = self.itl_s(prompt, load, predicted.prefilling) - itl_goal_s
                 if excess_s > 0.0:
-                    misses[position] += _MISS_WEIGHT * excess_s * output * (load.requests + 1)
+                    misses[position] += weight * excess_s * output * (load.requests + 1)
         for position, miss in enumerate(misses):
             predicted.costs[position] += miss
         return misses
-
-    def placed(self, tokens: int) -> None:
-        """Count a request for which an instance has to compute so many tokens of its prompt."""
-        self._traffic.add(tokens)
 
     def itl_s(self, prompt: Prompt, load: Load, prefilling: float) -> float:
         """Return the mean time between tokens on an instance that computes prompts for this share of its time."""
         step_s = self.steps.times.step_s(load.requests + 1, load.decode_blocks + prompt.blocks)
         return step_s * _slowdown(prefilling)
 
-    def share_of_time(self, tokens_per_s: float, instances: int) -> float:
+    def share_of_time(self, tokens_per_s: float, instances: int, prefilling: float) -> float:
         """Return for which share of its time an instance computes what all frontends place of something.
 
-        `tokens_per_s`: what this one places of it.
+        `tokens_per_s`: what this one places of it; `prefilling`: the share for all prompts.
         """
-        own = self._traffic.tokens_per_s
-        return tokens_per_s / own * self.prefilling if own else tokens_per_s / instances * self.steps.times.token
+        own = self.traffic.tokens_per_s
+        return tokens_per_s / own * prefilling if own else tokens_per_s / instances * self.steps.times.token
 
-    def _wait_for_blocks(self, load: Load, blocks: float, step: float) -> float:
+    def _wait_for_blocks(self, load: Load, blocks: float, step: float, prefilling: float) -> float:
         """Return how long it takes until an instance has `blocks` free: requests free theirs evenly over their outputs."""
         missing = load.decode_blocks + blocks - load.decode_blocks / load.usage
         if missing <= 0.0:
             return 0.0
-        return missing / load.decode_blocks * self.steps.times.output_tokens * step * _slowdown(self.prefilling)
-
-
-def _mean_requests(loads: Sequence[Load]) -> float:
-    return sum([load.requests for load in loads]) / len(loads)
+        return missing / load.decode_blocks * self.steps.times.output_tokens * step * _slowdown(prefilling)
 
 
 def _slowdown(prefilling: float) -> float:

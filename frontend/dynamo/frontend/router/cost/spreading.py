@@ -17,9 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-_SHARE = 0.25
-"""Share of the difference that is credited on idle instances. Not all of it: other prefixes' requests would have taken the place
-on the cheaper one."""
+from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
+
 _MOST_PREFIXES = 10_000
 """Above that, the credit that was used least recently is forgotten."""
 
@@ -27,7 +26,8 @@ _MOST_PREFIXES = 10_000
 class PrefixCredits:
     """The credit of each prefix of one model, in seconds. A prefix is named by the sequence hash of its last block."""
 
-    def __init__(self) -> None:
+    def __init__(self, terms: CostTerms = COST_TERMS) -> None:
+        self._share = terms.spread_share
         self._credits: dict[int, float] = {}
         """Least recently used first."""
 
@@ -43,7 +43,7 @@ class PrefixCredits:
 
         `idle`: the share of their time that instances compute no prompts.
         """
-        self._set(prefix, self._credits.pop(prefix, 0.0) + _SHARE * idle * difference_s)
+        self._set(prefix, self._credits.pop(prefix, 0.0) + self._share * idle * difference_s)
 
     def buy(self, prefix: int, premium_s: float) -> None:
         """Record that an instance computes the prefix."""
