@@ -121,17 +121,13 @@ class LatencyModel:
         """
         times, terms = self.steps.times, self._terms
         token, base, sequence, block = times.token, times.base, times.sequence, times.block
-        output = self._expected_output(max_output)
+        is_known = max_output == self._max_output and times is self._output_of
+        output = self._output if is_known else self._expected_output(max_output)
         self.traffic.pass_time(now)
         requests_per_s, tokens_per_s = self.traffic.of_fleet(frontends)
         arrivals, prefilling = requests_per_s / len(loads), tokens_per_s / len(loads) * token
         batch_s = terms.batch_tokens * token
-        prompt_s = 0.0 if is_prefilled else prompt.tokens * token
-        block_s = 0.0 if is_prefilled else prompt.block_size * token
-        prefills = [prompt_s] * len(loads)
-        if block_s:
-            for position, blocks in overlaps.items():
-                prefills[position] -= blocks * block_s
+        prefills = [0.0] * len(loads) if is_prefilled else _prefills_s(prompt, overlaps, len(loads), token)
         mean = sum([load.requests for load in loads]) / len(loads)
         levelling = 1.0 / (terms.levelled * max(mean, 1.0))
         # What decoding costs for each request there, and on an instance with the mean of the fleet.
@@ -263,10 +259,9 @@ class LatencyModel:
     def _expected_output(self, max_output: int) -> float:
         """Return the mean length of outputs that are limited to `max_output` tokens, if lengths are distributed exponentially."""
         times = self.steps.times
-        if max_output != self._max_output or times is not self._output_of:
-            mean = times.output_tokens
-            self._output = mean * (1.0 - math.exp(-max_output / mean)) if max_output else mean
-            self._max_output, self._output_of = max_output, times
+        mean = times.output_tokens
+        self._output = mean * (1.0 - math.exp(-max_output / mean)) if max_output else mean
+        self._max_output, self._output_of = max_output, times
         return self._output
 
     def anticipated(self, predicted: Predictions, loads: Sequence[Load], frontends: int) -> Predictions:
@@ -319,6 +314,14 @@ class LatencyModel:
         if missing <= 0.0:
             return 0.0
         return missing / load.decode_blocks * self.steps.times.output_tokens * step * _slowdown(prefilling)
+
+
+def _prefills_s(prompt: Prompt, overlaps: Mapping[int, int], count: int, token: float) -> list[float]:
+    """Return how long each of `count` instances computes the prompt's tokens that it has not cached."""
+    prefills, block_s = [prompt.tokens * token] * count, prompt.block_size * token
+    for position, blocks in overlaps.items():
+        prefills[position] -= blocks * block_s
+    return prefills
 
 
 def _slowdown(prefilling: float) -> float:
