@@ -129,6 +129,13 @@ def flushing(seed: int) -> Sequence[Row]:
     ]
 
 
+def scarce_caches(seed: int) -> Sequence[Row]:
+    """24 prefixes, of which the caches of four workers hold each once and not much more; requests come at an even pace."""
+    rng, names = random.Random(seed), _Names()
+    prefixes = [names.blocks(15) for _ in range(24)]
+    return [Row(42.0 * (number + rng.random()), 32, [*rng.choice(prefixes), *names.blocks(1)]) for number in range(600)]
+
+
 def part_of_trace(path: Path, requests: int, seed: int) -> Sequence[Row]:
     """The part of a trace that belongs to a seed."""
     rows = read_trace(path)
@@ -170,6 +177,9 @@ def _in_order(rows: Iterable[Row]) -> Sequence[Row]:
 _FLEET = UnknownGoals(workers=8, blocks=600)
 _SMALL_CACHES = replace(_FLEET, blocks=250)
 _GOALS = ReplayConfig(workers=8, blocks=600, router=RouterOptions(kv=KvRouterOptions(ttft_goal_s=2.0, itl_goal_s=0.03)))
+_HOT_GOALS = replace(_GOALS, router=RouterOptions(kv=KvRouterOptions(ttft_goal_s=1.5, itl_goal_s=0.05)))
+_COSTLY_SEQUENCES = replace(_FLEET, workers=4, blocks=128, timing=Path(__file__).with_name("costly_sequences.csv"))
+"""Step times of `router_peer`: 4 ms for each sequence that decodes, and for a block not much more than that."""
 _THREE = replace(_FLEET, frontends=3, router=RouterOptions(replica_sync=True))
 
 LOADS: Mapping[str, Load] = {
@@ -177,7 +187,7 @@ LOADS: Mapping[str, Load] = {
     "decode24, 8/s": Load(partial(grid, "decode24", 8.0, 160), _FLEET),
     "few4, 24/s": Load(partial(grid, "few4", 24.0, 300), _FLEET),
     "one, 4/s": Load(partial(grid, "one", 4.0, 150), _FLEET),
-    "tenants150, 8/s": Load(partial(grid, "tenants150", 8.0, 400), _SMALL_CACHES),
+    "tenants150, 8/s": Load(partial(grid, "tenants150", 8.0, 800), _SMALL_CACHES),
     "many500, 24/s": Load(partial(grid, "many500", 24.0, 500), _FLEET),
     "bursts": Load(bursts, _FLEET),
     "sessions": Load(sessions, _FLEET),
@@ -185,9 +195,11 @@ LOADS: Mapping[str, Load] = {
     "hot prefixes": Load(hot_prefixes, _FLEET),
     "long contexts": Load(long_contexts, replace(_FLEET, blocks=200)),
     "strangers": Load(strangers, _FLEET),
+    "scarce caches": Load(scarce_caches, _COSTLY_SEQUENCES),
     "flushing": Load(flushing, _SMALL_CACHES),
     "three frontends": Load(partial(grid, "hot24", 16.0, 400), _THREE),
     "goals": Load(partial(grid, "tenants150", 24.0, 500), _GOALS, has_goals=True),
+    "goals, hot prefixes": Load(hot_prefixes, _HOT_GOALS, has_goals=True),
 }
 
 WITHOUT: Mapping[str, CostTerms] = {
@@ -197,11 +209,9 @@ WITHOUT: Mapping[str, CostTerms] = {
     "decoding": replace(COST_TERMS, decoding=0.0),
     "delayed": replace(COST_TERMS, delayed=0.0),
     "arriving": replace(COST_TERMS, arriving=0.0),
-    "slowed": replace(COST_TERMS, slowed=0.0),
     "evicted": replace(COST_TERMS, evicted=0.0),
     "running_step": replace(COST_TERMS, running_step=0.0),
     "shared_steps": replace(COST_TERMS, shared_steps=0.0),
-    "waiting for blocks": replace(COST_TERMS, kv_full_from=float("inf")),
     "time since a report": replace(COST_TERMS, batch_tokens=0),
     "levelling": replace(COST_TERMS, levelled=1e-9),
     "crowding": replace(COST_TERMS, crowding_weight=0.0),
@@ -212,7 +222,6 @@ WITHOUT: Mapping[str, CostTerms] = {
 CONSTANTS = (
     "running_step",
     "shared_steps",
-    "kv_full_from",
     "batch_tokens",
     "levelled",
     "quiet_steps",
@@ -307,7 +316,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="only these terms or constants")
     parser.add_argument("--loads", nargs="+", choices=LOADS)
     parser.add_argument("--trace", type=Path, nargs="+", default=[], help="traces in Mooncake's format, as further loads")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     options = parser.parse_args()
     if options.seeds < 2:

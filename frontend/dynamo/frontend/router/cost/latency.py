@@ -3,21 +3,18 @@
     wait    = tokens of prompts that wait on the instance · token; half a step if none wait but requests run
     step    = base + sequence · requests there + block · their KV blocks
     prefill = tokens of this prompt that are not cached · token + step
+    later   = step, with the requests that will run there while this one decodes
 
-    cost    = wait + prefill                                   time to first token of this request
-            + output · step                                    its decoding
-            + prefill · requests there                         for each of them waits for the prefill
-            + prefill · arrivals per second · (wait + prefill)    so do those that come until it is done
-            + output · requests there · (sequence + block · prompt blocks)    one more sequence makes every step longer
-            + further · prefill · (1 + mean requests)                       what the placement evicts is computed again
+    cost    = wait + prefill + output · later                               its own latency
+            + prefill · (requests there + arrivals · (wait + prefill))      each of them waits for the prefill
+            + prefill · further · (1 + mean requests)                       what the placement evicts is computed again
 
 `token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`), `further` is estimated from
-what instances evict (`evictions.py`). If the KV blocks of the instance do not suffice for the prompt, it waits until enough of
-the requests there have ended.
+what instances evict (`evictions.py`). Weights and constants are in `cost_terms.py`; decision 17 says what each is for.
 
 While this request decodes, requests that end make room for others, which level the fleet: an instance that runs `excess` more
-than the mean runs `excess² / (1.5 · mean)` more on average, or `excess` where that is less. It is this number that the two terms
-with `output` take for the requests there. KV blocks are not levelled: long contexts stay where they are.
+than the mean runs `excess² / (1.5 · mean)` more on average, or `excess` where that is less. It is this number that `later` takes
+for the requests there. KV blocks are not levelled: long contexts stay where they are.
 
 The first token of a prompt that waits for others also comes 1.5 steps later: for the step that runs, and the one with the others.
 That is predicted, but costs nothing: prompts that are computed in one step save those that run there a step.
@@ -29,8 +26,8 @@ If prompts wait at the cheapest instance, the cost is compared once more, among 
 (`shorter_queue`). That some of them have more requests than others hardly matters there: requests that come later level it, the
 sooner, the less it is. What one waits for others is not levelled.
 
-Goals, where they are given, add to the cost of an instance that misses them: `_MISS_WEIGHT` times the excess over the goal, for
-the time to first token once, for the time between tokens for each token of this request and of those that run there.
+Goals, where they are given, add to the cost of an instance that misses them: ten times the excess over the goal, for the time to
+first token once, for the time between tokens for each token of this request and of those that run there.
 
 A cached block is worth the prefill that it saves, which grows with the number of requests on the instance and with the queue. A
 prefix that many requests share spreads by itself: an idle instance computes it as soon as that costs less than waiting for the
@@ -131,10 +128,9 @@ class LatencyModel:
         mean = sum([load.requests for load in loads]) / len(loads)
         levelling = 1.0 / (terms.levelled * max(mean, 1.0))
         # What decoding costs for each request there, and on an instance with the mean of the fleet.
-        own = terms.decoding * output
-        request_s = own * sequence + terms.slowed * output * (sequence + block * prompt.blocks)
-        held_block_s = own * block
-        mean_s = own * base + request_s * mean
+        decoding = terms.decoding * output
+        request_s, held_block_s = decoding * sequence, decoding * block
+        mean_s = decoding * base + request_s * mean
         idle_s = mean_s - request_s * mean * min(1.0, mean * levelling)
         first_token, delayed, arriving = terms.first_token, terms.delayed, terms.arriving * arrivals
         evicted = 0.0 if is_prefilled else terms.evicted * (1.0 + mean)
@@ -162,8 +158,6 @@ class LatencyModel:
                 ttft = prefill + running * step
             else:
                 ttft = prefill
-            if load.usage > terms.kv_full_from:
-                ttft += self._wait_for_blocks(load, prompt.blocks + tokens / prompt.block_size, step, prefilling)
             excess = requests - mean
             lasting = excess * levelling
             if lasting < 0.0:
@@ -201,7 +195,6 @@ class LatencyModel:
         if not rivals:
             return chosen
         times, output, mean, arrivals = self.steps.times, predicted.output, predicted.mean, predicted.arrivals
-        more_s = output * (times.sequence + times.block * prompt.blocks)
         prefill_s = (prompt.tokens - overlap * prompt.block_size) * times.token
         best, least = chosen, math.inf
         for position in (chosen, *rivals):
@@ -212,7 +205,7 @@ class LatencyModel:
             levelled = mean + excess * lasting
             step = times.step_s(levelled, load.decode_blocks)
             prefill = prefill_s + times.step_s(load.requests, load.decode_blocks)
-            cost = ttft_s + output * step + prefill * (levelled + arrivals * ttft_s) + levelled * more_s
+            cost = ttft_s + output * step + prefill * (levelled + arrivals * ttft_s)
             if misses:
                 cost += misses[position]
             if cost < least:
@@ -232,7 +225,7 @@ class LatencyModel:
     ) -> None:
         """Add to the costs of instances that have more requests than the mean, if prompts are computed in few steps.
 
-        `decoding_s`: by how much two requests beside each other slow down each other. Where the prefix is being computed,
+        `decoding_s`: by how much one more request makes the decoding of another one longer. Where the prefix is being computed,
         siblings of a burst stay together.
         """
         times, terms = self.steps.times, self._terms
@@ -307,13 +300,6 @@ class LatencyModel:
         """
         own = self.traffic.tokens_per_s
         return tokens_per_s / own * prefilling if own else tokens_per_s / instances * self.steps.times.token
-
-    def _wait_for_blocks(self, load: Load, blocks: float, step: float, prefilling: float) -> float:
-        """Return how long it takes until an instance has `blocks` free: requests free theirs evenly over their outputs."""
-        missing = load.decode_blocks + blocks - load.decode_blocks / load.usage
-        if missing <= 0.0:
-            return 0.0
-        return missing / load.decode_blocks * self.steps.times.output_tokens * step * _slowdown(prefilling)
 
 
 def _prefills_s(prompt: Prompt, overlaps: Mapping[int, int], count: int, token: float) -> list[float]:

@@ -23,16 +23,12 @@ class CostTerms:
     """Weight of what its prefill delays the requests there."""
     arriving: float = 1.0
     """Weight of what its prefill delays requests that come meanwhile."""
-    slowed: float = 1.0
-    """Weight of what its decoding slows down that of the others."""
     evicted: float = 1.0
     """Weight of what its placement evicts and has computed again."""
     running_step: float = 0.5
     """How much of a step a prompt waits for where requests run and no prompt waits."""
     shared_steps: float = 1.5
     """Steps by which the first token comes later where prompts wait: predicted, and no part of the cost."""
-    kv_full_from: float = 0.5
-    """Below this share of blocks in use, no prompt is expected to wait for blocks."""
     batch_tokens: int = 8192
     """Of prompts that wait, at most these have been computed since the last report: engines report after each step."""
     levelled: float = 1.5
@@ -41,7 +37,7 @@ class CostTerms:
     """While a smaller share of steps computes prompts, these do not show in the 99th percentile of the time between tokens."""
     quiet_prefilling: float = 0.4
     """Above this share of their time that instances compute prompts, caches decide how late tokens are."""
-    crowding_weight: float = 40.0
+    crowding_weight: float = 80.0
     """How much more than otherwise the decoding that one more request slows down counts while few steps compute prompts."""
     crowding_tokens: int = 32_768
     """It counts at most like computing so many tokens: a longer prefix is worth going where it is cached."""
