@@ -26,7 +26,7 @@ from statistics import fmean, stdev
 from benchmarks.measuring import table
 from benchmarks.router_grid import UnknownGoals, workload
 from dynamo.frontend.config import KvRouterOptions, RouterOptions
-from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
+from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Summary, summary
 from dynamo.local.replay.fleet import Replay

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from benchmarks.router_ablation import CONSTANTS, LOADS, WITHOUT, Ratio, Run, changed, compared, replayed, report
-from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
+from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
 
 ONE = "hot prefixes"
 CHANCE = Ratio(1.0, 0.001)

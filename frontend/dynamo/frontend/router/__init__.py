@@ -5,6 +5,7 @@
 | `base` | the interface of routers: their input, their decision, and the protocol |
 | `cache` | which instances hold which prefixes |
 | `cost` | what a request would cost at each instance |
+| `cost_terms` | the weights and the tuned constants of the KV router's cost in seconds |
 | `explain` | a log of explained routing decisions |
 | `explanation` | the explanation of a routing decision, as clients and the decision log see it |
 | `kv` | routing by KV cache overlap and load |

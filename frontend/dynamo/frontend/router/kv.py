@@ -32,8 +32,8 @@ from dynamo.frontend.router.cost.goals import Demand, check_goals
 from dynamo.frontend.router.cost.latency import LatencyModel, Predictions
 from dynamo.frontend.router.cost.prompts import Prompt
 from dynamo.frontend.router.cost.spreading import PrefixCredits, cheapest_without
-from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.cost.weights import weighted_costs
+from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.explanation import shown
 from dynamo.frontend.router.loads.busy import all_busy, busy, pinned_busy
 from dynamo.frontend.router.loads.instance_load import InstanceLoad, Load

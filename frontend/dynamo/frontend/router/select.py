@@ -8,7 +8,7 @@ from typing import assert_never
 
 from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.router.base import Router
-from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
+from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.router.loads.thresholds import NEVER_BUSY, ThresholdTable

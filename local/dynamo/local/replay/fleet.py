@@ -23,7 +23,7 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.config import QueuePolicy, RouterMode, RouterOptions
 from dynamo.frontend.router.base import Router, RouteRequest, TooLate
 from dynamo.frontend.router.cache.hashing import PromptHashes
-from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
+from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.shared_bookings import SHARE_S
 from dynamo.frontend.router.loads.table import LoadTable

@@ -65,8 +65,8 @@ def meta_subject(bucket: str, name: str) -> str:
 async def descriptions(connection: Connection, bucket: str, name: str) -> AsyncGenerator[ObjectInfo, None]:
     """Yield what is said about an object: the newest first, then from the oldest on, `_MAX_DESCRIPTIONS` at most.
 
-    Those that cannot be read are left out. Whoever may write an object may also describe it wrongly, but can neither replace nor
-    delete what others have said.
+    Those that cannot be read are left out. A login that may write an object may also describe it wrongly, but can neither replace
+    nor delete what others have said.
     """
     stream, subject = f"OBJ_{bucket}", meta_subject(bucket, name)
     newest = sequence = 0

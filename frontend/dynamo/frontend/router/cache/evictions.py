@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import KvUpdate
 from dynamo.common.names import InstanceId
-from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
+from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
 
 _REMEMBERED = 32_768
 """So many to twice as many evicted blocks of the sample are remembered, of all instances."""
@@ -24,7 +24,7 @@ _DENSEST = 0b11
 _BATCH = 8
 """The share is estimated anew after so many blocks of the sample."""
 _WEIGHT = 0.125
-"""Of the newest batch."""
+"""Weight of the newest batch in the estimated share."""
 
 
 class InstanceEvictions:

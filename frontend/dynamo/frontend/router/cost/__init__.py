@@ -7,7 +7,6 @@
 | `prompts` | the part of a prompt that the cost of an instance depends on |
 | `spreading` | when a prefix is worth computing on one more instance |
 | `step_model` | how long the steps of a model's engines take, learned from their load reports |
-| `terms` | the weights and the tuned constants of the KV router's cost in seconds |
 | `traffic` | how many requests arrive, and how many prompt tokens they bring, as of now |
 | `weights` | the cost in KV blocks: `--router-cost weights` |
 """

@@ -47,8 +47,8 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.router.cache.evictions import Evictions
 from dynamo.frontend.router.cost.prompts import Prompt
 from dynamo.frontend.router.cost.step_model import StepModel
-from dynamo.frontend.router.cost.terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.cost.traffic import FleetTraffic
+from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.loads.instance_load import Load
 from dynamo.frontend.router.loads.rows import RowCache
 

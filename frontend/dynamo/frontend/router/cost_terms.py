@@ -1,6 +1,6 @@
 """The weights and the tuned constants of the KV router's cost in seconds.
 
-The formula is in `latency.py`. Each weight is 1: the benchmark `router_ablation` sets one after the other to 0, and shows which
+The formula is in `cost.latency`. Each weight is 1: the benchmark `router_ablation` sets one after the other to 0, and shows which
 loads are worse without its term. Decision 17 has the record, and the benchmark that guards each constant.
 """
 
@@ -30,7 +30,7 @@ class CostTerms:
     shared_steps: float = 1.5
     """Steps by which the first token comes later where prompts wait: predicted, and no part of the cost."""
     batch_tokens: int = 8192
-    """Of prompts that wait, at most these have been computed since the last report: engines report after each step."""
+    """Tokens of waiting prompts, at most, that have been computed since the last report: engines report after each step."""
     levelled: float = 1.5
     """An excess of so many times the fleet's mean of requests lasts as long as a request; a smaller one, for that part of it."""
     quiet_steps: float = 0.015
