@@ -26,6 +26,7 @@ from nats.js.object_store import ObjectStore
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord, Entry, KeyValues, open_key_values
 from dynamo.common.messaging.jetstream.objects import object_pieces, read_object
+from dynamo.common.messaging.jetstream.reasons import reason_of
 from dynamo.common.messaging.jetstream.replicas import create_replicated
 from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.process.background import Tasks, raise_if_cancelled, running
@@ -364,7 +365,7 @@ class RecordStore:
             raise_if_cancelled()
             self.is_ready, self._opened = False, None
             self._lost.set()
-            why = str(error) or "no response in time"
+            why = reason_of(error) if str(error) else "no response in time"
             raise Unavailable(f"the bucket {self._bucket} in JetStream cannot be {done}: {why}") from error
         raise_if_cancelled()
 

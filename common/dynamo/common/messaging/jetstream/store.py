@@ -20,6 +20,7 @@ from nats.js.errors import Error as JetStreamError
 
 from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.common.messaging.jetstream.objects import ObjectWrite, descriptions, meta_subject, read_object
+from dynamo.common.messaging.jetstream.reasons import reason_of
 from dynamo.common.messaging.jetstream.replicas import create_replicated
 from dynamo.common.messaging.nats.connection import Connection
 
@@ -53,7 +54,7 @@ class FileStore:
         try:
             await self._make_bucket()
         except (NatsError, JetStreamError, TimeoutError) as error:
-            raise Unavailable(f"the model file store cannot be made: {error or type(error).__name__}") from error
+            raise Unavailable(f"the model file store cannot be made: {reason_of(error)}") from error
 
     async def put(self, data: bytes) -> str:
         """Keeps `data`, unless it is kept already; returns its key. Raises Unavailable, and InvalidRequest for a file too long.
@@ -70,7 +71,7 @@ class FileStore:
                 # A write that failed is continued: what it has stored cannot be deleted, and would be stored again each time.
                 await self._writes.setdefault(key, ObjectWrite(BUCKET, key)).run(self._connection, data)
         except (NatsError, JetStreamError, TimeoutError) as error:
-            raise Unavailable(f"the model file store cannot be written: {error or type(error).__name__}") from error
+            raise Unavailable(f"the model file store cannot be written: {reason_of(error)}") from error
         self._writes.pop(key, None)
         return key
 
@@ -82,7 +83,7 @@ class FileStore:
         except NotFoundError:
             return set(keys)
         except (NatsError, JetStreamError, TimeoutError) as error:
-            raise Unavailable(f"the model file store cannot be read: {error or type(error).__name__}") from error
+            raise Unavailable(f"the model file store cannot be read: {reason_of(error)}") from error
         stored = info.state.subjects or {}
         return {key for key in keys if meta_subject(BUCKET, key) not in stored}
 
@@ -102,7 +103,7 @@ class FileStore:
             await self._make_bucket()
             data = await self._stored(key)
         except (NatsError, JetStreamError, TimeoutError) as error:
-            raise Unavailable(f"the model file store cannot be read: {error or type(error).__name__}") from error
+            raise Unavailable(f"the model file store cannot be read: {reason_of(error)}") from error
         if data is None:
             raise Unavailable(f"the model file {key[:12]}… is not in the store")
         await asyncio.to_thread(self._write_cached, key, data)
