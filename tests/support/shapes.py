@@ -54,6 +54,8 @@ EXPENSIVE: dict[str, tuple[dict[str, Any], str]] = {
     "a regex of groups": ({"regex": "([a-z]|\\d{1000}){2,50}"}, "repetitions written out; at most 10000"),
     "a long regex": ({"regex": "(a|aa)+$" * 5000}, "characters; at most 32768"),
     "a multiple": ({"json_schema": {"type": "integer", "multipleOf": 1_000_003}}, "'multipleOf' .* at most 100000"),
+    "multiples": ({"json_schema": {"anyOf": [{"multipleOf": 3}] * 1001}}, "numbers of 'multipleOf'; at most 1000"),
+    "repeated parts of a grammar": ({"grammar": "{1}" * 10_001}, "10001 repeated parts; at most 10000"),
     "no multiple": ({"json_schema": {"type": "integer", "multipleOf": 0}}, "'multipleOf' .* above 0"),
     "constants": ({"json_schema": {"anyOf": [{"const": number} for number in range(50_000)]}}, "values; at most 20000"),
     "an enumeration": ({"json_schema": {"enum": list(range(10**6))}}, "values; at most 20000"),

@@ -29,6 +29,10 @@ MAX_ITEMS = 10_000
 MAX_LENGTH = 100_000
 MAX_REPETITIONS = 1_000_000
 """The sum of all counts of one schema or grammar. llama.cpp takes 150 bytes for each item that an array must or may have."""
+MAX_REPEATED = 10_000
+"""Parts of a grammar with a count, such as `{3}`: to look at each takes a microsecond."""
+MAX_MULTIPLES = 1_000
+"""Numbers of `multipleOf` in a schema, each of which takes some microseconds."""
 MAX_PATTERN_CHARS = 32 << 10
 """Characters of all patterns together."""
 MAX_PATTERN_POSITIONS = 10_000
@@ -93,7 +97,9 @@ def _check_grammar(grammar: str) -> None:
     if "%json" in grammar:  # a text in which numbers could be spelled in ways that cannot be counted
         raise InvalidRequest("a schema inside a grammar is not taken: give it as json_schema", param="grammar")
     total = 0
-    for repetition in _REPEATED.finditer(grammar):
+    for number, repetition in enumerate(_REPEATED.finditer(grammar), 1):
+        if number > MAX_REPEATED:
+            _at_most("repeated parts", grammar.count("{"), MAX_REPEATED, "grammar")
         count = _times(repetition)
         _at_most("repetitions of one part", count, MAX_ITEMS, "grammar")
         total += count
@@ -101,7 +107,7 @@ def _check_grammar(grammar: str) -> None:
 
 
 def _check_schema(schema: Any, kind: str) -> None:
-    chars = repetitions = pattern_chars = 0
+    chars = repetitions = pattern_chars = multiples = 0
     definitions: set[str] = set()
     for value, is_data in _values(schema, kind):
         if isinstance(value, str):
@@ -115,6 +121,9 @@ def _check_schema(schema: Any, kind: str) -> None:
                     repetitions += _check_positions(pattern, kind)
                 for name in _COUNTED & value.keys():
                     repetitions += _check_count(name, value[name], kind)
+                if "multipleOf" in value:
+                    multiples += 1
+                    _at_most("numbers of 'multipleOf'", multiples, MAX_MULTIPLES, kind)
                 if isinstance(reference := value.get("$ref"), str):
                     definitions.add(reference)
     _at_most("characters", chars, MAX_GUIDE_CHARS, kind)
