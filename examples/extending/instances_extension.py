@@ -17,7 +17,7 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.kserve.declarations import METADATA
-from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.words import KSERVE_ERRORS
 from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
@@ -59,7 +59,7 @@ def instance_operations(readiness: Readiness) -> list[Operation]:
     """Return the REST side."""
 
     async def model_instances(exchange: Exchange) -> None:
-        model = Target.of(exchange.parameters).model
+        model = ModelPath.of(exchange.parameters).model
         instances = instances_of(readiness.plane, exchange.account, model)
         await exchange.respond(msgspec.json.encode({"name": model, "instances": instances}))
 

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from dynamo.common.errors import DeadlineExceeded, DynamoError, InstanceGone, ShuttingDown
 from dynamo.common.etcd import Events, Put, Reset
-from dynamo.common.etcd.lease import Session
+from dynamo.common.etcd.lease import LeaseSession
 from dynamo.common.messaging.jetstream import records
 from dynamo.common.messaging.jetstream.records import RecordStore
 from dynamo.common.messaging.nats.socket_transport import SocketTransport
@@ -41,8 +41,8 @@ from dynamo.frontend.metrics import ModelMetrics
 from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.security.sharing import Shares
 from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream
-from dynamo.frontend.serving.queue.admission import Place
-from dynamo.frontend.serving.queue.turns import Line
+from dynamo.frontend.serving.queue.admission import QueuePosition
+from dynamo.frontend.serving.queue.turns import QueueTurns
 from tests.simulation.clients import Attempt, Outcome
 from tests.simulation.milestones import Reached
 from tests.simulation.process import SimulatedFrontend, SimulatedWorker
@@ -73,7 +73,7 @@ class Observers:
         self._recovered: Counter[str] = Counter()
         """How often each request failed at an instance, by its id."""
         self._moves: Counter[str] = Counter()
-        self._holders: WeakSet[Session] = WeakSet()
+        self._holders: WeakSet[LeaseSession] = WeakSet()
         """Sessions that have had a lease."""
         self._carried: dict[str, bytes] = {}
         """Who carried out each batch last."""
@@ -200,8 +200,8 @@ class Observers:
         self._before(DispatchedStream, "_recover", self._recovers)
         self._before(DispatchedStream, "move", self._moves_on)
         self._before(Directory, "mark_down", self._reach("marked-down"))
-        self._before(Place, "__exit__", self._leaves_queue)
-        self._after(Line, "holds_back", lambda holds, *args: self._reached("queue-held-back", holds))
+        self._before(QueuePosition, "__exit__", self._leaves_queue)
+        self._after(QueueTurns, "holds_back", lambda holds, *args: self._reached("queue-held-back", holds))
 
     def _queue_refused(self, metrics: ModelMetrics, reason: str) -> None:
         if (name := _QUEUE.get(reason)) is not None:
@@ -214,16 +214,18 @@ class Observers:
     def _moves_on(self, stream: DispatchedStream, error: DynamoError, work: object) -> None:
         self._moves[stream._call.request_id] += 1
 
-    def _leaves_queue(self, place: Place, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def _leaves_queue(
+        self, place: QueuePosition, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         self._reached("queue-left", isinstance(error, asyncio.CancelledError))
         self._reached("queue-waited", kind is None and place._turn is not None)
 
     # Discovery
 
     def _watch_discovery(self) -> None:
-        self._before(Session, "_in_doubt", self._reach("lease-in-doubt"))
-        self._before(Session, "_grant", lambda session: self._reached("lease-lost", session in self._holders))
-        self._before(Session, "_renewed", lambda session, sent, ttl_s: self._holders.add(session))
+        self._before(LeaseSession, "_in_doubt", self._reach("lease-in-doubt"))
+        self._before(LeaseSession, "_grant", lambda session: self._reached("lease-lost", session in self._holders))
+        self._before(LeaseSession, "_renewed", lambda session, sent, ttl_s: self._holders.add(session))
         self._before(Directory, "_reset", lambda directory, reset: self._reached("history-lost", reset.history_lost))
         self._before(Directory, "_missed", lambda directory, keys: self._reached("registration-awaited", len(set(keys))))
         self._before(Directory, "_remove", lambda directory, keys, *_: self._reached("registration-dropped", len(set(keys))))

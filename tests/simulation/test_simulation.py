@@ -15,7 +15,7 @@ import pytest
 
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.api.openai.batches import runner
-from dynamo.frontend.api.openai.batches.batch import Line
+from dynamo.frontend.api.openai.batches.batch import BatchLine
 from dynamo.frontend.api.openai.batches.files import FileObject, Files
 from dynamo.frontend.api.openai.store.background import BackgroundResponses
 from dynamo.frontend.api.openai.store.events import ResponseObject
@@ -23,7 +23,7 @@ from dynamo.frontend.fleet import event_bus
 from dynamo.frontend.fleet.event_bus import EventBus
 from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.security.accounts import KeyAccount
-from dynamo.frontend.security.ledger import Ledger, Usage
+from dynamo.frontend.security.ledger import Ledger, UsageCounts
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors
 from tests.simulation.__main__ import summary
@@ -174,7 +174,7 @@ def test_a_file_that_is_lost_is_found() -> None:
 def test_a_line_of_a_batch_that_is_there_twice_is_found() -> None:
     result_of = runner._result
 
-    def twice(batch: str, line: Line, response: tuple[int, bytes] | None, code: str = "") -> str:
+    def twice(batch: str, line: BatchLine, response: tuple[int, bytes] | None, code: str = "") -> str:
         return 2 * result_of(batch, line, response, code)
 
     with mock.patch.object(runner, "_result", twice):
@@ -193,7 +193,7 @@ def test_a_response_in_the_background_that_is_given_up_is_found() -> None:
 def test_tokens_that_are_counted_twice_are_found() -> None:
     add = Ledger.add
 
-    def add_twice(self: Ledger, key: str, model: str, usage: Usage) -> None:
+    def add_twice(self: Ledger, key: str, model: str, usage: UsageCounts) -> None:
         add(self, key, model, usage)
         add(self, key, model, usage)
 

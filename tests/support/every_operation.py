@@ -70,7 +70,7 @@ from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.loads.thresholds import ThresholdTable
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
-from dynamo.frontend.security.ledger import Ledger, Usage
+from dynamo.frontend.security.ledger import Ledger, UsageCounts
 from dynamo.frontend.security.surfaces import Scope, Surface
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.wiring.grpc import grpc_operations
@@ -292,7 +292,7 @@ async def open_frontend(
     http: HttpOptions | None = None,
     capacity: CapacityOptions | None = None,
     records: FakeRecords | None = None,
-    recorded: Callable[[str, str, Usage], None] = lambda key, model, usage: None,
+    recorded: Callable[[str, str, UsageCounts], None] = lambda key, model, usage: None,
     is_alone: bool = False,
 ) -> AsyncIterator[Frontend]:
     """`keys`: the file of API keys; None: none are needed. The clock of their limits stands still.

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord
-from dynamo.common.messaging.jetstream.records import Changes, Content, Position, Record
+from dynamo.common.messaging.jetstream.records import Changes, Position, Record, RecordContent
 
 PIECE_BYTES = 128 * 1024
 
@@ -46,9 +46,9 @@ class FakeRecords:
             hold(len(record.value))
         return record
 
-    async def open(self, key: str) -> Content | None:
+    async def open(self, key: str) -> RecordContent | None:
         record = await self.get(key)
-        return None if record is None else Content(len(record.value), self._pieces(record.value))
+        return None if record is None else RecordContent(len(record.value), self._pieces(record.value))
 
     async def _pieces(self, value: bytes) -> AsyncGenerator[bytes, None]:
         for number, start in enumerate(range(0, len(value), PIECE_BYTES)):

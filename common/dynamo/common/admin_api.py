@@ -7,6 +7,7 @@ import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from typing import NoReturn
 
 import msgspec
 
@@ -15,6 +16,13 @@ from dynamo.common.config import ConfigError
 _TIMEOUT_S = 30.0
 _URL = "http://127.0.0.1:8000"
 _KEY_VARIABLE = "DYN_API_KEY"
+
+
+class AdminParser(argparse.ArgumentParser):
+    """The command line of a program of operators: a mistake in it is a ConfigError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -63,14 +63,14 @@ def encode_registration(instance: Instance) -> bytes:
     return value
 
 
-class _Version(msgspec.Struct):
+class _RegistrationVersion(msgspec.Struct):
     """All that is certain of a registration of another version."""
 
     protocol: int = UNNAMED
 
 
 _DECODER = msgspec.json.Decoder(Instance)
-_VERSION_DECODER = msgspec.json.Decoder(_Version)
+_VERSION_DECODER = msgspec.json.Decoder(_RegistrationVersion)
 
 
 def decode_registration(key: str, value: bytes) -> Instance:
@@ -146,7 +146,7 @@ class _Ordered(Generic[_K]):
         del self._keys[position], self.instances[position]
 
 
-class _Group:
+class _ContractGroup:
     """The registrations of one model whose cards agree in what requests are checked against."""
 
     __slots__ = ("by_age", "by_id")
@@ -167,16 +167,16 @@ class _Group:
         self.by_age.remove(instance)
 
 
-_NO_GROUP = _Group()
+_NO_GROUP = _ContractGroup()
 
 
-class _Model:
+class _RegisteredModel:
     """The registrations of one model, grouped by contract, and the contract that counts."""
 
     __slots__ = ("_groups", "contract")
 
     def __init__(self) -> None:
-        self._groups: dict[object, _Group] = {}
+        self._groups: dict[object, _ContractGroup] = {}
         self.contract: object = None
         """The contract of most registrations as of the last `choose`; None before."""
 
@@ -184,11 +184,11 @@ class _Model:
         return bool(self._groups)
 
     @property
-    def agreeing(self) -> _Group:
+    def agreeing(self) -> _ContractGroup:
         return self._groups.get(self.contract, _NO_GROUP)
 
     def add(self, instance: Instance) -> None:
-        self._groups.setdefault(_contract(instance.card), _Group()).add(instance)
+        self._groups.setdefault(_contract(instance.card), _ContractGroup()).add(instance)
 
     def remove(self, instance: Instance) -> None:
         contract = _contract(instance.card)
@@ -235,7 +235,7 @@ class View:
     """
 
     def __init__(self) -> None:
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, _RegisteredModel] = {}
         self._by_key: dict[str, Instance] = {}
         self._of_instance: dict[InstanceId, dict[str, Instance]] = {}
         """The registrations of each instance, by key."""
@@ -374,7 +374,7 @@ class View:
     def _add(self, key: str, instance: Instance) -> None:
         self._by_key[key] = instance
         self._of_instance.setdefault(instance.id, {})[key] = instance
-        self._models.setdefault(instance.card.name, _Model()).add(instance)
+        self._models.setdefault(instance.card.name, _RegisteredModel()).add(instance)
         if other_names(instance.card):
             self._with_names[key] = instance
             self._names = None

@@ -19,7 +19,7 @@ from dynamo.common.model_card import ModelCard
 from dynamo.common.observability.tally import Amount, Tally
 from dynamo.common.observability.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, code_of, error_type
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
-from dynamo.frontend.security.ledger import Usage
+from dynamo.frontend.security.ledger import UsageCounts
 
 if TYPE_CHECKING:
     from dynamo.common.observability.tracing import Span
@@ -177,7 +177,7 @@ class FrontendMetrics:
         """Count a request that failed at its protocol's edge, before `ModelMetrics.start`."""
         self.for_unknown_model().add_outcome(endpoint, request_type, code_of(error))
 
-    def key_used(self, key: str, model: str, usage: Usage) -> None:
+    def key_used(self, key: str, model: str, usage: UsageCounts) -> None:
         """Count what requests of a key used; past the cap, keys and models share the label `other`."""
         if (key, model) not in self._of_keys and len(self._of_keys) >= MAX_KEY_MODELS:
             key = model = OTHER_MODEL

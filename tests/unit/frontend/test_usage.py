@@ -21,7 +21,7 @@ from dynamo.frontend.fleet.peers.usage import SAVE_S, UsageStore, open_usage
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security import ledger as ledger_module
 from dynamo.frontend.security.__main__ import main
-from dynamo.frontend.security.ledger import MAX_DAYS, OTHER, Ledger, Row, Usage
+from dynamo.frontend.security.ledger import MAX_DAYS, OTHER, Ledger, Row, UsageCounts
 from tests.support.fake_records import FakeRecords
 from tests.support.virtual_time import in_virtual_time
 
@@ -51,12 +51,12 @@ async def test_the_ledgers_of_all_processes_are_added_up_by_day_key_and_model() 
     records, clock = FakeRecords(), Clock()
     ledgers = [Ledger(clock), Ledger(clock)]
     first, second = (store_of(records, ledger, str(number)) for number, ledger in enumerate(ledgers))
-    ledgers[0].add("team", "llama", Usage(requests=2, prompt_tokens=10))
-    ledgers[1].add("team", "llama", Usage(requests=1, prompt_tokens=5))
-    ledgers[1].add("team", "echo", Usage(requests=1))
+    ledgers[0].add("team", "llama", UsageCounts(requests=2, prompt_tokens=10))
+    ledgers[1].add("team", "llama", UsageCounts(requests=1, prompt_tokens=5))
+    ledgers[1].add("team", "echo", UsageCounts(requests=1))
     await second.save()
     clock.now += DAY_S
-    ledgers[0].add("other", "llama", Usage(requests=1, prompt_tokens=1))
+    ledgers[0].add("other", "llama", UsageCounts(requests=1, prompt_tokens=1))
     expected = [
         ("2026-11-22", "team", "echo", 1, 0),
         ("2026-11-22", "team", "llama", 3, 15),
@@ -74,12 +74,12 @@ async def test_what_is_saved_twice_counts_once_and_days_that_are_over_leave_memo
     ledger = Ledger(clock)
     store = store_of(records, ledger, "a")
     for _ in range(3):
-        ledger.add("team", "llama", Usage(requests=1, prompt_tokens=7))
+        ledger.add("team", "llama", UsageCounts(requests=1, prompt_tokens=7))
         await store.save()
     assert await rows_of(store) == [("2026-11-22", "team", "llama", 3, 21)]
-    ledger.add("team", "llama", Usage(requests=1, prompt_tokens=7))
+    ledger.add("team", "llama", UsageCounts(requests=1, prompt_tokens=7))
     clock.now += DAY_S
-    ledger.add("team", "llama", Usage(requests=1))
+    ledger.add("team", "llama", UsageCounts(requests=1))
     await store.save()
     assert ledger.row_count == 1
     assert await rows_of(store, last="2026-11-22") == [("2026-11-22", "team", "llama", 4, 28)]
@@ -91,9 +91,9 @@ async def test_a_clock_that_steps_back_over_midnight_loses_nothing() -> None:
     ledger = Ledger(clock)
     store = store_of(records, ledger, "a")
     for step_s in (DAY_S, -DAY_S, DAY_S, -DAY_S):
-        ledger.add("team", "llama", Usage(requests=1))
+        ledger.add("team", "llama", UsageCounts(requests=1))
         await store.save()
-        ledger.add("team", "llama", Usage(requests=10))
+        ledger.add("team", "llama", UsageCounts(requests=10))
         clock.now += step_s
         await store.save()  # forgets the day that seems to be over
     assert await rows_of(store) == [("2026-11-22", "team", "llama", 22, 0), ("2026-11-23", "team", "llama", 22, 0)]
@@ -105,15 +105,15 @@ async def test_nothing_is_lost_while_jetstream_is_away_or_at_an_orderly_end(capl
     ledger = Ledger(clock)
     async with open_usage(records, ledger, "ns", "a") as store:  # type: ignore[arg-type]
         records.is_away = True
-        ledger.add("team", "llama", Usage(requests=1))
+        ledger.add("team", "llama", UsageCounts(requests=1))
         await asyncio.sleep(5 * SAVE_S)
         assert caplog.text.count("is not saved for now") == 1
         clock.now += DAY_S
-        ledger.add("team", "llama", Usage(requests=2))
+        ledger.add("team", "llama", UsageCounts(requests=2))
         records.is_away = False
         await asyncio.sleep(1.5 * SAVE_S)
         assert len(records.records) == 2
-        ledger.add("team", "llama", Usage(requests=4))
+        ledger.add("team", "llama", UsageCounts(requests=4))
     assert [row[3] for row in await rows_of(store)] == [1, 6]
     records.is_away = True
     with pytest.raises(Unavailable):
@@ -125,12 +125,12 @@ def test_a_ledger_is_bounded_in_rows_and_days(monkeypatch: pytest.MonkeyPatch) -
     clock = Clock()
     ledger = Ledger(clock)
     for number in range(10):
-        ledger.add(f"key{number}", "llama", Usage(requests=1))
+        ledger.add(f"key{number}", "llama", UsageCounts(requests=1))
     rows = {row.key: row.requests for row in ledger.rows("2026-11-22")}
     assert rows == {"key0": 1, "key1": 1, "key2": 1, OTHER: 7}
     for _ in range(2 * MAX_DAYS):
         clock.now += DAY_S
-        ledger.add("team", "llama", Usage(requests=1))
+        ledger.add("team", "llama", UsageCounts(requests=1))
     assert (ledger.row_count, len(ledger.unsaved)) == (MAX_DAYS, MAX_DAYS)
 
 
@@ -139,7 +139,9 @@ def test_metrics_of_keys_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()
     metrics = FrontendMetrics(registry)
     for number in range(5):
-        metrics.key_used(f"key{number}", "llama", Usage(requests=3, errors=1, prompt_tokens=4, completion_tokens=2, media=1))
+        metrics.key_used(
+            f"key{number}", "llama", UsageCounts(requests=3, errors=1, prompt_tokens=4, completion_tokens=2, media=1)
+        )
     text = generate_latest(registry).decode()
     assert 'dynamo_frontend_key_requests_total{key="key1",model="llama",status="success"} 2.0' in text
     assert 'dynamo_frontend_key_tokens_total{key="other",kind="prompt",model="other"} 12.0' in text

@@ -28,7 +28,7 @@ def project_version() -> str:
 
 
 @dataclass(slots=True)
-class _Flags:
+class _ParsedFlags:
     config: str | None
     given: dict[tuple[str, ...], list[tuple[str, str]]]
     """Per field, each (flag, text) in the order given."""
@@ -53,11 +53,11 @@ def read_flags(
     argv: Sequence[str],
     program: str,
     description: str,
-) -> _Flags:
+) -> _ParsedFlags:
     """`others` are the settings whose flags are passed on, by the path of the field that takes them."""
     given: dict[tuple[str, ...], list[tuple[str, str]]] = {}
 
-    class Record(argparse.Action):
+    class RecordFlag(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
             flag = option_string or ""
             if self.nargs == 0:
@@ -77,12 +77,12 @@ def read_flags(
     for setting in settings:
         if setting.title not in groups:
             groups[setting.title] = parser.add_argument_group(setting.title)
-        _add_flags(groups[setting.title], setting, Record)
+        _add_flags(groups[setting.title], setting, RecordFlag)
     _add_passed_on(parser, settings, others, given)
     known, unknown = parser.parse_known_args(list(argv))
     if unknown:
         raise ConfigError(_unknown_argument(unknown[0], [*settings, *chain(*others.values())]))
-    return _Flags(known.config, given)
+    return _ParsedFlags(known.config, given)
 
 
 def _add_flags(target: Any, setting: Setting, record: type[argparse.Action]) -> None:

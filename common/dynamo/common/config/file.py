@@ -21,7 +21,7 @@ from dynamo.common.config.values import (
 )
 
 
-class _Loader(yaml.SafeLoader):
+class _ConfigLoader(yaml.SafeLoader):
     """Refuses a mapping with a duplicate key, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
 def read_config_file(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as stream:
-            document = yaml.load(stream, _Loader)  # noqa: S506 - a SafeLoader
+            document = yaml.load(stream, _ConfigLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -16,7 +16,7 @@
 from dynamo.common.etcd.client import Etcd, connect_etcd
 from dynamo.common.etcd.errors import Compacted, EtcdUnavailable, LeaseLost
 from dynamo.common.etcd.kv import KeyValue, Listing
-from dynamo.common.etcd.lease import Session
+from dynamo.common.etcd.lease import LeaseSession
 from dynamo.common.etcd.watch import Deleted, Events, Put, Reset
 
 __all__ = [
@@ -27,9 +27,9 @@ __all__ = [
     "Events",
     "KeyValue",
     "LeaseLost",
+    "LeaseSession",
     "Listing",
     "Put",
     "Reset",
-    "Session",
     "connect_etcd",
 ]

@@ -59,8 +59,8 @@ class Etcd:
         ttl_s: float = lease.DEFAULT_TTL_S,
         on_held: Callable[[int], None] = lambda lease: None,
         on_lost: Callable[[], None] = lambda: None,
-    ) -> AbstractAsyncContextManager[lease.Session]:
-        """Keep a lease alive while the body runs, see `dynamo.common.etcd.lease.Session`."""
+    ) -> AbstractAsyncContextManager[lease.LeaseSession]:
+        """Keep a lease alive while the body runs, see `dynamo.common.etcd.lease.LeaseSession`."""
         return lease.open_session(self._transport, ttl_s, on_held, on_lost)
 
 

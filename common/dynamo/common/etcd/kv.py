@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dynamo.common.etcd.transport import RANGE, Method, Transport
+from dynamo.common.etcd.transport import RANGE, EtcdMethod, Transport
 from dynamo.protos import etcd_pb2 as pb
 
-PUT: Method[pb.PutRequest, pb.PutResponse] = Method("/etcdserverpb.KV/Put", pb.PutResponse)
-TXN: Method[pb.TxnRequest, pb.TxnResponse] = Method("/etcdserverpb.KV/Txn", pb.TxnResponse)
-DELETE: Method[pb.DeleteRangeRequest, pb.DeleteRangeResponse] = Method("/etcdserverpb.KV/DeleteRange", pb.DeleteRangeResponse)
+PUT: EtcdMethod[pb.PutRequest, pb.PutResponse] = EtcdMethod("/etcdserverpb.KV/Put", pb.PutResponse)
+TXN: EtcdMethod[pb.TxnRequest, pb.TxnResponse] = EtcdMethod("/etcdserverpb.KV/Txn", pb.TxnResponse)
+DELETE: EtcdMethod[pb.DeleteRangeRequest, pb.DeleteRangeResponse] = EtcdMethod(
+    "/etcdserverpb.KV/DeleteRange", pb.DeleteRangeResponse
+)
 # Our keys are ASCII. Foreign ones may be any bytes, and must come through unchanged rather than fail a whole listing.
 _ENCODING, _ERRORS = "utf-8", "surrogateescape"
 

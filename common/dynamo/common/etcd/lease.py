@@ -16,22 +16,26 @@ from contextlib import asynccontextmanager
 
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd.errors import EtcdUnavailable, LeaseLost
-from dynamo.common.etcd.transport import Method, Transport, backoff
+from dynamo.common.etcd.transport import EtcdMethod, Transport, backoff
 from dynamo.common.process.background import running
 from dynamo.protos import etcd_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 DEFAULT_TTL_S = 10.0
-GRANT: Method[pb.LeaseGrantRequest, pb.LeaseGrantResponse] = Method("/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantResponse)
-REVOKE: Method[pb.LeaseRevokeRequest, pb.LeaseRevokeResponse] = Method("/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeResponse)
-KEEP_ALIVE: Method[pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse] = Method(
+GRANT: EtcdMethod[pb.LeaseGrantRequest, pb.LeaseGrantResponse] = EtcdMethod(
+    "/etcdserverpb.Lease/LeaseGrant", pb.LeaseGrantResponse
+)
+REVOKE: EtcdMethod[pb.LeaseRevokeRequest, pb.LeaseRevokeResponse] = EtcdMethod(
+    "/etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeResponse
+)
+KEEP_ALIVE: EtcdMethod[pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse] = EtcdMethod(
     "/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse
 )
 _KEEP_ALIVES_PER_TTL = 3
 
 
-class Session:
+class LeaseSession:
     """One lease, for as long as the process lives. Its number changes when it had to be granted again.
 
     `on_held(lease)` is called for every lease that is held from now on, and again for one that was in doubt: put the keys
@@ -144,9 +148,9 @@ async def open_session(
     on_held: Callable[[int], None] = lambda lease: None,
     on_lost: Callable[[], None] = lambda: None,
     close_timeout_s: float = 2.0,
-) -> AsyncIterator[Session]:
+) -> AsyncIterator[LeaseSession]:
     """A lease kept in the background; does not wait for etcd. `ttl_s` is rounded to whole seconds, and etcd may raise it."""
-    session = Session(transport, ttl_s, on_held, on_lost)
+    session = LeaseSession(transport, ttl_s, on_held, on_lost)
     try:
         async with running(session.keep(), "etcd lease"):
             yield session

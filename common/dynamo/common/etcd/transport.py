@@ -43,17 +43,17 @@ _REQUIRE_LEADER = ("hasleader", "true")
 
 
 @dataclass(frozen=True, slots=True)
-class Method(Generic[Request, Response]):
+class EtcdMethod(Generic[Request, Response]):
     """One of etcd's calls."""
 
     path: str
     response: type[Response]
 
 
-AUTHENTICATE: Method[pb.AuthenticateRequest, pb.AuthenticateResponse] = Method(
+AUTHENTICATE: EtcdMethod[pb.AuthenticateRequest, pb.AuthenticateResponse] = EtcdMethod(
     "/etcdserverpb.Auth/Authenticate", pb.AuthenticateResponse
 )
-RANGE: Method[pb.RangeRequest, pb.RangeResponse] = Method("/etcdserverpb.KV/Range", pb.RangeResponse)
+RANGE: EtcdMethod[pb.RangeRequest, pb.RangeResponse] = EtcdMethod("/etcdserverpb.KV/Range", pb.RangeResponse)
 
 
 class EtcdStream(Generic[Request, Response]):
@@ -138,7 +138,7 @@ class Transport:
         # and then their ends would be reported as errors by whichever loop comes after it in this process.
         await asyncio.sleep(_LAST_CALLS_S)
 
-    async def unary(self, method: Method[Request, Response], request: Request) -> Response:
+    async def unary(self, method: EtcdMethod[Request, Response], request: Request) -> Response:
         """Return the response. While no endpoint responds, repeat the call until `timeout_s`: every call here may be repeated."""
         error: DynamoError = EtcdUnavailable(f"etcd at {', '.join(self.config.endpoints)} did not respond in time")
         pauses = backoff(self.config.max_backoff_s)
@@ -159,7 +159,7 @@ class Transport:
             raise error from None
 
     @asynccontextmanager
-    async def stream(self, method: Method[Request, Response]) -> AsyncIterator[EtcdStream[Request, Response]]:
+    async def stream(self, method: EtcdMethod[Request, Response]) -> AsyncIterator[EtcdStream[Request, Response]]:
         """Open a stream on one endpoint. If it fails as unavailable, the next call chooses an endpoint again."""
         async with self._link() as link:
             metadata = (*await self._login(link), _REQUIRE_LEADER)
@@ -179,7 +179,7 @@ class Transport:
         """Log in again with the next call, if a user is configured."""
         self._token = None
 
-    async def _attempt(self, method: Method[Request, Response], request: Request) -> Response:
+    async def _attempt(self, method: EtcdMethod[Request, Response], request: Request) -> Response:
         async with self._link() as link:
             # Half of the time, so that an endpoint that hangs leaves some to another one.
             timeout_s = self.config.timeout_s / 2
@@ -278,7 +278,7 @@ async def _ended(waits: Collection[asyncio.Task[None]]) -> None:
 
 async def _call(
     link: _Link,
-    method: Method[Request, Response],
+    method: EtcdMethod[Request, Response],
     request: Request,
     metadata: tuple[tuple[str, str], ...],
     timeout_s: float,

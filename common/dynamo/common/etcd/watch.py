@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from dynamo.common.errors import DynamoError, Forbidden
 from dynamo.common.etcd.errors import Compacted, EtcdUnavailable, TokenExpired, from_text
 from dynamo.common.etcd.kv import KeyValue, from_key, from_message, interval, read
-from dynamo.common.etcd.transport import EtcdStream, Method, Transport, backoff
+from dynamo.common.etcd.transport import EtcdMethod, EtcdStream, Transport, backoff
 from dynamo.protos import etcd_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-WATCH: Method[pb.WatchRequest, pb.WatchResponse] = Method("/etcdserverpb.Watch/Watch", pb.WatchResponse)
+WATCH: EtcdMethod[pb.WatchRequest, pb.WatchResponse] = EtcdMethod("/etcdserverpb.Watch/Watch", pb.WatchResponse)
 _WatchStream = EtcdStream[pb.WatchRequest, pb.WatchResponse]
 
 

@@ -63,7 +63,7 @@ class HttpLimits:
     """When the server stops: for requests that are under way on connections whose clients do not know that yet."""
 
 
-class Connections(Protocol):
+class HttpConnectionOwner(Protocol):
     """The server that a connection belongs to."""
 
     limits: HttpLimits
@@ -86,7 +86,7 @@ class Connections(Protocol):
 class HttpConnection(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, server: Connections, app: ASGIApp, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, server: HttpConnectionOwner, app: ASGIApp, loop: asyncio.AbstractEventLoop) -> None:
         self.app = app
         self.loop = loop
         self._server = server

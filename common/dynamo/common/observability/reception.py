@@ -17,21 +17,24 @@ from dynamo.common.shared_memory.files import boot_id
 _HEADER = "dynamo-received"
 
 
-class Edge(StrEnum):
+class EdgeProtocol(StrEnum):
     """The protocol by which a request came."""
 
     HTTP = "HTTP"
     GRPC = "GRPC"
 
 
-_NAMES = {Edge.HTTP: ("HTTP_RECV_START", "HTTP_RECV_END"), Edge.GRPC: ("GRPC_WAITREAD_START", "GRPC_WAITREAD_END")}
+_NAMES = {
+    EdgeProtocol.HTTP: ("HTTP_RECV_START", "HTTP_RECV_END"),
+    EdgeProtocol.GRPC: ("GRPC_WAITREAD_START", "GRPC_WAITREAD_END"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Reception:
     """A frontend read a request in this time."""
 
-    edge: Edge
+    edge: EdgeProtocol
     start_ns: int
     end_ns: int
 
@@ -47,7 +50,7 @@ class Reception:
         if text is None:
             return None
         edge, start_ns, end_ns, clock = text.split(" ")
-        return cls(Edge(edge), int(start_ns), int(end_ns)) if clock == _clock() else None
+        return cls(EdgeProtocol(edge), int(start_ns), int(end_ns)) if clock == _clock() else None
 
     def timestamps(self) -> tuple[tuple[str, int], tuple[str, int]]:
         """Return the times under Triton's names."""

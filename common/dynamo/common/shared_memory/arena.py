@@ -64,7 +64,7 @@ _AGED = bytes((_ABSENT, _IDLE, _IDLE, _USED)) + bytes(range(4, 256))
 _IDLE_RUNS = re.compile(bytes((_IDLE,)) + b"+")
 
 
-class Reader(Protocol):
+class ArenaReader(Protocol):
     """The process that a region is lent to."""
 
     @property
@@ -100,7 +100,7 @@ class Region:
     units: int
     generation: int = 0
     """0: it was not lent."""
-    reader: Reader = _NO_READER
+    reader: ArenaReader = _NO_READER
     since: int = 0
     """The reader's beat when the region was lent or, if it is revoked, at that moment."""
     is_held: bool = False
@@ -180,7 +180,7 @@ class Arena:
         """Bytes of the units that occupy memory, whether or not a region uses them."""
         return (self.layout.units - self._states.count(_ABSENT)) * UNIT_BYTES
 
-    def lend(self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: Reader) -> Reference | None:
+    def lend(self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: ArenaReader) -> Reference | None:
         """Copy `pieces`, `size` bytes together and not empty, into a region for `reader`. None if there is no room."""
         begin = aligned_begin(size)
         region = self._allocate(begin + size)
@@ -195,7 +195,7 @@ class Arena:
         return self._lend(region, begin, size, reader)
 
     def lend_in_steps(
-        self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: Reader
+        self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: ArenaReader
     ) -> Work[Reference | None]:
         """Do what `lend` does in steps of some milliseconds; closed before its end, it lends nothing.
 
@@ -243,7 +243,7 @@ class Arena:
         begin = region.unit * UNIT_BYTES
         return self._data[begin : begin + region.size]
 
-    def publish(self, region: Region, begin: int, size: int, reader: Reader) -> Reference:
+    def publish(self, region: Region, begin: int, size: int, reader: ArenaReader) -> Reference:
         """Lend `size` bytes, at least one, of a region that is held, from `begin` on, which lies in its first unit.
 
         Units after them become free. These bytes may not be written to any more. Raises ValueError if the region was lent before.
@@ -276,7 +276,7 @@ class Arena:
         self._in_place[region.unit] = region
         return array.data
 
-    def lend_in_place(self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: Reader) -> Reference | None:
+    def lend_in_place(self, pieces: Sequence[bytes | bytearray | memoryview], size: int, reader: ArenaReader) -> Reference | None:
         """Lend a body whose large pieces are all parts of a region, at the right distances: only the others are copied.
 
         They go around the parts, which never change. None for all other bodies. Pieces consist of bytes.
@@ -329,7 +329,7 @@ class Arena:
             return None
         return Region(unit, count)
 
-    def _lend(self, region: Region, begin: int, size: int, reader: Reader) -> Reference:
+    def _lend(self, region: Region, begin: int, size: int, reader: ArenaReader) -> Reference:
         unit = region.unit
         self._in_place.pop(unit, None)
         self._last_generation += 1

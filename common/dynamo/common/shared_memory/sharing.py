@@ -35,7 +35,7 @@ _MAX_REFUSED = 1024
 """Tokens that could not be opened are remembered, so that a busy peer is not tried with each message."""
 
 
-class Room:
+class ReceiveBuffer:
     """Memory of this process's arena for a body that is being received, before its reader is known."""
 
     __slots__ = ("_arena", "_region", "_size", "view")
@@ -156,7 +156,7 @@ class SharedMemory:
             self.bytes["lent"] += size
         return reference
 
-    def room(self, size: int) -> Room | None:
+    def room(self, size: int) -> ReceiveBuffer | None:
         """Return memory for a body that is about to be received. None if it is small or very large, or for lack of room.
 
         Half of the arena is left for bodies whose readers are known.
@@ -167,7 +167,7 @@ class SharedMemory:
         if 2 * (arena.used_bytes + size) > arena.capacity_bytes:
             return None
         region = arena.reserve(size)
-        return None if region is None else Room(arena, region, size)
+        return None if region is None else ReceiveBuffer(arena, region, size)
 
     def take(self, owner: Neighbour, reference: Reference) -> memoryview | None:
         """Return a read-only view of what `owner` lent. None, counted and logged, if the reference does not check."""

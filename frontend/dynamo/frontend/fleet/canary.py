@@ -33,7 +33,7 @@ class Registered(Protocol):
     def registered(self) -> Collection[Instance]: ...
 
 
-class Queries(Protocol):
+class CanaryDispatcher(Protocol):
     """The part of `dispatch.Dispatcher` that canaries need."""
 
     async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer: ...
@@ -47,7 +47,7 @@ class Canaries:
     """Probes all instances in turn. Use `watching_instances`."""
 
     def __init__(
-        self, directory: Registered, dispatcher: Queries, metrics: FrontendMetrics, *, wait_s: float, timeout_s: float
+        self, directory: Registered, dispatcher: CanaryDispatcher, metrics: FrontendMetrics, *, wait_s: float, timeout_s: float
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher

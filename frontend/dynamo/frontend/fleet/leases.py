@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from dynamo.common.etcd import Etcd, Session
+from dynamo.common.etcd import Etcd, LeaseSession
 
 _TTL_S = 10.0
 
@@ -16,7 +16,7 @@ class Leases:
     """What this process has taken, below one prefix; use `open_leases`."""
 
     def __init__(self, etcd: Etcd, prefix: str) -> None:
-        self.session: Session | None = None
+        self.session: LeaseSession | None = None
         self._etcd = etcd
         self._prefix = prefix
         self._holder = f"{os.getpid()}-{secrets.token_hex(8)}".encode()

@@ -30,7 +30,7 @@ class Queries(Protocol):
     async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer: ...
 
 
-class Link(Protocol):
+class LinkHealth(Protocol):
     """The state of this process's own NATS connection."""
 
     @property
@@ -54,7 +54,7 @@ class Unknown(Exception):
 class Presence:
     """Asks instances what they serve. At most `_AT_ONCE` are asked at once."""
 
-    def __init__(self, queries: Queries, link: Link) -> None:
+    def __init__(self, queries: Queries, link: LinkHealth) -> None:
         self._queries = queries
         self._link = link
         self._loop = asyncio.get_running_loop()

@@ -126,7 +126,7 @@ async def open_repositories(etcd: Etcd, namespace: str | None) -> AsyncIterator[
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _WorkerOutcome:
     """The response of one worker."""
 
     worker: RepositoryInstance
@@ -206,12 +206,12 @@ class Repository:
             raise unsupported[0] if unsupported else ModelNotFound(model)
         return done
 
-    async def _send_to(self, worker: RepositoryInstance, verb: str, body: Body, deadline: float) -> _Outcome:
+    async def _send_to(self, worker: RepositoryInstance, verb: str, body: Body, deadline: float) -> _WorkerOutcome:
         try:
             await self._send(worker.id, worker.subject, verb, body, deadline)
         except DynamoError as error:
-            return _Outcome(worker, error)
-        return _Outcome(worker, None)
+            return _WorkerOutcome(worker, error)
+        return _WorkerOutcome(worker, None)
 
     async def _wait_until_visible(
         self, before: Set[tuple[InstanceId, str]], requested: Mapping[tuple[InstanceId, str], bool]

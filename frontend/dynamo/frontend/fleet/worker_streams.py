@@ -22,7 +22,7 @@ _CHECK_S = 60.0
 """An operator may delete a stream while NATS goes on."""
 
 
-class Stream(Protocol):
+class JetStreamStore(Protocol):
     """A stream or a bucket; `messaging.store.FileStore` and `messaging.kv_stream.KvStream` are two."""
 
     async def ensure(self) -> object:
@@ -33,7 +33,7 @@ class Stream(Protocol):
 class WorkerStreams:
     """Makes streams, and makes them again in a NATS that lost its data."""
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
+    def __init__(self, streams: Sequence[JetStreamStore]) -> None:
         self._streams = streams
         self._reconnected = asyncio.Event()
 
@@ -65,7 +65,7 @@ class WorkerStreams:
 
 
 @asynccontextmanager
-async def open_worker_streams(nats: Connection, streams: Sequence[Stream]) -> AsyncIterator[None]:
+async def open_worker_streams(nats: Connection, streams: Sequence[JetStreamStore]) -> AsyncIterator[None]:
     """Make `streams` while the body runs. Does not wait for that."""
     worker_streams = WorkerStreams(streams)
     nats.on_reconnect(worker_streams.look_again)

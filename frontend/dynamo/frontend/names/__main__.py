@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 from urllib.parse import quote
 
 import msgspec
 
-from dynamo.common.admin_api import AdminApi, add_options
+from dynamo.common.admin_api import AdminApi, AdminParser, add_options
 from dynamo.common.config import ConfigError, exit_with
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.names.rules import Condition, Fallback, Rule, Shadow, Sticky, Target, check_rules
@@ -23,16 +22,11 @@ from dynamo.frontend.names.rules import Condition, Fallback, Rule, Shadow, Stick
 PROGRAM = "dynamo-models"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 class _Named(Rule, frozen=True, kw_only=True):
     name: str
 
 
-class _Listing(msgspec.Struct):
+class _NameList(msgspec.Struct):
     names: list[_Named]
 
 
@@ -54,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(PROGRAM, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = AdminParser(PROGRAM, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="Print the names and what they stand for, in the form that `set` takes.")
@@ -95,7 +89,7 @@ def _set(arguments: argparse.Namespace) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    for named in msgspec.json.decode(AdminApi.of(arguments).send("GET", "/v1/names"), type=_Listing).names:
+    for named in msgspec.json.decode(AdminApi.of(arguments).send("GET", "/v1/names"), type=_NameList).names:
         print(_line(named.name, named))
 
 

@@ -52,10 +52,10 @@ _CONTEXTS_TO_CUT = 16
 _CONTINUE = "[goes on here]"
 """Marks the end of the message that the response continues, while the template is rendered."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-__all__ = ["Detokenizer", "TextModel", "Tokenizer"]
+__all__ = ["Detokenizer", "TextPipeline", "Tokenizer"]
 
 
-class TextModel:
+class TextPipeline:
     """The text pipeline of one model card, cheap to make of parts that models share. Requests may use it concurrently."""
 
     def __init__(

@@ -20,7 +20,7 @@ from dynamo.frontend.preprocess.offload import Offload, TextThreads
 from dynamo.frontend.preprocess.shared import Shared
 
 if TYPE_CHECKING:  # heavy; a fleet of tensor models does without
-    from dynamo.frontend.preprocess.pipeline import TextModel
+    from dynamo.frontend.preprocess.pipeline import TextPipeline
     from dynamo.frontend.preprocess.plain import PlainTextModel
     from dynamo.frontend.preprocess.templates.template import ChatTemplate
     from dynamo.frontend.preprocess.tokens.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ _TEMPLATE_BYTES = 64 * 1024
 _TEMPLATES_BYTES = 256 * _TEMPLATE_BYTES
 
 
-class FileStore(Protocol):
+class TextFileSource(Protocol):
     """The part of `messaging.store.FileStore` that is used."""
 
     async def get(self, key: str) -> bytes:
@@ -60,7 +60,7 @@ class _TemplateKey(NamedTuple):
 class TextFiles:
     """Makes text models of files. Use `open_text_files`."""
 
-    def __init__(self, store: FileStore, options: TextOptions, offload: Offload) -> None:
+    def __init__(self, store: TextFileSource, options: TextOptions, offload: Offload) -> None:
         self._store = store
         self._options = options
         self._offload = offload
@@ -77,7 +77,7 @@ class TextFiles:
     def __repr__(self) -> str:
         return f"TextFiles(tokenizers={self._tokenizers}, templates={self._templates})"
 
-    def loaded(self, card: ModelCard) -> TextModel | PlainTextModel | None:
+    def loaded(self, card: ModelCard) -> TextPipeline | PlainTextModel | None:
         """Return the text side of a language model if all of it is in memory."""
         assert card.llm is not None
         if card.llm.takes_text:
@@ -102,7 +102,7 @@ class TextFiles:
         if card.llm.chat_template:
             await self._prepare(_template_key(card.llm), self._templates)
 
-    async def load(self, card: ModelCard) -> TextModel | PlainTextModel:
+    async def load(self, card: ModelCard) -> TextPipeline | PlainTextModel:
         """Return the text side of a language model. Raises Unavailable, and EngineError for a file that is invalid."""
         assert card.llm is not None
         if card.llm.takes_text:
@@ -116,10 +116,10 @@ class TextFiles:
         await self._tokenizers.close()
         await self._templates.close()
 
-    def _text_model(self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None) -> TextModel:
-        from dynamo.frontend.preprocess.pipeline import TextModel
+    def _text_model(self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate | None) -> TextPipeline:
+        from dynamo.frontend.preprocess.pipeline import TextPipeline
 
-        return TextModel(card, tokenizer, template, self._options.limits, self._offload, self._media)
+        return TextPipeline(card, tokenizer, template, self._options.limits, self._offload, self._media)
 
     def _plain_model(self, card: ModelCard) -> PlainTextModel:
         from dynamo.frontend.preprocess.plain import PlainTextModel
@@ -146,7 +146,7 @@ class TextFiles:
 
 
 @asynccontextmanager
-async def open_text_files(store: FileStore, options: TextOptions) -> AsyncIterator[TextFiles]:
+async def open_text_files(store: TextFileSource, options: TextOptions) -> AsyncIterator[TextFiles]:
     """Open the tokenizers and chat templates of one process. Closing stops what is being loaded."""
     files = TextFiles(store, options, Offload())
     try:

@@ -60,7 +60,7 @@ _WEIGHTS = frozenset({"overlap_score_weight", "prefill_load_scale"})
 """Options that only the cost by weights has: a request that changes one is routed by it."""
 
 
-class _Model:
+class _ModelIndex:
     """The index of one model, and the rows of its candidates in each table."""
 
     def __init__(self, loads: LoadTable, predicted: Sequence[PredictedIndex], terms: CostTerms) -> None:
@@ -132,7 +132,7 @@ class KvRouter:
         self.config = replace(self.config, cost=self.config.effective_cost)
         self.thresholds = ThresholdTable() if thresholds is None else thresholds
         self.loads = LoadTable() if loads is None else loads
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, _ModelIndex] = {}
         self.loads.on_report(self._learn)
         self.uses_index = self.config.use_kv_events
         self._predicted: PredictedIndex | None = None
@@ -222,7 +222,7 @@ class KvRouter:
             config = replace(config, prefill_load_scale=0.0)
         return config
 
-    def _view(self, request: RouteRequest, candidates: Sequence[Instance]) -> _View:
+    def _view(self, request: RouteRequest, candidates: Sequence[Instance]) -> _CandidateView:
         now = self._clock()
         prompt = self._prompt(request, candidates)
         model = self._models[request.model] if request.model in self._models else self._model(request.model)
@@ -230,9 +230,9 @@ class KvRouter:
         loads = self.loads.read(rows, now)
         overlaps, confirmed = self._overlaps(model, prompt, candidates, now)
         busy_ones = busy(loads, self.thresholds.of(request.model))
-        return _View(now, prompt, model, candidates, rows, loads, overlaps, confirmed, busy_ones, model.latency(rows))
+        return _CandidateView(now, prompt, model, candidates, rows, loads, overlaps, confirmed, busy_ones, model.latency(rows))
 
-    def _in_seconds(self, request: RouteRequest, config: KvRouterOptions, fleet: _View) -> _Costed:
+    def _in_seconds(self, request: RouteRequest, config: KvRouterOptions, fleet: _CandidateView) -> _Costed:
         """Return what a request would cost each candidate. Raises Overloaded if none is predicted to reach the goals."""
         prompt, loads, overlaps, latency = fleet.prompt, fleet.loads, fleet.overlaps, fleet.latency
         predicted = latency.predict(
@@ -251,15 +251,15 @@ class KvRouter:
             predicted = latency.anticipated(predicted, loads, self.loads.frontends)
             misses = latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
             check_goals(request, config, prompt, loads, overlaps, predicted, latency, fleet.model.demand, fleet.now)
-        spread: _Spread | None = None
+        spread: _PrefixSpread | None = None
         if overlaps and not request.is_prefilled:
-            spread = _Spread.find(prompt, loads, overlaps, predicted, latency)
+            spread = _PrefixSpread.find(prompt, loads, overlaps, predicted, latency)
             if spread is not None:
                 fleet.model.credits.discount(spread.prefix, predicted.costs, spread.position, spread.premium_s)
         return _Costed(predicted.costs, predicted, spread, misses)
 
     def _expect_cached(
-        self, request: RouteRequest, fleet: _View, instance: InstanceId, position: int, predicted: Predictions | None
+        self, request: RouteRequest, fleet: _CandidateView, instance: InstanceId, position: int, predicted: Predictions | None
     ) -> None:
         """Count the blocks of a prompt as cached where it was sent, before events say so."""
         hashes = fleet.prompt.hashes
@@ -295,13 +295,13 @@ class KvRouter:
         if model in self._models:
             self._models[model].learn(row, report, now)
 
-    def _model(self, name: str) -> _Model:
+    def _model(self, name: str) -> _ModelIndex:
         if name not in self._models:
-            self._models[name] = _Model(self.loads, self._all_predicted, self._terms)
+            self._models[name] = _ModelIndex(self.loads, self._all_predicted, self._terms)
         return self._models[name]
 
     def _overlaps(
-        self, model: _Model, prompt: Prompt, candidates: Sequence[Instance], now: float
+        self, model: _ModelIndex, prompt: Prompt, candidates: Sequence[Instance], now: float
     ) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Return two maps of overlaps in blocks by position of the candidate: confirmed or predicted, whichever is longer, and
         confirmed by events only."""
@@ -337,7 +337,9 @@ class KvRouter:
             hashes, shared = self._recent.hashes(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
         return Prompt(tokens, block_size, hashes, tokens / block_size, shared)
 
-    def _choose(self, request: RouteRequest, config: KvRouterOptions, fleet: _View, costs: Sequence[float]) -> tuple[int, str]:
+    def _choose(
+        self, request: RouteRequest, config: KvRouterOptions, fleet: _CandidateView, costs: Sequence[float]
+    ) -> tuple[int, str]:
         """Return the position of the chosen candidate, and the reason, which is empty if the cost decided.
 
         Raises Overloaded if that one is busy, or all are.
@@ -392,12 +394,12 @@ class KvRouter:
         return prefill_tokens
 
 
-class _View(msgspec.Struct, frozen=True, gc=False):
+class _CandidateView(msgspec.Struct, frozen=True, gc=False):
     """What is known of the candidates when a request is placed."""
 
     now: float
     prompt: Prompt
-    model: _Model
+    model: _ModelIndex
     candidates: Sequence[Instance]
     rows: Sequence[InstanceLoad]
     loads: Sequence[Load]
@@ -416,12 +418,12 @@ class _Costed(msgspec.Struct, frozen=True, gc=False):
     costs: Sequence[float]
     predicted: Predictions | None
     """None if the cost is in weighted blocks."""
-    spread: _Spread | None
+    spread: _PrefixSpread | None
     misses: Sequence[float]
     """What goals add to the costs; empty without goals."""
 
 
-class _Spread(msgspec.Struct, frozen=True, gc=False):
+class _PrefixSpread(msgspec.Struct, frozen=True, gc=False):
     """The instance that a prefix would spread to next."""
 
     prefix: int
@@ -439,7 +441,7 @@ class _Spread(msgspec.Struct, frozen=True, gc=False):
         overlaps: Mapping[int, int],
         predicted: Predictions,
         latency: LatencyModel,
-    ) -> _Spread | None:
+    ) -> _PrefixSpread | None:
         """Return None if all instances have as much of the prompt."""
         most = max(overlaps.values())
         position = cheapest_without(predicted.costs, overlaps, most)
@@ -470,7 +472,7 @@ def _overridden(config: KvRouterOptions, overrides: Mapping[str, float]) -> KvRo
 def _pass_queue(
     request: RouteRequest,
     config: KvRouterOptions,
-    fleet: _View,
+    fleet: _CandidateView,
     predicted: Predictions,
     misses: Sequence[float],
     cheapest: int,
@@ -485,7 +487,7 @@ def _pass_queue(
 
 def _count(
     request: RouteRequest,
-    fleet: _View,
+    fleet: _CandidateView,
     costed: _Costed,
     predicted: Predictions,
     position: int,
@@ -501,7 +503,7 @@ def _count(
         costed.spread.settle(fleet.model.credits, position, costed.costs[position], predicted.idle)
 
 
-def _explain(fleet: _View, costed: _Costed, chosen: int) -> list[Mapping[str, float | int | str]]:
+def _explain(fleet: _CandidateView, costed: _Costed, chosen: int) -> list[Mapping[str, float | int | str]]:
     return [
         {
             "instance": f"{fleet.candidates[position].id:x}",
@@ -518,7 +520,7 @@ def _explain(fleet: _View, costed: _Costed, chosen: int) -> list[Mapping[str, fl
     ]
 
 
-def _latencies(fleet: _View, predicted: Predictions, position: int) -> Mapping[str, float]:
+def _latencies(fleet: _CandidateView, predicted: Predictions, position: int) -> Mapping[str, float]:
     """Return the predicted latencies on a candidate."""
     itl_s = fleet.latency.itl_s(fleet.prompt, fleet.loads[position], predicted.prefilling)
     return {"ttft_ms": round(predicted.ttft_s[position] * 1e3, 1), "itl_ms": round(itl_s * 1e3, 2)}

@@ -100,12 +100,12 @@ class RoundRobin(Unbooked):
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
-        self._turns: dict[str, _Turns] = {}
+        self._turns: dict[str, _Rotation] = {}
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         turns = self._turns.get(request.model)
         if turns is None:
-            turns = self._turns[request.model] = _Turns(self._rng)
+            turns = self._turns[request.model] = _Rotation(self._rng)
         decision = requested_decision(request, candidates)  # a pin is the client's decision; it costs that instance no turn
         return decision or RoutingDecision(turns.next(candidates), "round-robin")
 
@@ -116,7 +116,7 @@ class RoundRobin(Unbooked):
                 del self._turns[model]
 
 
-class _Turns:
+class _Rotation:
     """The turns of one model's instances.
 
     While the candidates are the same tuple, as they are between changes of the fleet, a turn is one step along the queue, however

@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import urlencode
 
 import msgspec
 
-from dynamo.common.admin_api import AdminApi, add_options
+from dynamo.common.admin_api import AdminApi, AdminParser, add_options
 from dynamo.common.config import ConfigError, exit_with, parse_bytes
 from dynamo.frontend.security.keys import (
     MAX_LIMIT,
@@ -40,11 +39,6 @@ class _Report(msgspec.Struct):
     usage: list[Row]
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = _parser().parse_args(argv)
@@ -62,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(PROGRAM, description=__doc__, allow_abbrev=False)
+    parser = AdminParser(PROGRAM, description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser(
         "add", help="Make a key, write its hash into a file, and print the key, which cannot be shown again."

@@ -17,7 +17,7 @@ from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthe
 from dynamo.common.names import MAX_NAME_CHARS
 from dynamo.common.repository import ALL_MODELS, matches
 from dynamo.frontend.security.keys import MAX_PRIORITY, ApiKey
-from dynamo.frontend.security.ledger import Ledger, Usage
+from dynamo.frontend.security.ledger import Ledger, UsageCounts
 from dynamo.frontend.security.sharing import Fleet, KeyUse, RateMeter, Shares, SlotMeter
 
 Clock = Callable[[], float]
@@ -96,7 +96,7 @@ class Account(Protocol):
         """Take tokens out of the budget, however many are left; a negative number is given back."""
         ...
 
-    def record(self, model: str, usage: Usage) -> None:
+    def record(self, model: str, usage: UsageCounts) -> None:
         """Write what a request used into the ledger."""
         ...
 
@@ -343,7 +343,7 @@ class KeyAccount:
             self._tokens.take(tokens, self._clock())
             self._fleet.used(self.name)
 
-    def record(self, model: str, usage: Usage) -> None:
+    def record(self, model: str, usage: UsageCounts) -> None:
         self._ledger.add(self.name, model, usage)
 
     def rate_limits(self) -> Sequence[RateLimit]:
@@ -492,7 +492,7 @@ class AnonymousAccount:
     def take_tokens(self, tokens: int) -> None:
         pass
 
-    def record(self, model: str, usage: Usage) -> None:
+    def record(self, model: str, usage: UsageCounts) -> None:
         pass
 
     def rate_limits(self) -> Sequence[RateLimit]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dynamo.common.errors import EngineError
 from dynamo.frontend.security.accounts import Account, RateLimit, Ticket
-from dynamo.frontend.security.ledger import Usage
+from dynamo.frontend.security.ledger import UsageCounts
 
 
 class SameAccount:
@@ -54,7 +54,7 @@ class SameAccount:
     def take_tokens(self, tokens: int) -> None:
         self._account.take_tokens(tokens)
 
-    def record(self, model: str, usage: Usage) -> None:
+    def record(self, model: str, usage: UsageCounts) -> None:
         self._account.record(model, usage)
 
     def rate_limits(self) -> Sequence[RateLimit]:

@@ -110,7 +110,7 @@ class KeyRing:
         return match
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One key in the form of the file."""
 
     name: Name
@@ -154,7 +154,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         )
 
 
-class _Loader(yaml.BaseLoader):
+class _KeyFileLoader(yaml.BaseLoader):
     """Leaves dates and numbers as text, which msgspec reads; refuses a field that is given twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -177,7 +177,7 @@ def read_keys(path: Path) -> KeyRing:
 def parse_keys(text: str) -> KeyRing:
     """Parse a list of keys in YAML; an empty text is a ring without keys. Raises ValueError."""
     try:
-        entries = msgspec.convert(yaml.load(text, _Loader) or [], list[_Entry], strict=False)  # noqa: S506 - a BaseLoader
+        entries = msgspec.convert(yaml.load(text, _KeyFileLoader) or [], list[_KeyEntry], strict=False)  # noqa: S506 - a BaseLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark is not None else ""
@@ -228,7 +228,7 @@ def entry_for(
     if not _id_of(key) and len(key) < MIN_FOREIGN_CHARS:
         raise ValueError(f"a key made elsewhere needs {MIN_FOREIGN_CHARS} characters or more; this one has {len(key)}")
     salt = secrets.token_bytes(16)
-    entry = _Entry(
+    entry = _KeyEntry(
         name=name,
         id=_id_of(key),
         hash=f"sha256:{salt.hex()}:{_digest(salt, key.encode()).hex()}",

@@ -16,7 +16,7 @@ OTHER = "other"
 _DAY_S = 86_400
 
 
-class Usage(msgspec.Struct):
+class UsageCounts(msgspec.Struct):
     """Amounts of requests that have ended and that the limits of their key admitted."""
 
     requests: int = 0
@@ -29,7 +29,7 @@ class Usage(msgspec.Struct):
     media: int = 0
     """Images and the like."""
 
-    def add(self, other: Usage) -> None:
+    def add(self, other: UsageCounts) -> None:
         self.requests += other.requests
         self.errors += other.errors
         self.prompt_tokens += other.prompt_tokens
@@ -38,7 +38,7 @@ class Usage(msgspec.Struct):
         self.media += other.media
 
 
-class Row(Usage, kw_only=True):
+class Row(UsageCounts, kw_only=True):
     """What a key used of a model on a day."""
 
     day: str
@@ -53,14 +53,14 @@ class Ledger:
     def __init__(
         self,
         clock: Callable[[], float] = time.time,
-        counted: Callable[[str, str, Usage], None] = lambda key, model, usage: None,
+        counted: Callable[[str, str, UsageCounts], None] = lambda key, model, usage: None,
     ) -> None:
         """`counted` is called with everything that is added."""
         self.unsaved: dict[str, None] = {}
         """Days that have changed, the oldest first."""
         self._clock = clock
         self._counted = counted
-        self._days: dict[str, dict[tuple[str, str], Usage]] = {}
+        self._days: dict[str, dict[tuple[str, str], UsageCounts]] = {}
         self._today = ""
         self._today_until = 0.0
 
@@ -68,7 +68,7 @@ class Ledger:
     def row_count(self) -> int:
         return sum(map(len, self._days.values()))
 
-    def add(self, key: str, model: str, usage: Usage) -> None:
+    def add(self, key: str, model: str, usage: UsageCounts) -> None:
         self._counted(key, model, usage)
         day = self.today()
         rows = self._days.get(day)
@@ -81,7 +81,7 @@ class Ledger:
         if row is None:
             if len(rows) >= MAX_ROWS:
                 key = model = OTHER
-            row = rows.setdefault((key, model), Usage())
+            row = rows.setdefault((key, model), UsageCounts())
         row.add(usage)
 
     def today(self) -> str:

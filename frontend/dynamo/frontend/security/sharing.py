@@ -83,7 +83,7 @@ def _ignore(name: str) -> None:
     """No other process uses the limits."""
 
 
-class _Demand:
+class _RecentRequests:
     """Requests that came lately."""
 
     __slots__ = ("_amount", "_since")
@@ -114,8 +114,8 @@ class Shares:
         self.is_isolated = False
         """Whether the share is the last one that this process had while it reached others."""
         self._fleet = fleet
-        self._own = _Demand()
-        self._others: dict[str, _Demand] = {}
+        self._own = _RecentRequests()
+        self._others: dict[str, _RecentRequests] = {}
         self._valid_until = -math.inf
         self._connected_at = -math.inf
         self._connected_share = 0.0
@@ -132,7 +132,7 @@ class Shares:
 
     def apply(self, origin: str, demand: float, now: float) -> None:
         """Another process has this demand."""
-        self._others[origin] = _Demand(demand, now)
+        self._others[origin] = _RecentRequests(demand, now)
         if self.is_alone:
             self._valid_until = now
 

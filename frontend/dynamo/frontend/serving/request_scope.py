@@ -13,7 +13,7 @@ from dynamo.common.errors import Cancelled, RateLimited
 from dynamo.common.observability.tracing import Tracing
 from dynamo.frontend.metrics import ModelMetrics, RequestTimer
 from dynamo.frontend.security.accounts import Ticket
-from dynamo.frontend.security.ledger import Usage
+from dynamo.frontend.security.ledger import UsageCounts
 from dynamo.frontend.serving.call import Call
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class RequestScope:
         if self._ticket is None:
             return
         self._ticket.close()
-        usage = Usage(
+        usage = UsageCounts(
             requests=self._sequences,
             errors=0 if error is None else self._sequences,
             prompt_tokens=self.input_tokens,

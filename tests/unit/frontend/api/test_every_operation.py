@@ -34,7 +34,7 @@ from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import HttpOptions
 from dynamo.frontend.security.accounts import KeyAccount
 from dynamo.frontend.security.keys import Limits, entry_for, make_key
-from dynamo.frontend.security.ledger import Usage
+from dynamo.frontend.security.ledger import UsageCounts
 from dynamo.frontend.security.surfaces import Scope, Surface
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import open_edge
@@ -211,9 +211,9 @@ class Spent:
     """What a key uses up."""
 
     def __init__(self) -> None:
-        self.records: list[Usage] = []
+        self.records: list[UsageCounts] = []
 
-    def record(self, key: str, model: str, usage: Usage) -> None:
+    def record(self, key: str, model: str, usage: UsageCounts) -> None:
         self.records.append(usage)
 
     def of(self, account: KeyAccount) -> tuple[float, float, int]:
@@ -224,7 +224,7 @@ class Spent:
 
     def settled(self, account: KeyAccount, *, errors: int = 0) -> bool:
         """Return whether one request is in the ledger, and its tokens, no more and no less, were taken from the key's."""
-        total, tokens = Usage(), account.use().tokens
+        total, tokens = UsageCounts(), account.use().tokens
         for usage in self.records:
             total.add(usage)
         assert tokens is not None

@@ -13,7 +13,7 @@ from dynamo.common.generation import Delta, FinishReason, Sampling, Stop, image_
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.frontend.config import TextLimits, TextOptions
 from dynamo.frontend.preprocess.offload import Offload
-from dynamo.frontend.preprocess.pipeline import MAX_PROMPT_LOGPROBS, TextModel
+from dynamo.frontend.preprocess.pipeline import MAX_PROMPT_LOGPROBS, TextPipeline
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
 from dynamo.frontend.preprocess.text_files import TextFiles
 
@@ -55,14 +55,14 @@ class Files:
         await self.get(key)
 
 
-async def model(files: Files | None = None, limits: TextLimits | None = None, **info: Any) -> TextModel:
+async def model(files: Files | None = None, limits: TextLimits | None = None, **info: Any) -> TextPipeline:
     card = ModelCard(name="talker", kind=ModelKind.LLM, llm=msgspec.structs.replace(INFO, **info))
     return await load(card, files, TextOptions(limits=limits or TextLimits()))
 
 
 async def load(
     card: ModelCard, files: Files | None = None, options: TextOptions | None = None, offload: Offload | None = None
-) -> TextModel:
+) -> TextPipeline:
     return await TextFiles(files or Files(), options or TextOptions(), offload or Offload()).load(card)
 
 
@@ -70,7 +70,7 @@ def text_request(prompt: str | list[int] | None = None, **fields: Any) -> TextRe
     return TextRequest(model="talker", prompt=prompt, **fields)
 
 
-async def ids(text_model: TextModel, request: TextRequest) -> list[int]:
+async def ids(text_model: TextPipeline, request: TextRequest) -> list[int]:
     return list((await text_model.to_generate(request)).tokens)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynamo.common.observability.reception import Edge, Reception
+from dynamo.common.observability.reception import EdgeProtocol, Reception
 from dynamo.common.observability.server_settings import ServerSettings, TraceChange
 from dynamo.common.options import TraceOptions
 from dynamo.common.tensors.tensors import from_numpy
@@ -157,7 +157,7 @@ async def test_a_trace_names_times_tensors_and_its_parent_as_triton_does(tmp_pat
         root = traces.begin("ensemble", "2", "my id")
         assert root is not None
         root.is_composed = True
-        outer = RequestTrace(root, 10, Reception.of(Reception(Edge.HTTP, 3, 4).headers()))
+        outer = RequestTrace(root, 10, Reception.of(Reception(EdgeProtocol.HTTP, 3, 4).headers()))
         child = root.child("part", "1", "my id")
         assert child is not None
         inner = RequestTrace(child, 20)
@@ -181,8 +181,8 @@ async def test_a_trace_names_times_tensors_and_its_parent_as_triton_does(tmp_pat
 
 
 def test_the_clock_of_another_host_is_ignored() -> None:
-    [(name, text)] = Reception(Edge.GRPC, 3, 4).headers().items()
-    assert Reception.of({name: text}) == Reception(Edge.GRPC, 3, 4)
+    [(name, text)] = Reception(EdgeProtocol.GRPC, 3, 4).headers().items()
+    assert Reception.of({name: text}) == Reception(EdgeProtocol.GRPC, 3, 4)
     assert Reception.of({name: f"{text}-of-another-host"}) is None
     assert Reception.of({}) is None
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from dynamo.common.discovery import WITHDRAWN, Instance, encode_registration
 from dynamo.common.errors import DynamoError, InvalidRequest
-from dynamo.common.etcd import Etcd, Session
+from dynamo.common.etcd import Etcd, LeaseSession
 from dynamo.common.etcd.transport import backoff
 from dynamo.common.process.background import running
 from dynamo.common.repository import RepositoryInstance
@@ -33,7 +33,7 @@ class Registration:
         """Set while etcd holds what is wanted, as of the last check."""
         self._etcd = etcd
         self._check_s = check_s
-        self._session: Session | None = None
+        self._session: LeaseSession | None = None
         self._wanted = _to_registrations(instances)
         self._stored: dict[str, bytes] = {}
         """The keys and values put under the present lease."""
@@ -87,7 +87,7 @@ class Registration:
         """The session lost its lease: the keys may be gone."""
         self.registered.clear()
 
-    async def _keep(self, session: Session) -> None:
+    async def _keep(self, session: LeaseSession) -> None:
         """Make etcd equal to what is wanted whenever one of them has changed, until cancelled."""
         pauses = backoff(self._etcd.config.max_backoff_s)
         failing = False
@@ -112,7 +112,7 @@ class Registration:
                 failing = False
                 pauses = backoff(self._etcd.config.max_backoff_s)
 
-    async def _withdraw(self, session: Session) -> None:
+    async def _withdraw(self, session: LeaseSession) -> None:
         """Delete the registrations, so that no further requests arrive. Without etcd, they expire with their lease."""
         self.registered.clear()
         lease = session.lease
@@ -126,7 +126,7 @@ class Registration:
             why = str(error) or "no response in time"
             log.warning("the registrations could not be deleted; they end with their lease: %s", why)
 
-    async def _store(self, session: Session) -> None:
+    async def _store(self, session: LeaseSession) -> None:
         lease = session.lease
         if not lease:
             return  # `_on_held` follows

@@ -59,7 +59,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class RecordContent:
     """A record that is read piece by piece."""
 
     size_bytes: int
@@ -179,17 +179,17 @@ class RecordStore:
 
         return await self._read(key, small, large)
 
-    async def open(self, key: str) -> Content | None:
+    async def open(self, key: str) -> RecordContent | None:
         """Return a record that is read while it is used, a piece at a time; None if there is none. Raises DamagedRecord."""
 
-        def small(entry: Entry) -> Content:
+        def small(entry: Entry) -> RecordContent:
             value = entry.value[1:]
-            return Content(len(value), _only(value))
+            return RecordContent(len(value), _only(value))
 
-        async def large(entry: Entry, name: str) -> Content:
+        async def large(entry: Entry, name: str) -> RecordContent:
             async with asyncio.timeout(_LIMIT_S):
                 info = await (await self._objects()).get_info(name)
-            return Content(info.size or 0, self._pieces(key, info))
+            return RecordContent(info.size or 0, self._pieces(key, info))
 
         return await self._read(key, small, large)
 

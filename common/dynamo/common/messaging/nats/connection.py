@@ -35,7 +35,7 @@ _DEFAULT_MAX_PAYLOAD = 1024 * 1024
 """As in nats-server, which says so itself when it greets us."""
 
 
-class _Client(Client):
+class _NatsClient(Client):
     """nats-py's client, whose read loop survives the pong to a ping that is not waited for any more."""
 
     async def _process_pong(self) -> None:
@@ -71,7 +71,7 @@ class Connection:
         self._fast: dict[bytes, OnMessage] = {}
         self._subscriptions: dict[bytes, str] = {}
         self._last_key = 0
-        self._client: Client = _Client()
+        self._client: Client = _NatsClient()
         self._transport = SocketTransport(self._fast)
         self._is_closed = False
         self._is_up = False
@@ -264,7 +264,7 @@ class Connection:
     async def _connect(self) -> None:
         """Try until a connection stands, is logged in and has all subscriptions."""
         while True:
-            client = _Client()
+            client = _NatsClient()
             try:
                 tls = nats_tls_context(self._options)
                 transport = SocketTransport(

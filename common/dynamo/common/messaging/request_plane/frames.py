@@ -236,7 +236,7 @@ def batched(items: Sequence[T], size: int) -> Iterator[list[T]]:
         yield list(items[start : start + size])
 
 
-class Pieces:
+class BodyPieces:
     """Takes a body apart from the front, without copying it."""
 
     __slots__ = ("_at", "_index", "_pieces", "left")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from dynamo.common.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded, ShuttingDown
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.request_plane import frames
-from dynamo.common.messaging.request_plane.frames import Pieces
+from dynamo.common.messaging.request_plane.frames import BodyPieces
 from dynamo.common.messaging.request_plane.limits import FRAME_COST
 from dynamo.common.messaging.request_plane.outbox import Outbox
 from dynamo.common.process.background import awaited
@@ -131,7 +131,7 @@ class Incoming:
         """The beginning of a MANY frame, up to the number of responses."""
         self._seq = 0
         self._chunk_index = 0
-        self._outgoing: deque[tuple[bool, Pieces]] = deque()
+        self._outgoing: deque[tuple[bool, BodyPieces]] = deque()
         self._room: asyncio.Future[None] | None = None
         self._ended = False
         self._task: asyncio.Task[None] | None = None
@@ -248,7 +248,7 @@ class Incoming:
     def _queue(self, last: bool, body: Body) -> None:
         if self._ended and not last:
             raise RuntimeError("the request has ended already")
-        self._outgoing.append((last, Pieces(body)))
+        self._outgoing.append((last, BodyPieces(body)))
         self._pump()
 
     def on_credit(self, frame: frames.Credit) -> None:

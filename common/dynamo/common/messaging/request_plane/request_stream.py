@@ -24,7 +24,7 @@ from dynamo.common.errors import (
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.request_plane import frames
 from dynamo.common.messaging.request_plane.credit import StreamCredit
-from dynamo.common.messaging.request_plane.frames import Pieces, size_of
+from dynamo.common.messaging.request_plane.frames import BodyPieces, size_of
 from dynamo.common.messaging.request_plane.instance_peer import LARGE_RESPONSE_BYTES
 from dynamo.common.messaging.request_plane.limits import COPIED_AT_ONCE_BYTES, FRAME_COST
 from dynamo.common.names import InstanceId
@@ -117,7 +117,7 @@ class RequestStream:
         """The body is, or was, being copied in steps."""
         self._copied: Reference | None = None
         """The copy of the body, until the request leaves."""
-        self._upload: Pieces | None = None
+        self._upload: BodyPieces | None = None
         self._upload_index = 0
         self._allowed_upload = 0
         self._unacknowledged = 0
@@ -219,7 +219,7 @@ class RequestStream:
         self._peer.unacknowledged += flight
         if flight == total <= client.inline_bytes and isinstance(body, bytes):  # most requests take this short way
             return self._checked(frames.encode(self._opening(left_ms, flight, body=memoryview(body))), total)
-        self._upload = Pieces(body)
+        self._upload = BodyPieces(body)
         first = self._upload.take(min(flight, client.chunk_bytes))
         frame = self._opening(left_ms, flight)
         if self._checked(frames.encode(frame), 0) is None:

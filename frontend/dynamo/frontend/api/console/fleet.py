@@ -64,7 +64,7 @@ class TensorState(Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-class ModelState(Struct, frozen=True, kw_only=True):
+class FleetModelState(Struct, frozen=True, kw_only=True):
     name: str
     kind: str
     ready: bool
@@ -103,7 +103,7 @@ class FleetState(Struct, frozen=True, kw_only=True):
     """Requests to models need an API key."""
     processes: int
     """Processes on this port, each with its own decisions and hit rates."""
-    models: tuple[ModelState, ...]
+    models: tuple[FleetModelState, ...]
     names: tuple[NameState, ...]
 
 
@@ -169,11 +169,11 @@ def name_state(name: str, rule: Rule, account: Account) -> NameState:
 
 def model_state(
     plane: DataPlane, account: Account, card: ModelCard, reports: Mapping[tuple[InstanceId, str], LoadReport], unix_time: float
-) -> ModelState:
+) -> FleetModelState:
     """Return the current state of a model and its instances, under the names that the caller may use."""
     llm = card.llm
     name, *other_names = filter(account.permits, (card.name, *card.aliases, *(llm.adapters if llm is not None else ())))
-    return ModelState(
+    return FleetModelState(
         name=name,
         kind=card.kind.value,
         ready=plane.model_ready(card.name),

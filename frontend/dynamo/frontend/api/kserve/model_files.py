@@ -28,7 +28,7 @@ _NAME, _VALUE = b"\x0a", b"\x12"
 
 
 @dataclass(frozen=True, slots=True)
-class LoadMessage:
+class ModelLoadRequest:
     """A parsed RepositoryModelLoadRequest."""
 
     head: RepositoryModelLoadRequest
@@ -37,7 +37,7 @@ class LoadMessage:
     """What the marks stand for."""
 
     @classmethod
-    def parse(cls, message: Buffer) -> LoadMessage:
+    def parse(cls, message: Buffer) -> ModelLoadRequest:
         """Parse a message of a client. Raises InvalidRequest if it is none, PayloadTooLarge for too much beside its files."""
         contents: dict[bytes, memoryview] = {}
         if len(message) > _SHORT_BYTES:

@@ -12,20 +12,20 @@ from dynamo.common.errors import InvalidRequest, PayloadTooLarge
 from dynamo.common.tensors.check import SHARED_MEMORY
 from dynamo.common.tensors.request import TensorRequest, build_response, parse_response
 from dynamo.common.tensors.tensors import Buffer, element_count, typed_to_raw
-from dynamo.frontend.api.kserve.regions import Region, Regions, too_small
+from dynamo.frontend.api.kserve.regions import ClientRegion, Regions, too_small
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RegionRange:
     """A place in a region."""
 
-    region: Region
+    region: ClientRegion
     offset: int
     size_bytes: int
 
 
-Places = Mapping[str, Place]
+Places = Mapping[str, RegionRange]
 """Where outputs go, by name."""
 
 
@@ -44,7 +44,7 @@ class PlacedRequest:
 
     head: ModelInferRequest
     """Without the places."""
-    inputs: Sequence[Buffer | Place]
+    inputs: Sequence[Buffer | RegionRange]
     places: Places
     """Where the outputs are written, by name."""
 
@@ -57,15 +57,15 @@ class PlacedRequest:
         """Return the request with its inputs. Raises InvalidRequest if the memory is gone."""
         request, rooms = TensorRequest.with_room(self.head, [*map(_size, self.inputs)])
         for source, room in zip(self.inputs, rooms, strict=True):
-            if isinstance(source, Place):
+            if isinstance(source, RegionRange):
                 source.region.read(source.offset, room)
             else:
                 room[:] = source
         return request
 
 
-def _size(source: Buffer | Place) -> int:
-    return source.size_bytes if isinstance(source, Place) else len(source)
+def _size(source: Buffer | RegionRange) -> int:
+    return source.size_bytes if isinstance(source, RegionRange) else len(source)
 
 
 def find_places(request: TensorRequest, regions: Regions, owner: str = "") -> PlacedRequest:
@@ -76,7 +76,7 @@ def find_places(request: TensorRequest, regions: Regions, owner: str = "") -> Pl
     head = ModelInferRequest()
     head.CopyFrom(request.head)
     placed_bytes = 0
-    inputs: list[Buffer | Place] = []
+    inputs: list[Buffer | RegionRange] = []
     left = list(request.raw_inputs)
     for tensor in head.inputs:
         place = _place(tensor.name, tensor.parameters, regions, owner)
@@ -97,7 +97,7 @@ def find_places(request: TensorRequest, regions: Regions, owner: str = "") -> Pl
             tensor.ClearField("contents")
         elif left:
             inputs.append(left.pop(0))
-    places: dict[str, Place] = {}
+    places: dict[str, RegionRange] = {}
     for output in head.outputs:
         place = _place(output.name, output.parameters, regions, owner)
         if place is not None and "classification" in output.parameters:
@@ -130,7 +130,7 @@ def place_outputs(head: ModelInferResponse, raws: Sequence[Buffer], places: Plac
     return kept
 
 
-def _place(tensor: str, parameters: MutableMapping[str, InferParameter], regions: Regions, owner: str) -> Place | None:
+def _place(tensor: str, parameters: MutableMapping[str, InferParameter], regions: Regions, owner: str) -> RegionRange | None:
     """Remove the parameters about shared memory of a tensor, and return the place that they name; None if there are none."""
     if SHARED_MEMORY.isdisjoint(parameters):
         return None
@@ -153,7 +153,7 @@ def _place(tensor: str, parameters: MutableMapping[str, InferParameter], regions
         )
     offset = parameters["shared_memory_offset"].int64_param if "shared_memory_offset" in parameters else 0
     size = parameters["shared_memory_byte_size"].int64_param
-    place = Place(regions.find(region.string_param, offset, size, owner), offset, size)
+    place = RegionRange(regions.find(region.string_param, offset, size, owner), offset, size)
     for key in SHARED_MEMORY:
         parameters.pop(key, None)
     return place

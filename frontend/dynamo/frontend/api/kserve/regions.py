@@ -24,7 +24,7 @@ _MAX_BYTES = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class ClientRegion:
     """Registered memory that is open. It is closed with the last request that uses it."""
 
     registration: Registration
@@ -73,7 +73,7 @@ class Regions:
         self._folder = folder
         self._registrations = OwnRegistrations() if registrations is None else registrations
         self._keys = keys
-        self._open_regions: dict[str, Region] = {}
+        self._open_regions: dict[str, ClientRegion] = {}
 
     def __repr__(self) -> str:
         return f"<Regions {sorted(self._open_regions)}>"
@@ -108,7 +108,7 @@ class Regions:
             os.close(descriptor)
             raise AlreadyExists(f"shared memory region '{name}' already in manager")
         self.close_stale()
-        self._open_regions[name] = Region(registration, descriptor)
+        self._open_regions[name] = ClientRegion(registration, descriptor)
 
     def unregister(self, name: str) -> None:
         """Forget a region, or all if `name` is empty. An unknown one is none to forget."""
@@ -126,7 +126,7 @@ class Regions:
             raise NotFound(f"Unable to find system shared memory region: '{name[:200]}'")
         return [registration]
 
-    def find(self, name: str, offset: int, size_bytes: int, owner: str = "") -> Region:
+    def find(self, name: str, offset: int, size_bytes: int, owner: str = "") -> ClientRegion:
         """Return the region of the account `owner` that has these bytes. Raises NotFound, InvalidRequest."""
         registration = self._registrations.get(name)
         if registration is None:
@@ -153,7 +153,7 @@ class Regions:
         """Close all regions. Those of several processes stay registered."""
         self._open_regions.clear()
 
-    def _reopen(self, registration: Registration) -> Region:
+    def _reopen(self, registration: Registration) -> ClientRegion:
         """Open a region that another process registered. Raises InvalidRequest if its object is gone, or another one by now."""
         self._open_regions.pop(registration.name, None)
         try:
@@ -164,7 +164,7 @@ class Regions:
         if (status.st_dev, status.st_ino) != (registration.device, registration.inode):
             os.close(descriptor)
             raise _gone(registration)
-        region = self._open_regions[registration.name] = Region(registration, descriptor)
+        region = self._open_regions[registration.name] = ClientRegion(registration, descriptor)
         return region
 
     def _open(self, key: str) -> int:

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import msgspec
 
 from dynamo.common.errors import Forbidden, InvalidRequest, ModelNotFound, NotFound, Unsupported
-from dynamo.common.observability.reception import Edge, Reception
+from dynamo.common.observability.reception import EdgeProtocol, Reception
 from dynamo.common.observability.server_settings import LocalSettings
 from dynamo.common.options import TraceOptions
 from dynamo.common.process.background import running
@@ -71,7 +71,7 @@ class KserveServer:
             check_is_local(peer)
         return regions
 
-    def timed(self, caller: Caller, model: str, edge: Edge, start_ns: int, end_ns: int) -> Caller:
+    def timed(self, caller: Caller, model: str, edge: EdgeProtocol, start_ns: int, end_ns: int) -> Caller:
         """Return `caller` with the time in which its request was read, if requests to the model may be traced."""
         if not self.settings.has_times(model):
             return caller

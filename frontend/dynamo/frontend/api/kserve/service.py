@@ -19,7 +19,7 @@ import msgspec
 from dynamo.common.errors import ShuttingDown, Unsupported
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.observability.reception import Edge
+from dynamo.common.observability.reception import EdgeProtocol
 from dynamo.common.tensors.known_heads import KnownHeads
 from dynamo.common.tensors.message_limits import MessageScanner, parse_message
 from dynamo.common.tensors.request import TensorRequest
@@ -31,7 +31,7 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve import declarations as kserve
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
-from dynamo.frontend.api.kserve.model_files import LoadMessage
+from dynamo.frontend.api.kserve.model_files import ModelLoadRequest
 from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import is_placed, place
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request
@@ -157,7 +157,7 @@ class KserveService:
                 )
             else:  # as in `_respond`, without another coroutine for each request
                 card = self._plane.card(caller.account, model, check_version(request.head.model_version))
-                timed = self._server.timed(caller, card.name, Edge.GRPC, waits_ns, read_ns)
+                timed = self._server.timed(caller, card.name, EdgeProtocol.GRPC, waits_ns, read_ns)
                 call = call_for(request, card, timed, RequestType.UNARY)
                 request_id = call.request_id
                 logged_id.set(request_id)
@@ -179,7 +179,7 @@ class KserveService:
     async def _respond(
         self, waits_ns: int, read_ns: int, peer: str, request: TensorRequest, card: ModelCard, caller: Caller
     ) -> Buffer:
-        caller = self._server.timed(caller, card.name, Edge.GRPC, waits_ns, read_ns)
+        caller = self._server.timed(caller, card.name, EdgeProtocol.GRPC, waits_ns, read_ns)
         call = call_for(request, card, caller, RequestType.UNARY)
         logged_id.set(call.request_id)
         if not is_placed(request.head):
@@ -254,7 +254,7 @@ class KserveService:
         return index.SerializeToString()
 
     async def _repository_model_load(self, data: Buffer, peer: str) -> bytes:
-        message = LoadMessage.parse(data)
+        message = ModelLoadRequest.parse(data)
         model = message.head.model_name
         check_repository(message.head.repository_name)
         request, files = load_request(model, message.parameters())
@@ -353,7 +353,7 @@ class KserveService:
 
 
 def _loaded_model(message: Buffer) -> str:
-    return str(LoadMessage.parse(message).head.model_name)
+    return str(ModelLoadRequest.parse(message).head.model_name)
 
 
 def _unloaded_model(message: Buffer) -> str:

@@ -23,7 +23,7 @@ import msgspec
 from dynamo.common.errors import Cancelled, DynamoError, InvalidRequest, ShuttingDown, release
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.observability.reception import Edge
+from dynamo.common.observability.reception import EdgeProtocol
 from dynamo.common.process.background import awaited
 from dynamo.common.tensors.message_limits import MessageScanner
 from dynamo.common.tensors.protobuf_wire import tag, varint
@@ -129,7 +129,7 @@ class KserveStream:
                 await self._room
 
     def _start(self, tasks: asyncio.TaskGroup, data: Buffer, waits_ns: int) -> None:
-        timed = partial(self._server.timed, edge=Edge.GRPC, start_ns=waits_ns, end_ns=perf_counter_ns())
+        timed = partial(self._server.timed, edge=EdgeProtocol.GRPC, start_ns=waits_ns, end_ns=perf_counter_ns())
         request: TensorRequest | None = None
         card: ModelCard | None = None
         problem: DynamoError | None = None

@@ -67,7 +67,7 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SamplingSetting:
     """A sampling setting and its range."""
 
     integer: bool
@@ -91,19 +91,19 @@ def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-SETTINGS: Mapping[str, Setting] = {
-    "max_tokens": Setting(True, 1, MAX_TOKENS),
-    "min_tokens": Setting(True, 0, MAX_TOKENS),
-    "temperature": Setting(False, 0, 2),
-    "top_p": Setting(False, 0, 1, above=True),
-    "top_k": Setting(True, -1, MAX_TOKENS),
-    "min_p": Setting(False, 0, 1),
-    "frequency_penalty": Setting(False, -2, 2),
-    "presence_penalty": Setting(False, -2, 2),
-    "repetition_penalty": Setting(False, 0, 10, above=True),
-    "seed": Setting(True, -(2**63), 2**63 - 1),
-    "n": Setting(True, 1, MAX_CHOICES),
-    "logprobs": Setting(True, 0, 20),
+SETTINGS: Mapping[str, SamplingSetting] = {
+    "max_tokens": SamplingSetting(True, 1, MAX_TOKENS),
+    "min_tokens": SamplingSetting(True, 0, MAX_TOKENS),
+    "temperature": SamplingSetting(False, 0, 2),
+    "top_p": SamplingSetting(False, 0, 1, above=True),
+    "top_k": SamplingSetting(True, -1, MAX_TOKENS),
+    "min_p": SamplingSetting(False, 0, 1),
+    "frequency_penalty": SamplingSetting(False, -2, 2),
+    "presence_penalty": SamplingSetting(False, -2, 2),
+    "repetition_penalty": SamplingSetting(False, 0, 10, above=True),
+    "seed": SamplingSetting(True, -(2**63), 2**63 - 1),
+    "n": SamplingSetting(True, 1, MAX_CHOICES),
+    "logprobs": SamplingSetting(True, 0, 20),
 }
 FLAGS = frozenset(("ignore_eos", "chat"))
 _STREAM = ("streaming", "stream")
@@ -350,7 +350,7 @@ def _json_strings(text: str) -> list[str]:
         return [text]
 
 
-class _Message(msgspec.Struct):
+class _TemplateMessage(msgspec.Struct):
     """The fields of a chat message that templates require."""
 
     role: str
@@ -371,7 +371,7 @@ def _conversations(elements: Sequence[bytes]) -> list[Conversation]:
 
 def _conversation(element: bytes) -> Conversation:
     try:
-        typed = msgspec.json.decode(element, type=list[_Message])
+        typed = msgspec.json.decode(element, type=list[_TemplateMessage])
         conversation: Conversation = msgspec.json.decode(element)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"input 'messages' is not a JSON array of messages: {error}", param="messages") from None

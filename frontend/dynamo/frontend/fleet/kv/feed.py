@@ -101,7 +101,7 @@ class _Source:
         self.resync: asyncio.Task[None] | None = None
 
 
-class _Pace:
+class _Pacer:
     """Limits the rate of what begins: `burst` at once, then `per_s` in each second."""
 
     def __init__(self, per_s: float, burst: int) -> None:
@@ -160,7 +160,7 @@ class KvFeed:
         self._unreadable_updates = Unreadable("a KV update")
         self._unreadable_reports = Unreadable("a load report")
         self._turns = asyncio.Semaphore(_MAX_QUERIES)
-        self._pace = _Pace(_QUERIES_PER_S, _MAX_QUERIES)
+        self._pace = _Pacer(_QUERIES_PER_S, _MAX_QUERIES)
         self._is_suspended = False
         self._stale: set[_Source] = set()
         """Sources that have not been queried since `resume`."""

@@ -31,7 +31,7 @@ _SNAPSHOT_S = 40.0
 """Time limit for making a snapshot, below the lifetime of its lock."""
 
 
-class Record(Protocol):
+class KvHistoryStore(Protocol):
     """The store of events and snapshots; `messaging.kv_stream.KvStream` is one. Methods raise Unavailable."""
 
     async def count(self, subject: str) -> int: ...
@@ -64,7 +64,7 @@ class CacheReader(Protocol):
 class KvHistory:
     """`snapshot_threshold`: recorded events after which a snapshot is due. `reset`: begin by forgetting what is recorded."""
 
-    def __init__(self, record: Record, *, snapshot_threshold: int = 10_000, reset: bool = False) -> None:
+    def __init__(self, record: KvHistoryStore, *, snapshot_threshold: int = 10_000, reset: bool = False) -> None:
         self._record = record
         self._threshold = snapshot_threshold
         self._reset = reset

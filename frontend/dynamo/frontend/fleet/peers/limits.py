@@ -49,7 +49,7 @@ class LimitTable(Protocol):
         ...
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True):
+class _LimitMessage(msgspec.Struct, frozen=True, array_like=True):
     origin: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     is_new: bool
     """The process has just connected, and needs to know what all others have used."""
@@ -58,7 +58,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Message)
+_decoder = msgspec.msgpack.Decoder(_LimitMessage)
 
 
 class LimitExchange:
@@ -138,7 +138,7 @@ class LimitExchange:
             self._publish(self._table.used(names[start : start + _KEYS_PER_MESSAGE]))
 
     def _publish(self, keys: list[KeyUse], *, is_new: bool = False, leaves: bool = False) -> None:
-        message = _Message(self._fleet.origin, is_new, leaves, keys)
+        message = _LimitMessage(self._fleet.origin, is_new, leaves, keys)
         self._connection.publish_nowait(self.subject, _encoder.encode(message))
 
     def _rejoin(self) -> None:

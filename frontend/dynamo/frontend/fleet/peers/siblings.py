@@ -36,21 +36,21 @@ class _Changed(msgspec.Struct, frozen=True, array_like=True, tag="thresholds"):
     active_prefill_tokens: int | None
 
 
-class _Placed(msgspec.Struct, frozen=True, array_like=True, tag="session"):
+class _SessionPlaced(msgspec.Struct, frozen=True, array_like=True, tag="session"):
     key: SessionKey
     instance: int
 
 
-_Event: TypeAlias = _StateRequest | _Changed | _Placed
+_Event: TypeAlias = _StateRequest | _Changed | _SessionPlaced
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True):
+class _StateMessage(msgspec.Struct, frozen=True, array_like=True):
     origin: str
     events: list[_Event]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Message)
+_decoder = msgspec.msgpack.Decoder(_StateMessage)
 _EVENTS_PER_MESSAGE = 500
 
 
@@ -80,7 +80,7 @@ class Siblings:
 
     def place(self, key: SessionKey, instance: InstanceId) -> None:
         """Publish the instance of a session; a SessionRouter takes this as `on_placed`."""
-        self._enqueue(_Placed(key, instance))
+        self._enqueue(_SessionPlaced(key, instance))
 
     def synchronize(self) -> None:
         """Request the thresholds of all other frontends, and publish ours."""
@@ -99,7 +99,7 @@ class Siblings:
                 thresholds = Thresholds(active_decode_blocks=decode, active_prefill_tokens=prefill)
                 if self._thresholds.set(model, thresholds, at_ms):
                     log.info("busy thresholds of model '%s' are now %s", model, thresholds)
-            case _Placed(key, instance):
+            case _SessionPlaced(key, instance):
                 for callback in self._on_placed:
                     callback(key, InstanceId(instance))
             case _StateRequest():
@@ -117,7 +117,7 @@ class Siblings:
     def _flush(self) -> None:
         events, self._waiting = self._waiting, []
         for start in range(0, len(events), _EVENTS_PER_MESSAGE):
-            message = _Message(self._origin, events[start : start + _EVENTS_PER_MESSAGE])
+            message = _StateMessage(self._origin, events[start : start + _EVENTS_PER_MESSAGE])
             self._connection.publish_nowait(self._subject, _encoder.encode(message))
 
 

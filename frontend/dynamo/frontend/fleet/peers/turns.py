@@ -64,13 +64,13 @@ class TurnTable(Protocol):
         ...
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True):
+class _TurnMessage(msgspec.Struct, frozen=True, array_like=True):
     origin: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     lines: Annotated[list[LineTurns], msgspec.Meta(max_length=MAX_LINES)]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Message)
+_decoder = msgspec.msgpack.Decoder(_TurnMessage)
 
 
 class TurnExchange:
@@ -106,7 +106,7 @@ class TurnExchange:
         self._published_at = self._loop.time()
         lines = self._table.published()
         if lines:
-            self._connection.publish_nowait(self.subject, _encoder.encode(_Message(self._origin, lines[:MAX_LINES])))
+            self._connection.publish_nowait(self.subject, _encoder.encode(_TurnMessage(self._origin, lines[:MAX_LINES])))
             self._schedule()
 
 

@@ -26,7 +26,7 @@ class Tags:
     """White space that belongs to a tag."""
 
 
-class _Markers:
+class _TagMarkers:
     """The tags of a format, ready to be searched for."""
 
     def __init__(self, tags: Tags) -> None:
@@ -36,7 +36,7 @@ class _Markers:
 
 def reasoning_in(tags: Tags, *, is_open: bool = False, needs_special_tokens: bool = False) -> ParserKind:
     """Return the kind of parsers for a format; `is_open`: the model always reasons, even if there is no opening tag."""
-    markers = _Markers(tags)
+    markers = _TagMarkers(tags)
 
     def make(tools: Tools, prompt_end: str = "") -> Think:
         before = prompt_end.rstrip()
@@ -49,7 +49,7 @@ def reasoning_in(tags: Tags, *, is_open: bool = False, needs_special_tokens: boo
 class Think(Reader):
     """The text up to the closing tag, or all of it without one, is reasoning. Later tags are content."""
 
-    def __init__(self, markers: _Markers, *, is_open: bool) -> None:
+    def __init__(self, markers: _TagMarkers, *, is_open: bool) -> None:
         """`is_open`: the prompt contains the opening tag, or the model always reasons; an opening tag in the text is dropped."""
         super().__init__(self._beginning)
         self._markers = markers

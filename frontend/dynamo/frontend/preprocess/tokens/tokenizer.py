@@ -152,7 +152,7 @@ class Tokenizer:
     @cached_property
     def pieces(self) -> Mapping[int, Piece] | None:
         """Map each token to its text, unknown ids to ""; None if a token's text depends on its neighbours."""
-        return _Pieces(partial(_piece, self._tokenizer, self._decoders)) if _is_local(self._decoders) else None
+        return _TokenPieces(partial(_piece, self._tokenizer, self._decoders)) if _is_local(self._decoders) else None
 
     @cached_property
     def pieces_without_special(self) -> Mapping[int, Piece] | None:
@@ -161,7 +161,7 @@ class Tokenizer:
             return None
         added = self._tokenizer.get_added_tokens_decoder().values()
         special = frozenset(token.content for token in added if token.special)
-        return _Pieces(partial(_piece, self._tokenizer, self._decoders, special=special))
+        return _TokenPieces(partial(_piece, self._tokenizer, self._decoders, special=special))
 
 
 def _encode(tokenizer: Any, text: str, special_tokens: bool) -> Encoding:
@@ -189,7 +189,7 @@ def _piece(tokenizer: Any, decoders: Sequence[Mapping[str, Any]], token: int, sp
     return text.removeprefix(_ANCHOR)
 
 
-class _Pieces(dict[int, Piece]):
+class _TokenPieces(dict[int, Piece]):
     """Filled on demand: requests use only part of a vocabulary."""
 
     def __init__(self, find: Callable[[int], Piece | None]) -> None:

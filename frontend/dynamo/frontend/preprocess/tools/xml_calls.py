@@ -40,7 +40,7 @@ class XmlFormat:
     """A newline after the opening tag of a value, and one before its closing tag, belong to the tags."""
 
 
-class _Tags:
+class _XmlMarkers:
     """The markers of a format, by where they can stand."""
 
     def __init__(self, form: XmlFormat) -> None:
@@ -60,7 +60,7 @@ def _name_end(ends: tuple[str, ...]) -> Markers:
 
 def xml_calls(form: XmlFormat) -> Callable[[Tools], XmlCalls]:
     """Return a function that makes parsers for a format."""
-    tags = _Tags(form)
+    tags = _XmlMarkers(form)
 
     def make(tools: Tools) -> XmlCalls:
         return XmlCalls(tools, tags)
@@ -74,7 +74,7 @@ class XmlCalls(Reader):
     A value has the type of the tool's schema: a string if the schema has none, or one that the value does not match.
     """
 
-    def __init__(self, tools: Tools, tags: _Tags) -> None:
+    def __init__(self, tools: Tools, tags: _XmlMarkers) -> None:
         super().__init__(self._content)
         self._tools = tools
         self._tags = tags

@@ -44,12 +44,12 @@ from dynamo.frontend.serving.dispatch.retry import (
     reason_of,
     was_lost_on_the_way,
 )
-from dynamo.frontend.serving.queue.admission import AdmissionQueue, Place
+from dynamo.frontend.serving.queue.admission import AdmissionQueue, QueuePosition
 from dynamo.frontend.serving.queue.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
+class _DispatchParts:
     """What all requests of a process are dispatched with."""
 
     candidates: Candidates
@@ -93,7 +93,7 @@ class Dispatcher:
         self.router = router
         self._timeout_s = settings.request_timeout_s
         self._clock = clock
-        self._shared = _Shared(
+        self._shared = _DispatchParts(
             candidates=Candidates(directory, retry.refusal_pause_s, clock),
             booker=Booker(router, client, _nothing if queue is None else queue.poke),
             queue=queue,
@@ -183,7 +183,7 @@ class DispatchedStream:
         "trailer",
     )
 
-    def __init__(self, shared: _Shared, work: Work, call: Call, deadline: float | None, attempts: Attempts) -> None:
+    def __init__(self, shared: _DispatchParts, work: Work, call: Call, deadline: float | None, attempts: Attempts) -> None:
         self._shared = shared
         self._work = work
         self._call = call
@@ -483,7 +483,7 @@ class DispatchedStream:
                 if (booking := self._book_unless_busy(candidates)) is not None:
                     return booking
 
-    def _place(self, queue: AdmissionQueue) -> Place:
+    def _place(self, queue: AdmissionQueue) -> QueuePosition:
         work, call = self._work, self._call
         return queue.place(
             work.model,

@@ -39,7 +39,7 @@ from dynamo.frontend.router.base import TooLate
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.serving.queue.fair_queue import FairQueue
 from dynamo.frontend.serving.queue.line_order import nearest_to_caches, rank_and_order, rank_of
-from dynamo.frontend.serving.queue.turns import Line, Turns
+from dynamo.frontend.serving.queue.turns import QueueTurns, Turns
 
 _RETRY_S = 0.02
 """Loads also change by reports, of which the queue is not notified."""
@@ -48,7 +48,7 @@ _BUSY_AT_ONCE = 8
 _PACE_WEIGHT = 0.2
 
 
-class Place:
+class QueuePosition:
     """One request's place in line; a context manager, at whose end the next request gets its turn."""
 
     __slots__ = (
@@ -69,7 +69,7 @@ class Place:
 
     def __init__(
         self,
-        line: _Line,
+        line: _ModelQueue,
         account: Account,
         rank: float,
         order: tuple[float, int],
@@ -79,7 +79,7 @@ class Place:
         instance: InstanceId | None,
     ) -> None:
         """`rank` is compared with those of other keys, `order` with those of the same key."""
-        self.displaced: tuple[Place, Overloaded] | None = None
+        self.displaced: tuple[QueuePosition, Overloaded] | None = None
         """The one that has to leave a full line for this one, and why."""
         self.missing_tokens = missing_tokens
         self.instance = instance
@@ -96,7 +96,7 @@ class Place:
         self._turn: asyncio.Future[None] | None = None
 
     def __lt__(self, other: object) -> bool:
-        return isinstance(other, Place) and self._order < other._order
+        return isinstance(other, QueuePosition) and self._order < other._order
 
     def __enter__(self) -> Self:
         if self.displaced is not None:
@@ -130,15 +130,15 @@ class Place:
             self._turn.set_exception(error)
 
 
-class _Line:
+class _ModelQueue:
     """The requests that wait for one model. At most one of them tries at a time."""
 
     def __init__(
         self,
         changed: Callable[[], None],
         refused: Callable[[str], None],
-        choose: Callable[[Sequence[Place]], Place] | None,
-        turns: Line,
+        choose: Callable[[Sequence[QueuePosition]], QueuePosition] | None,
+        turns: QueueTurns,
     ) -> None:
         self.interval_s = 0.0
         """Between two turns that led to an instance, smoothed; 0: not known yet."""
@@ -146,8 +146,8 @@ class _Line:
         self._turns = turns
         turns.heads = self._heads
         self._loop = asyncio.get_running_loop()
-        self._waiting: FairQueue[Place] = FairQueue()
-        self._trying: Place | None = None
+        self._waiting: FairQueue[QueuePosition] = FairQueue()
+        self._trying: QueuePosition | None = None
         self._timer: asyncio.TimerHandle | None = None
         """Until then no request tries."""
         self._busy: set[InstanceId] = set()
@@ -169,11 +169,11 @@ class _Line:
     def __len__(self) -> int:
         return len(self._waiting) + (self._trying is not None)
 
-    def before(self, place: Place) -> int:
+    def before(self, place: QueuePosition) -> int:
         """Return about how many requests have their turn earlier."""
         return self._waiting.before(place) + (self._trying is not None)
 
-    def less_important(self, place: Place) -> Place | None:
+    def less_important(self, place: QueuePosition) -> QueuePosition | None:
         """Return a less important request than `place`, or the last one of the key with the most.
 
         None if there is neither: all are as important, and `place`'s own key has as many.
@@ -183,13 +183,13 @@ class _Line:
             last = self._waiting.last_of_longest(place)
         return last
 
-    def displace(self, place: Place, error: Overloaded) -> None:
+    def displace(self, place: QueuePosition, error: Overloaded) -> None:
         """Let a request leave the line, with an error."""
         self.refused("full")
         self._waiting.remove(place)
         place.refuse(error)
 
-    def enter(self, place: Place) -> None:
+    def enter(self, place: QueuePosition) -> None:
         """A place waits for its turn, for the first time or after a try that failed."""
         failed = self._trying is place
         if failed:
@@ -211,7 +211,7 @@ class _Line:
         elif self._timer is None:
             self._timer = self._loop.call_later(_RETRY_S, self._again)
 
-    def leave(self, place: Place, *, served: bool) -> None:
+    def leave(self, place: QueuePosition, *, served: bool) -> None:
         if self._trying is place:
             self._trying = None
         elif place in self._waiting:
@@ -236,7 +236,7 @@ class _Line:
             self._trying = self._waiting.pop(first, self._choose, may)
             self._trying.call()
 
-    def _may_try(self, place: Place) -> bool:
+    def _may_try(self, place: QueuePosition) -> bool:
         return place.instance is None or place.instance not in self._busy
 
     def poke(self, instance: InstanceId) -> None:
@@ -292,7 +292,7 @@ class AdmissionQueue:
         self.looks_at_caches = policy is QueuePolicy.PREFIX
         self._changed = changed
         self._refused = refused
-        self._lines: dict[tuple[str, Role | None], _Line] = {}
+        self._lines: dict[tuple[str, Role | None], _ModelQueue] = {}
         self._loop = asyncio.get_running_loop()
 
     def waiting(self, model: str, role: Role | None = None) -> int:
@@ -320,7 +320,7 @@ class AdmissionQueue:
         deadline: float | None,
         missing_tokens: Callable[[], int | None] = lambda: None,
         instance: InstanceId | None = None,
-    ) -> Place:
+    ) -> QueuePosition:
         """Return a place in line, for which another request has to leave a full one when it is entered. Raises Overloaded.
 
         `tokens` are those of the prompt and of the expected response; `missing_tokens`: see `line_order`; `instance` is the
@@ -329,7 +329,7 @@ class AdmissionQueue:
         line = self._line(model, role)
         tokens = max(tokens, 1)
         rank, order = rank_and_order(self._policy, priority, tokens, line.number())
-        place = Place(line, account, rank, order, tokens, deadline, missing_tokens, instance)
+        place = QueuePosition(line, account, rank, order, tokens, deadline, missing_tokens, instance)
         if deadline is not None:
             wait_s = line.before(place) * line.interval_s
             left_s = deadline - self._loop.time()
@@ -353,10 +353,10 @@ class AdmissionQueue:
         for line in self._lines.values():
             line.poke(instance)
 
-    def _line(self, model: str, role: Role | None) -> _Line:
+    def _line(self, model: str, role: Role | None) -> _ModelQueue:
         line = self._lines.get((model, role))
         if line is None:
-            line = _Line(
+            line = _ModelQueue(
                 lambda: self._changed(model, self._all_waiting(model)),
                 lambda reason: self._refused(model, reason),
                 nearest_to_caches if self.looks_at_caches else None,

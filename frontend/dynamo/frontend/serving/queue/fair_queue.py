@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Generic, Protocol, TypeVar
 
 
-class Item(Protocol):
+class QueueItem(Protocol):
     """What waits. Items of one key are ordered by `<`."""
 
     @property
@@ -30,7 +30,7 @@ class Item(Protocol):
     def __lt__(self, other: object, /) -> bool: ...
 
 
-T = TypeVar("T", bound=Item)
+T = TypeVar("T", bound=QueueItem)
 
 
 class FairQueue(Generic[T]):

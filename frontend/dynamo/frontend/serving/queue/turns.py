@@ -48,7 +48,7 @@ Heads = Callable[[], Iterable[tuple[str, float]]]
 """Yields each key that waits, with the rank of its first request."""
 
 
-class Line:
+class QueueTurns:
     """The turns in one line."""
 
     def __init__(self, clock: Callable[[], float], waits: Callable[[], None]) -> None:
@@ -154,17 +154,17 @@ class Turns:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lines: dict[tuple[str, Role | None], Line] = {}
+        self._lines: dict[tuple[str, Role | None], QueueTurns] = {}
         self._on_wait: Callable[[], None] = _ignore
 
     def on_wait(self, callback: Callable[[], None]) -> None:
         """Call `callback` when a request waits."""
         self._on_wait = callback
 
-    def line(self, model: str, role: Role | None) -> Line:
+    def line(self, model: str, role: Role | None) -> QueueTurns:
         line = self._lines.get((model, role))
         if line is None:
-            line = self._lines[model, role] = Line(self._clock, lambda: self._on_wait())
+            line = self._lines[model, role] = QueueTurns(self._clock, lambda: self._on_wait())
         return line
 
     def published(self) -> list[LineTurns]:

@@ -53,7 +53,7 @@ from dynamo.frontend.serving.call import Stream, Work
 from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation, Prefill
 from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.request_scope import RequestScope
-from dynamo.frontend.serving.text.text_models import Detokenizer, TextModel, TextModels, Vocabulary
+from dynamo.frontend.serving.text.text_models import DeltaDecoder, TextModel, TextModels, Vocabulary
 
 _END_TOKENS = 16
 """Enough for the tags that a chat template ends with."""
@@ -61,7 +61,7 @@ _TURN_BYTES = 64 * 1024
 """Bytes of responses handled before other requests have their turns of the event loop: some thousand log probabilities."""
 
 
-class _Part:
+class _StreamPart:
     """What one stream generates: all choices, or, after they were moved, one of them."""
 
     __slots__ = ("is_moved", "is_placed", "migrations_left", "prompt", "reading", "stream", "waiting", "work")
@@ -136,12 +136,12 @@ class Generation:
         self._scope = scope
         self._stream: DispatchedStream
         """The one that the request began with; later it carries the first of the choices that were moved."""
-        self._parts: list[_Part] = []
+        self._parts: list[_StreamPart] = []
         """The parts that have not ended."""
         self._direct: Stream | None = None
         """The stream at the instance, while all that is expected of it is further tokens: `read` then reads it itself."""
         self._is_split = False
-        self._detokenizer: Detokenizer
+        self._detokenizer: DeltaDecoder
         self._vocabulary: Vocabulary
         self._prompt: GenerateRequest
         self._was_resumed = False
@@ -212,7 +212,7 @@ class Generation:
                 self._reasoning_end = tuple(end)
             work = self._work(self._prompt)
             self._stream = self._dispatcher.stream(work, self._call)
-            self._parts = [_Part(self._stream, work, self._prompt, self._migration_limit)]
+            self._parts = [_StreamPart(self._stream, work, self._prompt, self._migration_limit)]
         except BaseException as error:
             self._scope.fail(error)
             raise
@@ -288,7 +288,7 @@ class Generation:
             rest = self._rest(0)
             work = self._work(rest)
             self._stream = self._dispatcher.stream(work, self._call)
-            self._parts = [_Part(self._stream, work, rest, self._migration_limit)]
+            self._parts = [_StreamPart(self._stream, work, rest, self._migration_limit)]
             self._was_resumed = True
         return [] if text is None else [text]
 
@@ -308,7 +308,7 @@ class Generation:
         adapter = self._request.model if self._request.model in self._card.llm.adapters else prompt.adapter
         return msgspec.structs.replace(prompt, model=self._card.name, adapter=adapter, priority=self._call.priority)
 
-    async def _place(self, part: _Part) -> None:
+    async def _place(self, part: _StreamPart) -> None:
         """Decide which instances may respond; where there are prefill instances, one of them computes the prompt before."""
         part.is_placed = True
         placed = await self._disaggregation.place(part.work, part.prompt, self._call)
@@ -371,7 +371,7 @@ class Generation:
                 return deltas
         return []
 
-    async def _read(self, part: _Part) -> list[Delta]:
+    async def _read(self, part: _StreamPart) -> list[Delta]:
         """Return what the engine has generated for this part since the last call; [] at its end, or if it was split."""
         while True:
             try:
@@ -393,7 +393,7 @@ class Generation:
                 if complete or len(rest) != 1:  # of complete choices, only the end was lost
                     return [Delta(index=choice, finish_reason=FinishReason.LENGTH) for choice in complete]
 
-    async def _migrate(self, part: _Part, choices: list[int], error: Unavailable) -> None:
+    async def _migrate(self, part: _StreamPart, choices: list[int], error: Unavailable) -> None:
         """Let other instances generate the rest of these choices, each by itself. Raises `error` if that cannot be."""
         if self._prompt.sampling.guided is not None or self._prompt.conversation or part.migrations_left == 0:
             raise error
@@ -401,7 +401,8 @@ class Generation:
         await part.stream.move(error, rests[0][0])
         part.go_on(*rests[0])
         self._parts += [
-            _Part(part.stream.split(error, work), work, rest, part.migrations_left, is_moved=True) for work, rest in rests[1:]
+            _StreamPart(part.stream.split(error, work), work, rest, part.migrations_left, is_moved=True)
+            for work, rest in rests[1:]
         ]
         self._is_split = self._prompt.n > 1
 

@@ -23,7 +23,7 @@ _LONGEST_PAUSE_S = 30.0
 _LONGEST_WAIT_S = 60.0
 
 
-class Detokenizer(Protocol):
+class DeltaDecoder(Protocol):
     """The part of `preprocess.pipeline.Detokenizer` that a generation needs."""
 
     @property
@@ -61,7 +61,7 @@ class Vocabulary(Protocol):
 
 
 class TextModel(Protocol):
-    """The part of `preprocess.pipeline.TextModel` that a generation and the protocol edges need."""
+    """The part of `preprocess.pipeline.TextPipeline` that a generation and the protocol edges need."""
 
     @property
     def tokenizer(self) -> Vocabulary: ...
@@ -77,7 +77,7 @@ class TextModel(Protocol):
 
     async def to_generate(self, request: TextRequest, key: str = "") -> GenerateRequest: ...
 
-    def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> Detokenizer: ...
+    def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> DeltaDecoder: ...
 
 
 class TextLoader(Protocol):
@@ -115,7 +115,7 @@ def _key(card: ModelCard) -> _Key:
     )
 
 
-class _Entry:
+class _ModelText:
     def __init__(self, card: ModelCard) -> None:
         self.card = card
         self.is_ready = False
@@ -135,7 +135,7 @@ class TextModels:
     def __init__(self, loader: TextLoader) -> None:
         self._loader = loader
         self._callbacks: list[Callable[[str], None]] = []
-        self._entries: dict[_Key, _Entry] = {}
+        self._entries: dict[_Key, _ModelText] = {}
         self._registrations: Counter[_Key] = Counter()
         """How many registrations share each text side."""
         self._unregistered: set[_Key] = set()
@@ -208,12 +208,12 @@ class TextModels:
             raise _unavailable(card, "it is still being loaded") from None
         raise _unavailable(card, entry.problem)
 
-    def _add(self, key: _Key, card: ModelCard) -> _Entry:
-        entry = self._entries[key] = _Entry(card)
+    def _add(self, key: _Key, card: ModelCard) -> _ModelText:
+        entry = self._entries[key] = _ModelText(card)
         self._try_until_ready(entry, self._loader.prepare)
         return entry
 
-    async def _load(self, entry: _Entry) -> TextModel | None:
+    async def _load(self, entry: _ModelText) -> TextModel | None:
         try:
             return await self._loader.load(entry.card)
         except Exception as error:
@@ -224,11 +224,13 @@ class TextModels:
             self._changed(entry)
         return None
 
-    def _try_until_ready(self, entry: _Entry, attempt: Callable[[ModelCard], Awaitable[object]], pause_s: float = 0.0) -> None:
+    def _try_until_ready(
+        self, entry: _ModelText, attempt: Callable[[ModelCard], Awaitable[object]], pause_s: float = 0.0
+    ) -> None:
         work = self._until_ready(entry, attempt, pause_s)
         entry.task = self._tasks.create_task(work, name=f"load the tokenizer of {entry.card.name}")
 
-    async def _until_ready(self, entry: _Entry, attempt: Callable[[ModelCard], Awaitable[object]], pause_s: float) -> None:
+    async def _until_ready(self, entry: _ModelText, attempt: Callable[[ModelCard], Awaitable[object]], pause_s: float) -> None:
         while not entry.is_ready:
             await asyncio.sleep(pause_s)
             pause_s = min(max(pause_s * 2, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
@@ -240,7 +242,7 @@ class TextModels:
             entry.settled.set()
         self._changed(entry)
 
-    def _failed(self, entry: _Entry, error: Exception) -> None:
+    def _failed(self, entry: _ModelText, error: Exception) -> None:
         if isinstance(error, DynamoError):
             entry.problem = str(error)
             log.warning("the tokenizer of model %s could not be loaded: %s", entry.card.name, error)
@@ -248,7 +250,7 @@ class TextModels:
             entry.problem = "its files cannot be read"
             log.error("the tokenizer of model %s could not be loaded", entry.card.name, exc_info=error)
 
-    def _changed(self, entry: _Entry) -> None:
+    def _changed(self, entry: _ModelText) -> None:
         for callback in self._callbacks:
             callback(entry.card.name)
 

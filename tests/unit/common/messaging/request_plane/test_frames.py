@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.messaging.request_plane import frames
-from dynamo.common.messaging.request_plane.frames import Pieces
+from dynamo.common.messaging.request_plane.frames import BodyPieces
 
 ids = st.integers(0, 2**63)
 bodies = st.binary(max_size=400) | st.integers(4090, 70_000).map(lambda size: b"\x05" * size)
@@ -60,7 +60,7 @@ def test_hostile_messages_are_refused(hostile: bytes) -> None:
 
 @given(st.lists(st.binary(max_size=50), max_size=8), st.lists(st.integers(1, 60), min_size=1, max_size=40))
 def test_pieces_are_taken_in_order_and_completely(body: list[bytes], sizes: list[int]) -> None:
-    pieces = Pieces(body)
+    pieces = BodyPieces(body)
     taken = b"".join(b"".join(pieces.take(size)) for size in sizes)
     rest = b"".join(pieces.take(pieces.left))
     assert taken + rest == b"".join(body)

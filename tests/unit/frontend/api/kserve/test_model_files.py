@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
 from dynamo.common.process.work import finish
 from dynamo.common.repository import LoadRequest
-from dynamo.frontend.api.kserve.model_files import MAX_SETTINGS_BYTES, LoadMessage
+from dynamo.frontend.api.kserve.model_files import MAX_SETTINGS_BYTES, ModelLoadRequest
 from dynamo.frontend.api.kserve.repository_requests import load_request
 from dynamo.frontend.api.kserve.rest.model_files import cut_strings, load_from_json
 from dynamo.frontend.config import HttpOptions
@@ -36,7 +36,7 @@ def message(model: str = "m", **files: bytes) -> pb.RepositoryModelLoadRequest:
 
 
 def read(data: bytes) -> tuple[LoadRequest, dict[str, bytes]]:
-    parsed = LoadMessage.parse(data)
+    parsed = ModelLoadRequest.parse(data)
     request, files = load_request(parsed.head.model_name, parsed.parameters())
     assert isinstance(request, LoadRequest)
     return request, {name: b"".join(content) for name, content in files.items()}
@@ -58,7 +58,7 @@ def in_json(value: str) -> bytes:
 
 def test_long_files_of_a_message_stay_where_they_arrived() -> None:
     data = message(a=LONG, b=b"short", c=LONG[::-1]).SerializeToString()
-    parsed = LoadMessage.parse(data)
+    parsed = ModelLoadRequest.parse(data)
     assert {content.obj is data for content in parsed.contents.values()} == {True}
     assert len(parsed.contents) == 2 and parsed.head.ByteSize() < 1000
     assert read(data) == (LoadRequest(model="m", config="{}"), {"1/a": LONG, "1/b": b"short", "1/c": LONG[::-1]})
@@ -85,13 +85,13 @@ def test_what_is_beside_the_files_is_bounded(padding: str) -> None:
     else:
         data += b"\xfa\x7f\x80\x80\x80\x04" + bytes(8 * MIB)
     with pytest.raises(PayloadTooLarge, match="beside its files; at most 4194304 are allowed"):
-        LoadMessage.parse(data)
+        ModelLoadRequest.parse(data)
 
 
 def test_many_short_fields_are_refused_before_they_are_read() -> None:
     for data in (b"\x0a\x00" * MIB, message(a=LONG).SerializeToString() + b"\x0a\x00" * 9000):
         with pytest.raises(PayloadTooLarge, match="more than 8192 fields"):
-            LoadMessage.parse(data)
+            ModelLoadRequest.parse(data)
 
 
 @given(st.integers(0, 200_000), st.binary(min_size=1, max_size=4))
@@ -100,7 +100,7 @@ def test_a_message_that_was_tampered_with_is_refused_or_read_as_protobuf_does(po
     position %= len(whole)
     data = whole[:position] + noise + whole[position + len(noise) :]
     try:
-        parsed = LoadMessage.parse(data)
+        parsed = ModelLoadRequest.parse(data)
     except (InvalidRequest, PayloadTooLarge):
         return
     expected = pb.RepositoryModelLoadRequest.FromString(data).parameters

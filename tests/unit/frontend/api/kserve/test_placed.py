@@ -16,7 +16,7 @@ import pytest
 from dynamo.common.errors import RateLimited
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.kserve.regions import Region, Regions
+from dynamo.frontend.api.kserve.regions import ClientRegion, Regions
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.security.accounts import ANONYMOUS
@@ -146,7 +146,7 @@ async def test_memory_of_a_client_is_not_read_for_a_request_that_limits_refuse(
         raise AssertionError("it is read")
 
     monkeypatch.setattr(type(ANONYMOUS), "admit", refuse)
-    monkeypatch.setattr(Region, "read", read)
+    monkeypatch.setattr(ClientRegion, "read", read)
     async with door.infer() as refused:
         assert "too many at once" in await asyncio.wait_for(refused, 120)
     await until_free(door.capacity)

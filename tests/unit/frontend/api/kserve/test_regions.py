@@ -8,8 +8,8 @@ import pytest
 
 from dynamo.common.errors import AlreadyExists, EngineError, Forbidden, InvalidRequest, NotFound, PayloadTooLarge
 from dynamo.common.tensors.request import TensorRequest, parse_response
-from dynamo.frontend.api.kserve.placed import Place, find_places, is_placed, place
-from dynamo.frontend.api.kserve.regions import Region, Regions
+from dynamo.frontend.api.kserve.placed import RegionRange, find_places, is_placed, place
+from dynamo.frontend.api.kserve.regions import ClientRegion, Regions
 from dynamo.frontend.api.kserve.registrations import SharedRegistrations
 from dynamo.frontend.api.kserve.server import check_is_local
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
@@ -32,7 +32,7 @@ def regions(memory: Path) -> Iterator[Regions]:
     regions.close()
 
 
-def read(region: Region, offset: int, size: int) -> bytes:
+def read(region: ClientRegion, offset: int, size: int) -> bytes:
     room = bytearray(size)
     region.read(offset, memoryview(room))
     return bytes(room)
@@ -271,7 +271,7 @@ def test_an_output_that_does_not_fit_is_an_error(regions: Regions) -> None:
     regions.register("r", "memory", 0, SIZE)
     response = ModelInferResponse(raw_output_contents=[b"abc"])
     response.outputs.add(name="Y", datatype="UINT8", shape=[3])
-    places = {"Y": Place(regions.find("r", 0, 2), 0, 2)}
+    places = {"Y": RegionRange(regions.find("r", 0, 2), 0, 2)}
     with pytest.raises(EngineError, match=r"for output 'Y' \(2 bytes\) should be at least 3 bytes to hold the results"):
         place(response.SerializeToString(), places)
 

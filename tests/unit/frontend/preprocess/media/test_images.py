@@ -20,7 +20,7 @@ from dynamo.frontend.api.kserve.text import to_text_requests
 from dynamo.frontend.config import TextOptions
 from dynamo.frontend.preprocess.media.images import prompt_of_contents
 from dynamo.frontend.preprocess.offload import Offload
-from dynamo.frontend.preprocess.pipeline import TextModel
+from dynamo.frontend.preprocess.pipeline import TextPipeline
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.preprocess.text_files import TextFiles
 from dynamo.protos.inference_pb2 import ModelInferRequest
@@ -48,12 +48,12 @@ class Files:
         await self.get(key)
 
 
-async def seer(template: str = TEMPLATE, image_token: int | None = PLACE, **settings: Any) -> TextModel:
+async def seer(template: str = TEMPLATE, image_token: int | None = PLACE, **settings: Any) -> TextPipeline:
     info = LlmInfo(
         context_length=999, tokenizer="t", chat_template="c", modalities=("image",), image_token=image_token, **settings
     )
     model = await TextFiles(Files(template), TextOptions(), Offload()).load(ModelCard(name="seer", kind=ModelKind.LLM, llm=info))
-    assert isinstance(model, TextModel)
+    assert isinstance(model, TextPipeline)
     return model
 
 

@@ -18,7 +18,7 @@ from dynamo.frontend.api.declaration import Reads, changed, shown
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
 from dynamo.frontend.api.http.json_body import read_json
-from dynamo.frontend.api.http.management.routing import ErrorResponse
+from dynamo.frontend.api.http.management.routing import RoutingErrorResponse
 from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.names.rules import Fallback, Rule, Shadow, Sticky, Target, models_of
 from dynamo.frontend.names.table import Change
@@ -101,7 +101,7 @@ def name_operations(readiness: Readiness, change: Callable[[Change], Awaitable[N
             group="Names",
             request=Rule if method == "PUT" else None,
             response=response,
-            error=ErrorResponse,
+            error=RoutingErrorResponse,
         )
 
     return [

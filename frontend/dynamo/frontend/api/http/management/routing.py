@@ -74,7 +74,7 @@ class Decisions(Struct, frozen=True):
     decisions: list[DecisionRecord]
 
 
-class ErrorResponse(Struct, frozen=True):
+class RoutingErrorResponse(Struct, frozen=True):
     error: str
 
 
@@ -114,7 +114,7 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
             summary="When instances count as busy",
             group="Routing",
             response=AllThresholds,
-            error=ErrorResponse,
+            error=RoutingErrorResponse,
         ),
         Operation(
             path="/busy_threshold",
@@ -125,7 +125,7 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
             group="Routing",
             request=ThresholdsRequest,
             response=ModelThresholds,
-            error=ErrorResponse,
+            error=RoutingErrorResponse,
         ),
         Operation(
             method="GET",

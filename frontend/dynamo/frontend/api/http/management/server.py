@@ -43,7 +43,7 @@ class LinkState(StrEnum):
     """Not reached now; the last view is used."""
 
 
-class Links(Protocol):
+class LinkStates(Protocol):
     """The state of the connections to the systems behind the process."""
 
     @property
@@ -59,7 +59,7 @@ class Links(Protocol):
     def other_protocols(self) -> Sequence[int]: ...
 
 
-def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
+def health_operations(readiness: Readiness, links: LinkStates) -> list[Operation]:
     """`/live` says that the process runs, `/health` whether it can serve; `/health?instances=true` lists what it follows."""
 
     async def live(exchange: Exchange) -> None:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.declaration import shown
 from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
-from dynamo.frontend.api.http.management.routing import ErrorResponse
+from dynamo.frontend.api.http.management.routing import RoutingErrorResponse
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.security.ledger import Row
 from dynamo.frontend.security.surfaces import Surface
@@ -57,7 +57,7 @@ def usage_operations(read: ReadUsage) -> list[Operation]:
             summary="What each key has used of each model, by day",
             group="Usage",
             response=UsageReport,
-            error=ErrorResponse,
+            error=RoutingErrorResponse,
         )
     ]
 

@@ -22,10 +22,10 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import Spliced
 from dynamo.frontend.api.kserve.infer import all_text, infer
 from dynamo.frontend.api.kserve.named import serve_by_name
-from dynamo.frontend.api.kserve.rest.generate_requests import GenerateRequest, read_generate
+from dynamo.frontend.api.kserve.rest.generate_requests import RestGenerateRequest, read_generate
 from dynamo.frontend.api.kserve.rest.infer import begin
 from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
-from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, parameters_to_json, send_response, write_elements
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.text import to_text_requests
@@ -37,7 +37,7 @@ from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, Generation
 
 
-async def handle_generate(plane: DataPlane, server: KserveServer, exchange: Exchange, target: Target) -> None:
+async def handle_generate(plane: DataPlane, server: KserveServer, exchange: Exchange, target: ModelPath) -> None:
     parsed, caller = await _read(plane, exchange, target)
     if parsed.stream:
         raise InvalidRequest("generate returns one response; omit 'stream', or use generate_stream", param="stream")
@@ -51,7 +51,7 @@ async def handle_generate(plane: DataPlane, server: KserveServer, exchange: Exch
     await send_response(exchange, result, [])
 
 
-async def handle_generate_stream(plane: DataPlane, server: KserveServer, exchange: Exchange, target: Target) -> None:
+async def handle_generate_stream(plane: DataPlane, server: KserveServer, exchange: Exchange, target: ModelPath) -> None:
     parsed, caller = await _read(plane, exchange, target)
 
     async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> None:
@@ -62,7 +62,7 @@ async def handle_generate_stream(plane: DataPlane, server: KserveServer, exchang
 
 
 async def _respond_with_events(
-    plane: DataPlane, exchange: Exchange, parsed: GenerateRequest, card: ModelCard, call: Call
+    plane: DataPlane, exchange: Exchange, parsed: RestGenerateRequest, card: ModelCard, call: Call
 ) -> None:
     async with exchange.attended(), exchange.events() as stream:
         if card.kind is ModelKind.LLM and parsed.stream is not False:
@@ -87,7 +87,7 @@ async def _write_batch(exchange: Exchange, stream: EventStream, batch: Sequence[
             await stream.write_pieces(events)
 
 
-async def _read(plane: DataPlane, exchange: Exchange, target: Target) -> tuple[GenerateRequest, Caller]:
+async def _read(plane: DataPlane, exchange: Exchange, target: ModelPath) -> tuple[RestGenerateRequest, Caller]:
     caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
@@ -104,7 +104,7 @@ def _event(text: Sequence[bytes]) -> list[bytes]:
 
 
 async def _single_response(
-    plane: DataPlane, exchange: Exchange, parsed: GenerateRequest, card: ModelCard, call: Call
+    plane: DataPlane, exchange: Exchange, parsed: RestGenerateRequest, card: ModelCard, call: Call
 ) -> list[bytes]:
     """Return the pieces of the response as JSON."""
     if card.kind is ModelKind.LLM:
@@ -150,7 +150,7 @@ def _write(response: ModelResponse, long: Spliced | None = None) -> Work[list[by
 # Language models
 
 
-async def _all_text(plane: DataPlane, parsed: GenerateRequest, card: ModelCard, call: Call) -> dict[str, Any]:
+async def _all_text(plane: DataPlane, parsed: RestGenerateRequest, card: ModelCard, call: Call) -> dict[str, Any]:
     texts = to_text_requests(parsed.request, card)
     writer = await _writer(plane, call.account, parsed, card, texts)
     choices: list[list[TextDelta]] = []
@@ -159,7 +159,7 @@ async def _all_text(plane: DataPlane, parsed: GenerateRequest, card: ModelCard, 
     return writer.whole(choices)
 
 
-async def _stream_text(plane: DataPlane, parsed: GenerateRequest, card: ModelCard, call: Call, stream: EventStream) -> None:
+async def _stream_text(plane: DataPlane, parsed: RestGenerateRequest, card: ModelCard, call: Call, stream: EventStream) -> None:
     texts = to_text_requests(parsed.request, card)
     if len(texts) * texts[0].n != 1:
         raise InvalidRequest("generate_stream streams one choice of one prompt; send several requests, or use generate")
@@ -176,7 +176,7 @@ async def _write_texts(generation: Generation, writer: _TextWriter, stream: Even
 
 
 async def _writer(
-    plane: DataPlane, account: Account, parsed: GenerateRequest, card: ModelCard, texts: Sequence[TextRequest]
+    plane: DataPlane, account: Account, parsed: RestGenerateRequest, card: ModelCard, texts: Sequence[TextRequest]
 ) -> _TextWriter:
     tokens = None
     if texts[0].logprobs is not None:
@@ -187,7 +187,7 @@ async def _writer(
 class _TextWriter:
     """Serializes generated text. What is the same in all events is encoded once."""
 
-    def __init__(self, parsed: GenerateRequest, card: ModelCard, tokens: TokenTexts | None) -> None:
+    def __init__(self, parsed: RestGenerateRequest, card: ModelCard, tokens: TokenTexts | None) -> None:
         head = parsed.request.head
         self._fields: dict[str, Any] = {"id": head.id} if head.id else {}
         self._fields["model_name"] = head.model_name

@@ -34,7 +34,7 @@ _MAX_FIELDS = MAX_TENSORS + MAX_PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class RestGenerateRequest:
     request: TensorRequest
     stream: bool | None = None
     """The flag `stream` of a language model's request; None if it is not set."""
@@ -42,7 +42,7 @@ class GenerateRequest:
     """Whether the response has the finish reason and, if requested, the log probabilities of its tokens."""
 
 
-def read_generate(body: bytes, card: ModelCard, model: str, version: str, bounds: HttpOptions) -> Work[GenerateRequest]:
+def read_generate(body: bytes, card: ModelCard, model: str, version: str, bounds: HttpOptions) -> Work[RestGenerateRequest]:
     """Return the request in a JSON body. Raises InvalidRequest, PayloadTooLarge."""
     cut = CutBody(body, {})
     if len(body) > SHORT_BYTES and card.kind is not ModelKind.LLM:
@@ -62,7 +62,7 @@ def read_generate(body: bytes, card: ModelCard, model: str, version: str, bounds
                 raws.append((yield from _tensor(head, specs[name], cut.restored(value))))
             else:
                 set_parameter(head.parameters[name], name, value)
-        return GenerateRequest((yield from assembled(head, raws, bounds)))
+        return RestGenerateRequest((yield from assembled(head, raws, bounds)))
     except UnicodeEncodeError:
         raise InvalidRequest("the body has text with half a surrogate pair, which is no character") from None
 
@@ -116,7 +116,7 @@ def _fitted(declared: Sequence[int], count: int) -> list[int]:
 # Language models
 
 
-def _text_request(head: ModelInferRequest, fields: dict[str, Any]) -> GenerateRequest:
+def _text_request(head: ModelInferRequest, fields: dict[str, Any]) -> RestGenerateRequest:
     if "stream" in fields and "streaming" in fields:
         raise InvalidRequest("'streaming' and 'stream' mean the same; send one of them", param="stream")
     stream = _flag(fields, "stream") if "stream" in fields else _flag(fields, "streaming")
@@ -131,7 +131,7 @@ def _text_request(head: ModelInferRequest, fields: dict[str, Any]) -> GenerateRe
                 raws.append(to_raw(texts, datatype_named("BYTES"), [len(texts)], f"input '{name}'"))
         else:
             set_parameter(head.parameters[name], name, value)
-    return GenerateRequest(TensorRequest.build(head, raws), stream, details or "logprobs" in fields)
+    return RestGenerateRequest(TensorRequest.build(head, raws), stream, details or "logprobs" in fields)
 
 
 def _flag(fields: dict[str, Any], name: str) -> bool | None:

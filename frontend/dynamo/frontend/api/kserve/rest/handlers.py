@@ -11,7 +11,7 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.rest.generate import handle_generate, handle_generate_stream
 from dynamo.frontend.api.kserve.rest.infer import handle_infer
-from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.repository import handle_index, handle_load, handle_unload
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.words import check_version
@@ -36,7 +36,7 @@ class Handlers:
         await exchange.respond(b"", 200 if self._readiness.is_server_ready() else 400, _PLAIN)
 
     async def model_ready(self, exchange: Exchange) -> None:
-        target = Target.of(exchange.parameters)
+        target = ModelPath.of(exchange.parameters)
         if self._readiness.is_model_ready(target.model, check_version(target.version)):
             return await exchange.respond(b"", 200, _PLAIN)
         raise InvalidRequest("Model version not ready")
@@ -47,7 +47,7 @@ class Handlers:
         await exchange.respond(self._server)
 
     async def model(self, exchange: Exchange) -> None:
-        target = Target.of(exchange.parameters)
+        target = ModelPath.of(exchange.parameters)
         card = self._readiness.plane.described(exchange.account, target.model, check_version(target.version))
         metadata = to_json(kserve_messages.model_metadata(card, target.version))
         if not metadata["properties"]:
@@ -55,12 +55,12 @@ class Handlers:
         await _send(exchange, metadata)
 
     async def config(self, exchange: Exchange) -> None:
-        target = Target.of(exchange.parameters)
+        target = ModelPath.of(exchange.parameters)
         card = self._readiness.plane.described(exchange.account, target.model, check_version(target.version))
         await _send(exchange, to_json(kserve_messages.model_config(card).config))
 
     async def statistics(self, exchange: Exchange) -> None:
-        target = Target.of(exchange.parameters)
+        target = ModelPath.of(exchange.parameters)
         statistics = await kserve_messages.statistics(self._readiness.plane, exchange.account, target.model, target.version)
         await _send(exchange, to_json(statistics))
 
@@ -70,21 +70,21 @@ class Handlers:
         await handle_index(self._readiness, exchange, exchange.method)
 
     async def load(self, exchange: Exchange) -> None:
-        await handle_load(self._readiness, exchange, Target.of(exchange.parameters))
+        await handle_load(self._readiness, exchange, ModelPath.of(exchange.parameters))
 
     async def unload(self, exchange: Exchange) -> None:
-        await handle_unload(self._readiness, exchange, Target.of(exchange.parameters))
+        await handle_unload(self._readiness, exchange, ModelPath.of(exchange.parameters))
 
     # Inference
 
     async def infer(self, exchange: Exchange) -> None:
-        await handle_infer(self._readiness.plane, self._state, exchange, Target.of(exchange.parameters))
+        await handle_infer(self._readiness.plane, self._state, exchange, ModelPath.of(exchange.parameters))
 
     async def generate(self, exchange: Exchange) -> None:
-        await handle_generate(self._readiness.plane, self._state, exchange, Target.of(exchange.parameters))
+        await handle_generate(self._readiness.plane, self._state, exchange, ModelPath.of(exchange.parameters))
 
     async def generate_stream(self, exchange: Exchange) -> None:
-        await handle_generate_stream(self._readiness.plane, self._state, exchange, Target.of(exchange.parameters))
+        await handle_generate_stream(self._readiness.plane, self._state, exchange, ModelPath.of(exchange.parameters))
 
 
 async def _send(exchange: Exchange, body: object, status: int = 200) -> None:

@@ -7,7 +7,7 @@ import msgspec
 from dynamo.common.errors import PayloadTooLarge
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard
-from dynamo.common.observability.reception import Edge
+from dynamo.common.observability.reception import EdgeProtocol
 from dynamo.common.process.work import finish
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import Buffer
@@ -19,7 +19,7 @@ from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import Places, is_placed, place_outputs
 from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, SEND_BINARY, split
 from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
-from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.requests import read_request
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, send_response, write_response
 from dynamo.frontend.api.kserve.server import KserveServer
@@ -29,7 +29,7 @@ from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
 
 
-async def handle_infer(plane: DataPlane, server: KserveServer, exchange: Exchange, target: Target) -> None:
+async def handle_infer(plane: DataPlane, server: KserveServer, exchange: Exchange, target: ModelPath) -> None:
     caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
     exchange.request_id = caller.request_id
     exchange.explanation = caller.explanation
@@ -79,7 +79,7 @@ def begin(
     server: KserveServer, exchange: Exchange, caller: Caller, request: TensorRequest, card: ModelCard, request_type: RequestType
 ) -> Call:
     """Return the call of a request, and set its id for the log and the response's headers."""
-    caller = server.timed(caller, card.name, Edge.HTTP, exchange.began_ns, exchange.body_read_ns)
+    caller = server.timed(caller, card.name, EdgeProtocol.HTTP, exchange.began_ns, exchange.body_read_ns)
     call = call_for(request, card, caller, request_type)
     exchange.request_id = call.request_id
     logged_id.set(call.request_id)

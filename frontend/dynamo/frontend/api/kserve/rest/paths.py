@@ -13,7 +13,7 @@ from dynamo.frontend.api.http.errors import PathNotFound
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ModelPath:
     """The model, its version and the repository that a path names; empty where it names none."""
 
     model: str = ""
@@ -21,7 +21,7 @@ class Target:
     repository: str = ""
 
     @classmethod
-    def of(cls, parameters: Mapping[str, str]) -> Target:
+    def of(cls, parameters: Mapping[str, str]) -> ModelPath:
         """Raises PathNotFound for a version that is no number."""
         version = parameters.get("version", "")
         if version and not (version.isascii() and version.isdecimal()):

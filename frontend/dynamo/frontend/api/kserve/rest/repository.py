@@ -12,7 +12,7 @@ from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.repository_requests import check_repository, unload_request_from_json
 from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
 from dynamo.frontend.api.kserve.rest.model_files import LongStrings, cut_strings, load_from_json
-from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.requests import object_of, read_object
 from dynamo.protos.inference_pb2 import RepositoryIndexResponse
 
@@ -29,7 +29,7 @@ async def handle_index(readiness: Readiness, exchange: Exchange, method: str) ->
     await exchange.respond(orjson.dumps(entries))
 
 
-async def handle_load(readiness: Readiness, exchange: Exchange, target: Target) -> None:
+async def handle_load(readiness: Readiness, exchange: Exchange, target: ModelPath) -> None:
     """Load a model, and send an empty response once it is loaded."""
     check_repository(target.repository)
     body = await exchange.decompressed_body()
@@ -39,7 +39,7 @@ async def handle_load(readiness: Readiness, exchange: Exchange, target: Target) 
     await exchange.respond(b"")
 
 
-async def handle_unload(readiness: Readiness, exchange: Exchange, target: Target) -> None:
+async def handle_unload(readiness: Readiness, exchange: Exchange, target: ModelPath) -> None:
     """Unload a model, and send an empty response once it is unloaded."""
     check_repository(target.repository)
     request = unload_request_from_json(target.model, await _object(exchange))

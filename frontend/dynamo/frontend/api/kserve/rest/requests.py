@@ -137,7 +137,7 @@ def _json_request(parts: Parts, model: str, version: str, bounds: HttpOptions) -
     position = 0
     for tensor in message.inputs:
         raw = _input(head, tensor, body, parts.binary[position:])
-        if isinstance(raw, LongData):
+        if isinstance(raw, LongArray):
             raws.append((yield from long_tensor(raw.data, raw.kind, tensor.shape, raw.what)))
         elif raw is not None:
             position += len(raw) if _size(tensor) is not None else 0
@@ -294,7 +294,7 @@ def _size(tensor: InputTensor[Any]) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class LongData:
+class LongArray:
     """Data of a tensor that is to be decoded in steps."""
 
     data: memoryview | list[Any]
@@ -302,7 +302,7 @@ class LongData:
     what: str
 
 
-def _input(head: ModelInferRequest, tensor: InputTensor[Any], body: CutBody, left: memoryview) -> Buffer | LongData | None:
+def _input(head: ModelInferRequest, tensor: InputTensor[Any], body: CutBody, left: memoryview) -> Buffer | LongArray | None:
     """Add an input to `head`, and return its data in raw form; that of a binary tensor is the beginning of `left`.
 
     Returns None for an input in shared memory.
@@ -318,7 +318,7 @@ def _input(head: ModelInferRequest, tensor: InputTensor[Any], body: CutBody, lef
         if tensor.data is not msgspec.UNSET:
             kind, data = datatype_named(tensor.datatype, what), body.restored(tensor.data)
             if isinstance(data, memoryview) or (isinstance(data, list) and len(data) > LONG_ELEMENTS):
-                return LongData(data, kind, what)
+                return LongArray(data, kind, what)
             return to_raw(data, kind, shape, what)
         if "shared_memory_region" in into.parameters:
             return None

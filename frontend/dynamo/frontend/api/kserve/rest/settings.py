@@ -8,7 +8,7 @@ from dynamo.common.errors import InvalidRequest, Unsupported
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve.rest.json_types import as_array, as_boolean, as_string, as_unsigned
-from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.requests import read_object
 from dynamo.frontend.api.kserve.server import NO_CUDA, KserveServer, check_cuda, check_traced
 from dynamo.frontend.api.kserve.settings import LOG_FLAGS, TRACE_NUMBERS, LogValue, Values
@@ -23,7 +23,7 @@ class SettingHandlers:
         self._server = server
 
     async def trace(self, exchange: Exchange) -> None:
-        target = Target.of(exchange.parameters)
+        target = ModelPath.of(exchange.parameters)
         check_traced(self._readiness.plane, exchange.account, target.model)
         changes = await _object(exchange) if exchange.method == "POST" else {}
         settings = {key: _trace_values(key, value) for key, value in changes.items()}

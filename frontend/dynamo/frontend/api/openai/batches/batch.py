@@ -87,7 +87,7 @@ class Batch(Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class BatchLine(Struct, frozen=True, kw_only=True):
     """A request of a batch."""
 
     custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -97,7 +97,7 @@ class Line(Struct, frozen=True, kw_only=True):
     """Not parsed: the endpoint does that."""
 
 
-class _Flags(Struct, frozen=True):
+class _ForbiddenFlags(Struct, frozen=True):
     """What a body must not ask for."""
 
     stream: Raw = Raw()
@@ -217,8 +217,8 @@ class InvalidBatch(Exception):
         self.problems = problems
 
 
-_lines = msgspec.json.Decoder(Line)
-_flags = msgspec.json.Decoder(_Flags)
+_lines = msgspec.json.Decoder(BatchLine)
+_flags = msgspec.json.Decoder(_ForbiddenFlags)
 _waiting = msgspec.json.Decoder(Waiting)
 _owned = msgspec.json.Decoder(Owned)
 _segments = msgspec.json.Decoder(Segment)
@@ -229,13 +229,13 @@ def _listed(record: bytes) -> _Listed:
     return _Listed(owned.batch, len(record) + owned.results_bytes)
 
 
-def parse_lines(content: bytes, endpoint: str, max_line_bytes: int) -> list[Line]:
+def parse_lines(content: bytes, endpoint: str, max_line_bytes: int) -> list[BatchLine]:
     """Return the lines of an input file, whose requests are no copies of it. Raises InvalidBatch.
 
     A longer line than `max_line_bytes` is not looked into, nor what follows it.
     """
     problems: list[Problem] = []
-    lines: dict[str, Line] = {}
+    lines: dict[str, BatchLine] = {}
     for number, (text, is_blank) in enumerate(_split(content, max_line_bytes), 1):
         if number > 2 * MAX_LINES or len(lines) > MAX_LINES:
             problems.append(Problem(f"the file has more than {MAX_LINES} lines", code="too_many_tasks"))
@@ -290,7 +290,7 @@ class _Invalid(Exception):
         self.code = code
 
 
-def _parse_line(text: memoryview, endpoint: str) -> Line:
+def _parse_line(text: memoryview, endpoint: str) -> BatchLine:
     try:
         line = _lines.decode(text)
         flags = _flags.decode(line.body)

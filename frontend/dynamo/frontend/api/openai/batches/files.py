@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge
-from dynamo.common.messaging.jetstream.records import Content, RecordStore
+from dynamo.common.messaging.jetstream.records import RecordContent, RecordStore
 from dynamo.common.names import encode
 from dynamo.frontend.api.declaration import MAX_FILE_BYTES
 from dynamo.frontend.api.openai.batches.index import Index
@@ -98,7 +98,7 @@ class Files:
             raise FileNotFound(id)
         return record.value
 
-    async def open(self, owner: str, id: str) -> Content:
+    async def open(self, owner: str, id: str) -> RecordContent:
         """Return the content, to be read in pieces. Raises FileNotFound."""
         content = await self._records().open(self._content_key(owner, id)) if _ID.fullmatch(id) else None
         if content is None:

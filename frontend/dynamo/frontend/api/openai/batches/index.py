@@ -18,7 +18,7 @@ MAX_ITEMS = 50_000
 """Items kept in memory, of all API keys together, or of the key that asked last if that has more."""
 
 
-class Item(Protocol):
+class IndexedItem(Protocol):
     @property
     def id(self) -> str: ...
 
@@ -26,7 +26,7 @@ class Item(Protocol):
     def created_at(self) -> int: ...
 
 
-ItemType = TypeVar("ItemType", bound=Item)
+ItemType = TypeVar("ItemType", bound=IndexedItem)
 
 
 @dataclass(slots=True)
@@ -82,5 +82,5 @@ class Index(Generic[ItemType]):
             count -= len(items.by_key)
 
 
-def _order(item: Item) -> tuple[int, str]:
+def _order(item: IndexedItem) -> tuple[int, str]:
     return -item.created_at, item.id

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from dynamo.frontend.security.accounts import Account, Ticket
 from dynamo.frontend.security.derived_accounts import SameAccount
-from dynamo.frontend.security.ledger import Usage
+from dynamo.frontend.security.ledger import UsageCounts
 
 
 class LineAccount(SameAccount):
@@ -21,14 +21,14 @@ class LineAccount(SameAccount):
         """`admitted` is called whenever the key's limits have admitted a part of the request."""
         super().__init__(account)
         self._admitted = admitted
-        self._used: list[tuple[str, Usage]] = []
+        self._used: list[tuple[str, UsageCounts]] = []
 
     def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
         ticket = super().admit(model, request, sequences)
         self._admitted()
         return ticket
 
-    def record(self, model: str, usage: Usage) -> None:
+    def record(self, model: str, usage: UsageCounts) -> None:
         self._used.append((model, usage))
 
     def settle(self) -> None:

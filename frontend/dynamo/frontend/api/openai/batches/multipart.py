@@ -17,7 +17,7 @@ _MAX_PARAMETERS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FormPart:
     """One field of a form."""
 
     name: str
@@ -26,20 +26,20 @@ class Part:
     content: bytes
 
 
-def parse_form(content_type: str, body: bytes) -> dict[str, Part]:
+def parse_form(content_type: str, body: bytes) -> dict[str, FormPart]:
     """Return the fields of a form by name, the first of each. Raises InvalidRequest."""
     header = Message()
     header["content-type"] = content_type[:_MAX_HEADER_BYTES]
     boundary = _parameter(header, "content-type", "boundary")
     if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or not 1 <= len(boundary) <= 70:
         raise InvalidRequest(f"the content type is {content_type[:80]!r}; it must be 'multipart/form-data' with a boundary")
-    parts: dict[str, Part] = {}
+    parts: dict[str, FormPart] = {}
     for part in _parts(body, b"--" + boundary.encode("latin-1", "replace")):
         parts.setdefault(part.name, part)
     return parts
 
 
-def _parts(body: bytes, delimiter: bytes) -> Iterator[Part]:
+def _parts(body: bytes, delimiter: bytes) -> Iterator[FormPart]:
     position = body.find(delimiter)
     for _ in range(_MAX_PARTS):
         start = position + len(delimiter)
@@ -53,7 +53,7 @@ def _parts(body: bytes, delimiter: bytes) -> Iterator[Part]:
         name, filename = (_parameter(head, "content-disposition", key) for key in ("name", "filename"))
         if not isinstance(name, str):
             raise InvalidRequest("a part of the form has no name")
-        yield Part(name, "" if filename is None else collapse_rfc2231_value(filename), body[head_end + 4 : end])
+        yield FormPart(name, "" if filename is None else collapse_rfc2231_value(filename), body[head_end + 4 : end])
         position = end + 2
     else:
         raise InvalidRequest(f"the form has more than {_MAX_PARTS} parts")

@@ -39,10 +39,10 @@ from dynamo.frontend.api.openai.batches.batch import (
     SEGMENT_LINES,
     Batch,
     Batches,
+    BatchLine,
     BatchNotFound,
     Begun,
     InvalidBatch,
-    Line,
     Lines,
     Owned,
     Problem,
@@ -286,7 +286,7 @@ class BatchRunner:
                 left_out = "output_too_large" if _is_full(done) else ""
         return batch if batch.status in ENDED else await self._finish(owner, batch, lines, done, left_out)
 
-    async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[Line]:
+    async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[BatchLine]:
         content = await self._files.content(owner, batch.input_file_id, hold)
         return await self._thread.run(parse_lines, content, batch.endpoint, self._settings.body_limit(Reads.JSON))
 
@@ -298,7 +298,9 @@ class BatchRunner:
 
         return await self._batches.succeeded(owner, batch.id, results_bytes, counted)
 
-    async def _finish(self, owner: str, batch: Batch, lines: Sequence[Line], done: Mapping[int, Segment], left_out: str) -> Batch:
+    async def _finish(
+        self, owner: str, batch: Batch, lines: Sequence[BatchLine], done: Mapping[int, Segment], left_out: str
+    ) -> Batch:
         """Write the files of a batch, whether or not it has all its results; return it as it is then.
 
         `left_out` is the code of why the others are not carried out, or empty.
@@ -330,7 +332,7 @@ class BatchRunner:
 
         return await self._batches.change(owner, batch.id, ended, filed_bytes=sum(map(len, kept.values())))
 
-    async def _of_missing(self, owner: str, batch: Batch, lines: Sequence[Line], code: str) -> bytes:
+    async def _of_missing(self, owner: str, batch: Batch, lines: Sequence[BatchLine], code: str) -> bytes:
         """Return what the error file has of lines that were not carried out: nothing if the key may not store so much more."""
         pieces: list[bytes] = []
         for begin in range(0, len(lines), _RESULTS_PER_STEP):
@@ -349,14 +351,16 @@ class BatchRunner:
             owner, batch.id, lambda batch: replace(batch, status="failed", failed_at=now, errors=Problems(problems))
         )
 
-    async def _segment(self, account: Account, owned: Owned, number: int, lines: Sequence[Line], room: ResultRoom) -> Segment:
+    async def _segment(
+        self, account: Account, owned: Owned, number: int, lines: Sequence[BatchLine], room: ResultRoom
+    ) -> Segment:
         """Carry out a segment, keep its results, and return them. Raises Unavailable if others have done so, and Overloaded."""
         batch, first = owned.batch, number * SEGMENT_LINES
         own = lines[first : first + SEGMENT_LINES]
         is_suspect = owned.is_suspect(Lines(first, first + len(own)))
         turns = AdmissionTurns(partial(self._is_wanted, account.name, batch.id), POLL_S)
 
-        def carried_out(index: int, line: Line) -> Coroutine[Any, Any, _Outcome]:
+        def carried_out(index: int, line: BatchLine) -> Coroutine[Any, Any, _LineOutcome]:
             position = Lines(index, index + 1)
             if owned.ends_frontends(position):
                 return _not_again(batch, line)
@@ -402,20 +406,20 @@ class BatchRunner:
         self,
         account: Account,
         batch: Batch,
-        line: Line,
+        line: BatchLine,
         turns: AdmissionTurns,
         room: ResultRoom,
         alone: Callable[[], AbstractAsyncContextManager[None]],
-    ) -> _Outcome:
+    ) -> _LineOutcome:
         """Carry out a line, each time within `alone`."""
         operation = self._operations[batch.endpoint]
         pause_s, retries = FIRST_PAUSE_S, 0
         while True:
             async with turns.turn() as end_turn, alone(), self._lines.slot(account):
                 if not turns.is_wanted:
-                    return _Outcome(_result(batch.id, line, None, "batch_cancelled"), is_good=False, is_abandoned=True)
+                    return _LineOutcome(_result(batch.id, line, None, "batch_cancelled"), is_good=False, is_abandoned=True)
                 if not await room.is_left():
-                    return _Outcome(_result(batch.id, line, None, "output_too_large"), is_good=False, is_abandoned=True)
+                    return _LineOutcome(_result(batch.id, line, None, "output_too_large"), is_good=False, is_abandoned=True)
                 line_account = LineAccount(account, end_turn)
                 timeout_s = max(1, batch.expires_at - self._batches.now)
                 request_id = _line_id(batch.id, line)
@@ -442,8 +446,8 @@ class BatchRunner:
                 "output_too_large",
                 "what the batch, or the API key, may store leaves no room for the result",
             )
-            return _Outcome(text, is_good=False, account=line_account)
-        return _Outcome(result, is_good=status < 400, account=line_account)
+            return _LineOutcome(text, is_good=False, account=line_account)
+        return _LineOutcome(result, is_good=status < 400, account=line_account)
 
     async def _call(
         self, account: Account, operation: Operation, body: bytes, request_id: str, timeout_s: int
@@ -494,7 +498,7 @@ class BatchRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _LineOutcome:
     """What became of a line."""
 
     text: str
@@ -506,10 +510,10 @@ class _Outcome:
     """Whether it was not carried out since the batch was cancelled, or has no room for its result."""
 
 
-async def _not_again(batch: Batch, line: Line) -> _Outcome:
+async def _not_again(batch: Batch, line: BatchLine) -> _LineOutcome:
     """Return the outcome of a line at which too many frontends ended."""
     why = f"{MAX_ENDED} frontends ended, or lost their leases, while they carried out this request"
-    return _Outcome(_result(batch.id, line, None, _ENDED, why), is_good=False)
+    return _LineOutcome(_result(batch.id, line, None, _ENDED, why), is_good=False)
 
 
 def _is_full(done: Mapping[int, Segment]) -> bool:
@@ -519,11 +523,11 @@ def _is_full(done: Mapping[int, Segment]) -> bool:
     )
 
 
-def _line_id(batch: str, line: Line) -> str:
+def _line_id(batch: str, line: BatchLine) -> str:
     return f"batch_req_{hashlib.sha256(f'{batch} {line.custom_id}'.encode()).hexdigest()[:32]}"
 
 
-def _result(batch: str, line: Line, response: tuple[int, bytes] | None, code: str = "", why: str = _NOT_REACHED) -> str:
+def _result(batch: str, line: BatchLine, response: tuple[int, bytes] | None, code: str = "", why: str = _NOT_REACHED) -> str:
     """Return a line of the output or error file; without a response, one of an error."""
     id = _line_id(batch, line)
     result: dict[str, Any] = {"id": id, "custom_id": line.custom_id, "response": None, "error": None}

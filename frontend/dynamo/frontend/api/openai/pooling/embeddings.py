@@ -37,7 +37,7 @@ from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.metrics import RequestType
-from dynamo.frontend.security.ledger import Usage
+from dynamo.frontend.security.ledger import UsageCounts
 from dynamo.protos.inference_pb2 import ModelInferRequest
 
 TOKENS_INPUT = "token_ids"
@@ -83,7 +83,7 @@ class EmbeddingsEndpoint:
             reading = from_tensors(response, len(inputs))
             vectors, tokens = await exchange.in_steps(reading) if is_long else finish(reading)
             call.account.take_tokens(tokens)
-            call.account.record(model, Usage(prompt_tokens=tokens))
+            call.account.record(model, UsageCounts(prompt_tokens=tokens))
             rows = vectors if request.dimensions is None else (shorten(row, request.dimensions) for row in vectors)
             packed = request.encoding_format == "base64"
             writing = rows_to_json(rows, lambda index, row: Embedding(index=index, embedding=row), packed=packed)

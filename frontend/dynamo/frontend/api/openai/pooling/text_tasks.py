@@ -57,7 +57,7 @@ from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
-from dynamo.frontend.security.ledger import Usage
+from dynamo.frontend.security.ledger import UsageCounts
 
 R = TypeVar("R", bound=TaskRequest)
 
@@ -164,7 +164,7 @@ class TextTask(Generic[R]):
             async with exchange.attended():
                 response = await self._serve(request, numbers)
             call.account.take_tokens(numbers.tokens)
-            call.account.record(model, Usage(prompt_tokens=numbers.tokens))
+            call.account.record(model, UsageCounts(prompt_tokens=numbers.tokens))
             await exchange.respond_in_pieces(response, (JSON,))
 
         await serve_by_name(plane, caller, name, attempt, exchange.has_begun, user=request.user)

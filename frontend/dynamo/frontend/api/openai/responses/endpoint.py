@@ -56,7 +56,7 @@ _FIELDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class _ResponseWork:
     """A request of the Responses API, ready to be tried on a model."""
 
     request: ResponsesRequest
@@ -97,7 +97,7 @@ class Responses:
         id = new_response_id()
         continued, items, added = await self._with_history(exchange, request, id)
         chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, continued.to_chat), exchange.account)
-        work = _Work(
+        work = _ResponseWork(
             request=request,
             chat=chat,
             id=id,
@@ -182,7 +182,7 @@ class Responses:
         items: list[Item] = [*history, *new]
         return await edge.offload.run(request.with_items, items), items if is_stored else None, new
 
-    async def _start(self, work: _Work, caller: Caller, occupied: Occupancy) -> ResponseObject:
+    async def _start(self, work: _ResponseWork, caller: Caller, occupied: Occupancy) -> ResponseObject:
         """Begin a response in the background, and return it as it is then. Raises what keeps the request from being admitted."""
         edge, chat = self._edge, work.chat
         assert edge.background is not None and work.items is not None
@@ -212,7 +212,7 @@ class Responses:
         return await edge.background.start(work.owner, queued, work.items, generate, occupied)
 
     @asynccontextmanager
-    async def _generating(self, work: _Work, model: str, caller: Caller) -> AsyncIterator[tuple[Generation, _Feeder]]:
+    async def _generating(self, work: _ResponseWork, model: str, caller: Caller) -> AsyncIterator[tuple[Generation, _Feeder]]:
         """Generate a response by a model while the body runs."""
         edge, request = self._edge, work.request
         chat = msgspec.structs.replace(work.chat, model=model)
@@ -227,12 +227,12 @@ class Responses:
                 parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
                 yield generation, _Feeder(work.response(model), request, parser, texts, Gathering(caller.hold))
 
-    async def _complete(self, work: _Work, generation: Generation, feeder: _Feeder) -> ResponseObject:
+    async def _complete(self, work: _ResponseWork, generation: Generation, feeder: _Feeder) -> ResponseObject:
         """Return the whole response, stored if it is to be."""
         response = await _read_all(generation, feeder, self._edge.clock)
         return await self._save(work, response)
 
-    async def _stream(self, exchange: Exchange, work: _Work, generation: Generation, feeder: _Feeder) -> None:
+    async def _stream(self, exchange: Exchange, work: _ResponseWork, generation: Generation, feeder: _Feeder) -> None:
         writer = feeder.writer
         async with exchange.events() as stream:
             try:
@@ -251,7 +251,7 @@ class Responses:
                 events = writer.take()
             await stream.end(events)
 
-    async def _save(self, work: _Work, response: ResponseObject) -> ResponseObject:
+    async def _save(self, work: _ResponseWork, response: ResponseObject) -> ResponseObject:
         """Store a response that is to be, and return it with what became of that.
 
         Only where the request says so explicitly, a failure is the request's.
@@ -269,7 +269,7 @@ class Responses:
             return msgspec.structs.replace(response, store=False)
         return response
 
-    async def _add_to_conversation(self, work: _Work, response: ResponseObject) -> None:
+    async def _add_to_conversation(self, work: _ResponseWork, response: ResponseObject) -> None:
         id, stored = work.request.conversation_id, self._edge.stored
         if id is not None and stored is not None:
             await stored.conversations.add(work.owner, id, [*work.added, *response.output], is_bounded=False)
@@ -345,7 +345,7 @@ def _finished(reason: FinishReason | None) -> FinishReason:
     return reason
 
 
-def _response(work: _Work, model: str) -> ResponseObject:
+def _response(work: _ResponseWork, model: str) -> ResponseObject:
     request = work.request
     format: dict[str, Any] = {"type": "text"}
     if request.text is not None and request.text.format is not None:

@@ -38,7 +38,7 @@ class ConversationObject(Struct, frozen=True, kw_only=True):
     metadata: dict[str, str]
 
 
-class _Stored(Struct, frozen=True):
+class _StoredConversation(Struct, frozen=True):
     owner: str
     """The name of the API key; empty without one."""
     shown: ConversationObject
@@ -52,7 +52,7 @@ class _Identified(Struct, frozen=True):
     id: str | None = None
 
 
-_decoder = msgspec.json.Decoder(_Stored)
+_decoder = msgspec.json.Decoder(_StoredConversation)
 _identified_decoder = msgspec.json.Decoder(_Identified)
 
 
@@ -67,7 +67,7 @@ class Conversations:
         with storage.counted("create_conversation"):
             id = f"conv_{secrets.token_hex(16)}"
             shown = ConversationObject(id=id, created_at=int(storage.clock()), metadata=dict(metadata))
-            stored = _Stored(owner, shown, await encode_items(items))
+            stored = _StoredConversation(owner, shown, await encode_items(items))
             data = bounded(msgspec.json.encode(stored))
             async with storage.quota.room(owner, len(data)):
                 await storage.records.put(storage.key(id), data, last=0)
@@ -94,7 +94,7 @@ class Conversations:
         """
         added = bytes(await encode_items(items))
 
-        def change(stored: _Stored) -> _Stored:
+        def change(stored: _StoredConversation) -> _StoredConversation:
             return msgspec.structs.replace(stored, items=_joined(stored.items, added))
 
         await self._change("add_items", owner, id, change, hold, is_bounded=is_bounded)
@@ -102,7 +102,7 @@ class Conversations:
     async def delete_item(self, owner: str, id: str, item_id: str, hold: Hold = hold_nothing) -> ConversationObject:
         """Delete an item. Raises ConversationNotFound; NotFound if there is no such item."""
 
-        def change(stored: _Stored) -> _Stored:
+        def change(stored: _StoredConversation) -> _StoredConversation:
             items = split_items(stored.items)
             rest = [item for item in items if _identified_decoder.decode(item).id != item_id]
             if len(rest) == len(items):
@@ -114,7 +114,7 @@ class Conversations:
     async def update(self, owner: str, id: str, metadata: Mapping[str, str], hold: Hold = hold_nothing) -> ConversationObject:
         """Replace the metadata. Raises ConversationNotFound."""
 
-        def change(stored: _Stored) -> _Stored:
+        def change(stored: _StoredConversation) -> _StoredConversation:
             return msgspec.structs.replace(stored, shown=msgspec.structs.replace(stored.shown, metadata=dict(metadata)))
 
         return await self._change("update_conversation", owner, id, change, hold)
@@ -132,7 +132,7 @@ class Conversations:
         operation: str,
         owner: str,
         id: str,
-        change: Callable[[_Stored], _Stored],
+        change: Callable[[_StoredConversation], _StoredConversation],
         hold: Hold = hold_nothing,
         *,
         is_bounded: bool = True,
@@ -150,7 +150,7 @@ class Conversations:
                         return changed.shown
             raise Overloaded(f"conversation '{id}' changes too fast; try again")
 
-    async def _load(self, owner: str, id: str, hold: Hold) -> tuple[_Stored, int, int]:
+    async def _load(self, owner: str, id: str, hold: Hold) -> tuple[_StoredConversation, int, int]:
         """Return a conversation, its revision and its length in bytes."""
         storage = self._storage
         record = await storage.records.get(storage.key(id), hold) if _ID.fullmatch(id) else None

@@ -60,7 +60,7 @@ class ResponseNotFound(NotFound):
         super().__init__(f"response '{id[:80]}' is not found")
 
 
-class _Stored(Struct, frozen=True):
+class _StoredResponse(Struct, frozen=True):
     owner: str
     """The name of the API key; empty without one."""
     response: dict[str, Any]
@@ -68,7 +68,7 @@ class _Stored(Struct, frozen=True):
     """Unix time of the writer. Nothing is compared with it: frontends of former versions need the field."""
 
 
-_decoder = msgspec.json.Decoder(_Stored)
+_decoder = msgspec.json.Decoder(_StoredResponse)
 
 
 class StoredResponses:
@@ -284,7 +284,7 @@ class StoredResponses:
                 if response["status"] not in RUNNING:
                     return response
                 response["status"] = "cancelled"
-                data = msgspec.json.encode(_Stored(owner, response, self._storage.clock()))
+                data = msgspec.json.encode(_StoredResponse(owner, response, self._storage.clock()))
                 if await self._storage.records.put(self._storage.key(id), data, last=record.revision) is not None:
                     self._changes().announce(id)
                     return response
@@ -295,7 +295,7 @@ class StoredResponses:
             await self._storage.records.delete(self._events_key(id, first))
         await self._storage.deleted(owner, f"{id}-events")
 
-    async def _load(self, owner: str, id: str, hold: Hold = hold_nothing) -> tuple[_Stored, Record]:
+    async def _load(self, owner: str, id: str, hold: Hold = hold_nothing) -> tuple[_StoredResponse, Record]:
         record = await self._storage.records.get(self._storage.key(id), hold) if _ID.fullmatch(id) else None
         if record is None:
             raise ResponseNotFound(id)

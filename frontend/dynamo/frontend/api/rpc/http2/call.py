@@ -38,7 +38,7 @@ from dynamo.frontend.api.rpc.http2.messages import (
     deflate_steps,
     inflate_steps,
 )
-from dynamo.frontend.api.rpc.http2.method import ClientGone, Method
+from dynamo.frontend.api.rpc.http2.method import CallCancelled, GrpcMethod
 from dynamo.frontend.api.rpc.http2.sender import Outgoing, Sender
 from dynamo.frontend.api.rpc.http2.windows import Pace, ReceiveWindow
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
@@ -78,9 +78,9 @@ class CallHost(Protocol):
         """Return memory for a message."""
         ...
 
-    def call_started(self, call: Call) -> None: ...
+    def call_started(self, call: GrpcCall) -> None: ...
 
-    def call_done(self, call: Call) -> None:
+    def call_done(self, call: GrpcCall) -> None:
         """The task of the call's handler has ended."""
         ...
 
@@ -107,7 +107,7 @@ class _EarlyBytes:
         raise AssertionError("it has no memory to be filled")
 
 
-class Call:
+class GrpcCall:
     """One call. Handlers use it as a `grpc.aio.ServicerContext`, of which it has what they need."""
 
     __slots__ = (
@@ -136,7 +136,7 @@ class Call:
         "window",
     )  # fmt: skip
 
-    def __init__(self, host: CallHost, stream: int, headers: CallHeaders, method: Method, out: Outgoing, window: int) -> None:
+    def __init__(self, host: CallHost, stream: int, headers: CallHeaders, method: GrpcMethod, out: Outgoing, window: int) -> None:
         self.stream = stream
         self.headers = headers
         self.out = out
@@ -351,7 +351,7 @@ class Call:
             pause_s = retry_after_s(error)
             metadata = () if pause_s is None else (("retry-after", f"{pause_s:g}"),)
             self._fail(grpc_status(error, self._host.overload), public_message(error), metadata)
-        except ClientGone as error:
+        except CallCancelled as error:
             release(error)
         except Exception:
             if not self.is_cancelled:
@@ -489,10 +489,10 @@ class Call:
     # The rest of the context
 
     async def write(self, message: Buffer) -> None:
-        """Send a message of a stream, and return when the client's windows have taken it. Raises ClientGone."""
+        """Send a message of a stream, and return when the client's windows have taken it. Raises CallCancelled."""
         out = self.out
         if out.is_over:
-            raise ClientGone("the client has left the call")
+            raise CallCancelled("the client has left the call")
         encoding = self._response_encoding()
         deflated = await self._deflate(message, encoding) if encoding else message
         is_compressed = len(deflated) < len(message)

@@ -32,14 +32,14 @@ import grpc
 
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.http2 import frames
-from dynamo.frontend.api.rpc.http2.call import Call
+from dynamo.frontend.api.rpc.http2.call import GrpcCall
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines
 from dynamo.frontend.api.rpc.http2.frames import DISCARD, ConnectionFailure, DataSink, ErrorCode, FrameReader
 from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, MalformedRequest, Refusal
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory
-from dynamo.frontend.api.rpc.http2.method import Method
+from dynamo.frontend.api.rpc.http2.method import GrpcMethod
 from dynamo.frontend.api.rpc.http2.sender import GONE, HIGH_WATER_BYTES, Outgoing, Sender
-from dynamo.frontend.api.rpc.http2.windows import Budget, ReceiveWindow, WindowOverflow
+from dynamo.frontend.api.rpc.http2.windows import ActionBudget, ReceiveWindow, WindowOverflow
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
 _log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ _DRAIN: Final = b"dynamo-d"
 _NOT_FOUND: Final = Refusal(grpc.StatusCode.UNIMPLEMENTED, "method not found")
 
 
-class Connections(Protocol):
+class Http2ConnectionOwner(Protocol):
     """The server that a connection belongs to."""
 
     options: GrpcOptions
@@ -90,7 +90,7 @@ class Connections(Protocol):
     stream_window_bytes: int
 
     @property
-    def methods(self) -> Mapping[bytes, Method]: ...
+    def methods(self) -> Mapping[bytes, GrpcMethod]: ...
 
     def allocate(self, size: int) -> MessageMemory:
         """Return memory for a message."""
@@ -100,23 +100,23 @@ class Connections(Protocol):
         """Return the age at which a new connection is drained; infinite without a limit."""
         ...
 
-    def opened(self, connection: Connection) -> bool:
+    def opened(self, connection: Http2Connection) -> bool:
         """Count a new connection; False if it is not to be served."""
         ...
 
-    def closed(self, connection: Connection) -> None: ...
+    def closed(self, connection: Http2Connection) -> None: ...
 
-    def call_started(self, call: Call) -> None: ...
+    def call_started(self, call: GrpcCall) -> None: ...
 
-    def call_done(self, call: Call) -> None: ...
+    def call_done(self, call: GrpcCall) -> None: ...
 
 
-class Connection(asyncio.BufferedProtocol):
+class Http2Connection(asyncio.BufferedProtocol):
     """One connection."""
 
     sender: Sender
 
-    def __init__(self, server: Connections) -> None:
+    def __init__(self, server: Http2ConnectionOwner) -> None:
         self.options = server.options
         self.capacity = server.capacity
         self.overload = server.overload
@@ -126,7 +126,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport
         self._reader: FrameReader
         self._decoder = HeaderDecoder(self.options.max_metadata_bytes)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, GrpcCall] = {}
         """By stream. A call that was reset stays until its handler has ended."""
         self._last_stream = 0
         self._reset_ids: dict[int, None] = {}
@@ -139,8 +139,8 @@ class Connection(asyncio.BufferedProtocol):
         self._has_settings = False
         self._settings_acknowledged = False
 
-        self._resets = Budget(_RESETS, _RESETS_PER_S)
-        self._settings = Budget(_SETTINGS, 1.0)
+        self._resets = ActionBudget(_RESETS, _RESETS_PER_S)
+        self._settings = ActionBudget(_SETTINGS, 1.0)
         self._idle_frames = 0
         """Since the last one with content, or the last call of `check`."""
         self._responses_at_check = 0
@@ -453,7 +453,7 @@ class Connection(asyncio.BufferedProtocol):
         out = Outgoing(stream, self.sender.initial_window)
         if method is None or refusal is not None:
             return self._refuse(out, refusal or _NOT_FOUND, ends=ends)
-        self._open(Call(self, stream, headers, method, out, self.stream_window_bytes), headers, ends=ends)
+        self._open(GrpcCall(self, stream, headers, method, out, self.stream_window_bytes), headers, ends=ends)
 
     def _is_full(self) -> bool:
         """Whether the client has as many calls as it may.
@@ -466,7 +466,7 @@ class Connection(asyncio.BufferedProtocol):
             return False
         return len(self._calls) >= 2 * limit or sum(not call.is_cancelled for call in self._calls.values()) >= limit
 
-    def _open(self, call: Call, headers: CallHeaders, *, ends: bool) -> None:
+    def _open(self, call: GrpcCall, headers: CallHeaders, *, ends: bool) -> None:
         self._calls[call.stream] = call
         if headers.timeout_s is not None:
             call.deadline = monotonic() + headers.timeout_s
@@ -677,10 +677,10 @@ class Connection(asyncio.BufferedProtocol):
     def allocate(self, size: int) -> MessageMemory:
         return self._server.allocate(size)
 
-    def call_started(self, call: Call) -> None:
+    def call_started(self, call: GrpcCall) -> None:
         self._server.call_started(call)
 
-    def call_done(self, call: Call) -> None:
+    def call_done(self, call: GrpcCall) -> None:
         self._server.call_done(call)
         if self._calls.get(call.stream) is call and call.out.is_over:
             del self._calls[call.stream]

@@ -10,12 +10,12 @@ import grpc.aio
 from dynamo.frontend.api.rpc.operation import Handler
 
 
-class ClientGone(grpc.aio.BaseError):
+class CallCancelled(grpc.aio.BaseError):
     """The client has cancelled the call, or its connection is lost."""
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class GrpcMethod:
     """A method that the server has."""
 
     handle: Handler

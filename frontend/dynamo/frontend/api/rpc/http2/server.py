@@ -24,16 +24,16 @@ from dynamo.common.process.background import start
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.declaration import LITTLE_BYTES, Reads
-from dynamo.frontend.api.rpc.http2.call import Call
+from dynamo.frontend.api.rpc.http2.call import GrpcCall
 from dynamo.frontend.api.rpc.http2.connection import (
     CONNECTION_WINDOW_BYTES,
     GUARDED_WINDOW_BYTES,
     STREAM_WINDOW_BYTES,
-    Connection,
+    Http2Connection,
 )
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines, Ending
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory, PlainMemory
-from dynamo.frontend.api.rpc.http2.method import Method
+from dynamo.frontend.api.rpc.http2.method import GrpcMethod
 from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
@@ -81,16 +81,16 @@ class Http2Server:
         self._loop = asyncio.get_running_loop()
         self.deadlines = Deadlines(self._loop, _expired)
         self._descriptors = descriptors or Descriptors(raise_open_files())
-        self._handshakes: set[Connection] = set()
+        self._handshakes: set[Http2Connection] = set()
         """Connections whose TLS handshakes have not ended."""
-        self.connections: dict[Connection, float] = {}
+        self.connections: dict[Http2Connection, float] = {}
         """With the time at which they were opened."""
         self._empty = asyncio.Event()
         """There are no connections."""
         self._empty.set()
-        self.calls: set[Call] = set()
+        self.calls: set[GrpcCall] = set()
         """Calls whose handlers run."""
-        self._listener: asyncio.Server | TlsListener[Connection] | None = None
+        self._listener: asyncio.Server | TlsListener[Http2Connection] | None = None
         self._checks: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._stopped = False
@@ -102,7 +102,7 @@ class Http2Server:
             listener.listen(_BACKLOG)
             self._listener = TlsListener(listener, tls, self._accepted, self._failed)
         else:
-            self._listener = await self._loop.create_server(lambda: Connection(self), sock=listener, backlog=_BACKLOG)
+            self._listener = await self._loop.create_server(lambda: Http2Connection(self), sock=listener, backlog=_BACKLOG)
         self._checks = start(self._check(), "checks of gRPC connections")
 
     async def _check(self) -> None:
@@ -145,14 +145,14 @@ class Http2Server:
 
     # Called by the listener
 
-    def _accepted(self) -> Connection | None:
+    def _accepted(self) -> Http2Connection | None:
         if not self._has_room():
             return None
-        connection = Connection(self)
+        connection = Http2Connection(self)
         self._handshakes.add(connection)
         return connection
 
-    def _failed(self, connection: Connection) -> None:
+    def _failed(self, connection: Http2Connection) -> None:
         if connection in self._handshakes:
             self._handshakes.remove(connection)
             self._descriptors.give_back()
@@ -174,7 +174,7 @@ class Http2Server:
         age_s = self.options.max_connection_age_s
         return float("inf") if age_s is None else age_s * random.uniform(1 - _AGE_SPREAD, 1 + _AGE_SPREAD)
 
-    def opened(self, connection: Connection) -> bool:
+    def opened(self, connection: Http2Connection) -> bool:
         """Count a new connection; False if there are too many, or the server has stopped, as it may during a handshake."""
         if connection in self._handshakes:
             self._handshakes.remove(connection)
@@ -186,7 +186,7 @@ class Http2Server:
             self._observer.opened()
         return not self._stopped
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: Http2Connection) -> None:
         opened_at = self.connections.pop(connection, None)
         if opened_at is not None:
             self._descriptors.give_back()
@@ -195,21 +195,21 @@ class Http2Server:
         if not self.connections:
             self._empty.set()
 
-    def call_started(self, call: Call) -> None:
+    def call_started(self, call: GrpcCall) -> None:
         self.calls.add(call)
 
-    def call_done(self, call: Call) -> None:
+    def call_done(self, call: GrpcCall) -> None:
         self.calls.discard(call)
 
 
 def _expired(call: Ending) -> None:
-    assert isinstance(call, Call), "only calls have deadlines here"
+    assert isinstance(call, GrpcCall), "only calls have deadlines here"
     call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline of the call has passed")
 
 
-def _methods(operations: Iterable[GrpcOperation], options: GrpcOptions, *, guarded: bool) -> dict[bytes, Method]:
+def _methods(operations: Iterable[GrpcOperation], options: GrpcOptions, *, guarded: bool) -> dict[bytes, GrpcMethod]:
     return {
-        operation.path.encode(): Method(
+        operation.path.encode(): GrpcMethod(
             handle=operation.handle,
             reads_stream=operation.reads_stream,
             writes_stream=operation.writes_stream,

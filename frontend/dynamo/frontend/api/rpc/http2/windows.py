@@ -53,7 +53,7 @@ class ReceiveWindow:
         return more
 
 
-class Budget:
+class ActionBudget:
     """How often a client may do what costs us more than it: `burst` times at once, `per_s` times a second on average."""
 
     __slots__ = ("_at", "_burst", "_left", "_per_s")

@@ -30,7 +30,7 @@ from dynamo.frontend.api.kserve.rest.bodies import Parts, accepted_encoding, spl
 from dynamo.frontend.api.kserve.rest.elements import to_json, to_raw
 from dynamo.frontend.api.kserve.rest.long_tensors import long_tensor
 from dynamo.frontend.api.kserve.rest.operations import kserve_operations
-from dynamo.frontend.api.kserve.rest.paths import Target
+from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.requests import OutputForm, read_request
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, write_response
 from dynamo.frontend.api.kserve.server import KserveServer
@@ -603,38 +603,38 @@ def test_a_long_response_is_written_like_a_short_one() -> None:
 # Paths
 
 
-def resource_of(raw_path: bytes) -> tuple[str, Target] | None:
+def resource_of(raw_path: bytes) -> tuple[str, ModelPath] | None:
     """The template that a path matches, and what its parameters name."""
     table: PathTable[str] = PathTable()
     for operation in kserve_operations(Readiness(), KserveServer()):
         table.add(operation.path, operation.path)
     match = table.find(raw_path)
-    return None if match is None else (match[0], Target.of(match[1]))
+    return None if match is None else (match[0], ModelPath.of(match[1]))
 
 
 @pytest.mark.parametrize(
     ("path", "template", "target"),
     [
-        ("/v2", "/v2", Target()),
-        ("/v2/health/live", "/v2/health/live", Target()),
-        ("/v2/models/a", "/v2/models/{model:path}", Target("a")),
-        ("/v2/models/a/b.c/versions/3/infer", "/v2/models/{model:path}/versions/{version}/infer", Target("a/b.c", "3")),
-        ("/v2/models/a%2Finfer", "/v2/models/{model:path}", Target("a/infer")),
-        ("/v2/models/gr%C3%B6%C3%9Fe/versions/7", "/v2/models/{model:path}/versions/{version}", Target("größe", "7")),
-        ("/v2/models/versions/versions/1/ready", "/v2/models/{model:path}/versions/{version}/ready", Target("versions", "1")),
+        ("/v2", "/v2", ModelPath()),
+        ("/v2/health/live", "/v2/health/live", ModelPath()),
+        ("/v2/models/a", "/v2/models/{model:path}", ModelPath("a")),
+        ("/v2/models/a/b.c/versions/3/infer", "/v2/models/{model:path}/versions/{version}/infer", ModelPath("a/b.c", "3")),
+        ("/v2/models/a%2Finfer", "/v2/models/{model:path}", ModelPath("a/infer")),
+        ("/v2/models/gr%C3%B6%C3%9Fe/versions/7", "/v2/models/{model:path}/versions/{version}", ModelPath("größe", "7")),
+        ("/v2/models/versions/versions/1/ready", "/v2/models/{model:path}/versions/{version}/ready", ModelPath("versions", "1")),
         (
             "/v2/models/a/versions/1/generate_stream",
             "/v2/models/{model:path}/versions/{version}/generate_stream",
-            Target("a", "1"),
+            ModelPath("a", "1"),
         ),
-        ("/v2/models/stats", "/v2/models/stats", Target()),
-        ("/v2/models/ready", "/v2/models/{model:path}", Target("ready")),
-        ("/v2/repository/here/index", "/v2/repository/{repository}/index", Target(repository="here")),
-        ("/v2/repository/models/a/load", "/v2/repository/models/{model:path}/load", Target("a")),
-        ("/v2/models/a/trace/setting", "/v2/models/{model:path}/trace/setting", Target("a")),
+        ("/v2/models/stats", "/v2/models/stats", ModelPath()),
+        ("/v2/models/ready", "/v2/models/{model:path}", ModelPath("ready")),
+        ("/v2/repository/here/index", "/v2/repository/{repository}/index", ModelPath(repository="here")),
+        ("/v2/repository/models/a/load", "/v2/repository/models/{model:path}/load", ModelPath("a")),
+        ("/v2/models/a/trace/setting", "/v2/models/{model:path}/trace/setting", ModelPath("a")),
     ],
 )
-def test_a_path_names_a_resource(path: str, template: str, target: Target) -> None:
+def test_a_path_names_a_resource(path: str, template: str, target: ModelPath) -> None:
     assert resource_of(path.encode()) == (template, target)
 
 

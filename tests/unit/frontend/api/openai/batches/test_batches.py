@@ -50,7 +50,7 @@ from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.keys import ApiKey, Limits
-from dynamo.frontend.security.ledger import Ledger, Usage
+from dynamo.frontend.security.ledger import Ledger, UsageCounts
 from dynamo.frontend.security.surfaces import Surface
 from tests.support.fake_records import PIECE_BYTES, FakeRecords
 from tests.support.virtual_time import in_virtual_time
@@ -606,7 +606,7 @@ async def test_a_line_that_is_carried_out_again_is_in_the_ledger_once(is_lost: b
     async def handle(exchange: Exchange) -> None:
         nonlocal calls
         calls += 1
-        exchange.account.record("m", Usage(requests=1, prompt_tokens=7))
+        exchange.account.record("m", UsageCounts(requests=1, prompt_tokens=7))
         if calls == 1 and not is_lost:
             raise NoInstances("m")
         await exchange.respond(b"{}")

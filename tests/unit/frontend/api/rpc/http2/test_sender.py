@@ -15,7 +15,7 @@ from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.http2 import frames
 from dynamo.frontend.api.rpc.http2.sender import Outgoing, Sender
-from dynamo.frontend.api.rpc.http2.windows import Budget, ReceiveWindow
+from dynamo.frontend.api.rpc.http2.windows import ActionBudget, ReceiveWindow
 from dynamo.frontend.config import CapacityOptions
 
 
@@ -237,6 +237,6 @@ def test_a_window_that_is_granted_never_exceeds_what_is_wanted(steps: list[tuple
 
 
 def test_a_budget_refills_with_time() -> None:
-    budget = Budget(3, per_s=2.0)
+    budget = ActionBudget(3, per_s=2.0)
     assert [budget.spend(100.0) for _ in range(4)] == [True, True, True, False]
     assert [budget.spend(101.5) for _ in range(3)] == [True, True, False]
