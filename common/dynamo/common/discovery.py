@@ -170,7 +170,7 @@ class _ContractGroup:
 _NO_GROUP = _ContractGroup()
 
 
-class _RegisteredModel:
+class _ModelRegistrations:
     """The registrations of one model, grouped by contract, and the contract that counts."""
 
     __slots__ = ("_groups", "contract")
@@ -235,7 +235,7 @@ class View:
     """
 
     def __init__(self) -> None:
-        self._models: dict[str, _RegisteredModel] = {}
+        self._models: dict[str, _ModelRegistrations] = {}
         self._by_key: dict[str, Instance] = {}
         self._of_instance: dict[InstanceId, dict[str, Instance]] = {}
         """The registrations of each instance, by key."""
@@ -374,7 +374,7 @@ class View:
     def _add(self, key: str, instance: Instance) -> None:
         self._by_key[key] = instance
         self._of_instance.setdefault(instance.id, {})[key] = instance
-        self._models.setdefault(instance.card.name, _RegisteredModel()).add(instance)
+        self._models.setdefault(instance.card.name, _ModelRegistrations()).add(instance)
         if other_names(instance.card):
             self._with_names[key] = instance
             self._names = None

@@ -98,7 +98,7 @@ class EtcdStream(Generic[Request, Response]):
 
 
 @dataclass(slots=True, eq=False)
-class _Link:
+class _EtcdChannel:
     """A channel to one endpoint and how many calls are on it."""
 
     endpoint: str
@@ -114,8 +114,8 @@ class Transport:
     def __init__(self, config: EtcdOptions) -> None:
         check_etcd(config)
         self.config = config
-        self._current: _Link | None = None
-        self._retired: set[_Link] = set()
+        self._current: _EtcdChannel | None = None
+        self._retired: set[_EtcdChannel] = set()
         """Links that have failed and are used by streams that have not."""
         self._settling: asyncio.TimerHandle | None = None
         self._electing = asyncio.Lock()
@@ -186,7 +186,7 @@ class Transport:
             return await _call(link, method, request, await self._login(link), timeout_s)
 
     @asynccontextmanager
-    async def _link(self) -> AsyncIterator[_Link]:
+    async def _link(self) -> AsyncIterator[_EtcdChannel]:
         link = await self._elected()
         link.users += 1
         try:
@@ -206,7 +206,7 @@ class Transport:
                 self._retired.discard(link)
                 await link.channel.close()
 
-    async def _elected(self) -> _Link:
+    async def _elected(self) -> _EtcdChannel:
         async with self._electing:
             if self._current is None:
                 self._current = link = await self._elect()
@@ -215,7 +215,7 @@ class Transport:
                 self._settling = asyncio.get_running_loop().call_later(self.config.keepalive_s, self._settle, link)
             return self._current
 
-    def _settle(self, link: _Link) -> None:
+    def _settle(self, link: _EtcdChannel) -> None:
         """End the streams on links that have failed, so that they follow to `link`, unless that has failed meanwhile, too.
 
         Otherwise each fault would leave further connections behind, for as long as their streams find nothing wrong.
@@ -226,10 +226,10 @@ class Transport:
             for stream in retired.streams:
                 stream.end()
 
-    async def _elect(self) -> _Link:
-        links = [_Link(endpoint, _open_channel(endpoint, self.config)) for endpoint in self.config.endpoints]
+    async def _elect(self) -> _EtcdChannel:
+        links = [_EtcdChannel(endpoint, _open_channel(endpoint, self.config)) for endpoint in self.config.endpoints]
         ready = {awaited(link.channel.channel_ready(), f"etcd {link.endpoint}"): link for link in links}
-        winner: _Link | None = None
+        winner: _EtcdChannel | None = None
         try:
             done, _ = await asyncio.wait(ready, timeout=self.config.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             winner = next((ready[task] for task in done), None)
@@ -243,7 +243,7 @@ class Transport:
                     await link.channel.close()
             await _ended(ready)
 
-    async def _login(self, link: _Link) -> tuple[tuple[str, str], ...]:
+    async def _login(self, link: _EtcdChannel) -> tuple[tuple[str, str], ...]:
         """Return the metadata that authenticate a call; empty without a user."""
         user, password = self.config.user, self.config.password
         if user is None or password is None:
@@ -277,7 +277,7 @@ async def _ended(waits: Collection[asyncio.Task[None]]) -> None:
 
 
 async def _call(
-    link: _Link,
+    link: _EtcdChannel,
     method: EtcdMethod[Request, Response],
     request: Request,
     metadata: tuple[tuple[str, str], ...],
@@ -292,7 +292,7 @@ async def _call(
         raise from_rpc_error(error, link.endpoint) from None
 
 
-async def _why_not(link: _Link) -> str:
+async def _why_not(link: _EtcdChannel) -> str:
     """Return gRPC's reason why a channel is not ready, which only a call gets to see."""
     try:
         await _call(link, RANGE, pb.RangeRequest(key=b"\0"), (), 0.2)

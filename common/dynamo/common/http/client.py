@@ -30,7 +30,7 @@ _IDLE_S = 4.0
 
 
 @dataclass(slots=True)
-class _Connection:
+class _ClientConnection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     idle_since: float = 0.0
@@ -56,7 +56,7 @@ class HttpClient:
         self._key = key
         self._timeout_s = timeout_s
         self._address = address
-        self._idle: list[_Connection] = []
+        self._idle: list[_ClientConnection] = []
         """In order of their last use."""
         self._is_closed = False
 
@@ -82,7 +82,7 @@ class HttpClient:
             else:
                 connection.abort()
 
-    async def _exchange(self, data: bytes) -> tuple[_Connection, HttpResponse]:
+    async def _exchange(self, data: bytes) -> tuple[_ClientConnection, HttpResponse]:
         """Send a request; return its response when the head is there, and the connection."""
         while True:
             kept = self._take_idle()
@@ -102,7 +102,7 @@ class HttpClient:
             else:
                 return connection, response
 
-    def _take_idle(self) -> _Connection | None:
+    def _take_idle(self) -> _ClientConnection | None:
         """Return a connection that the server has not closed. Those that were idle for too long are closed."""
         oldest = time.monotonic() - _IDLE_S
         while self._idle and self._idle[0].idle_since < oldest:
@@ -114,7 +114,7 @@ class HttpClient:
             connection.abort()
         return None
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> _ClientConnection:
         port = self._url.port or (443 if self._tls else 80)
         with self._mapped():
             async with asyncio.timeout(_CONNECT_S):
@@ -122,7 +122,7 @@ class HttpClient:
                 opened = asyncio.open_connection(
                     self._address or host, port, ssl=self._tls, server_hostname=host if self._tls else None
                 )
-                return _Connection(*await opened)
+                return _ClientConnection(*await opened)
 
     def close(self) -> None:
         """Close the connections that are kept, and from now on each at the end of its response."""

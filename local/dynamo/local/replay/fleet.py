@@ -33,8 +33,7 @@ from dynamo.frontend.serving.queue.line_order import nearest_to_caches, rank_and
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures
 from dynamo.local.replay.trace import VOCABULARY, Row, expand
-from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, StepResult
-from dynamo.worker.engine.sim.scheduler import Sequence as SimSequence
+from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, SimSequence, StepResult
 from dynamo.worker.engine.sim.timing import TimingModel
 
 _REPORT_EVERY_S = 0.05

@@ -75,7 +75,7 @@ class BatchPolicy:
             raise ValueError("dynamic batching needs a concurrency of at least 1, and neither queue delay nor ahead below 0")
 
 
-class _Job(Queued):
+class _BatchedRequest(Queued):
     """A request in the queue or in execution."""
 
     __slots__ = ("context", "due", "enqueued_ns", "formed", "inputs", "key", "request", "response", "rows")
@@ -102,20 +102,20 @@ class _Formed:
     __slots__ = ("jobs", "rows")
 
     def __init__(self) -> None:
-        self.jobs: dict[_Job, None] = {}
+        self.jobs: dict[_BatchedRequest, None] = {}
         self.rows = 0
 
     @property
     def key(self) -> Hashable:
         return next(iter(self.jobs)).key
 
-    def add(self, jobs: Iterable[_Job]) -> None:
+    def add(self, jobs: Iterable[_BatchedRequest]) -> None:
         for job in jobs:
             self.jobs[job] = None
             self.rows += job.rows
             job.formed = self
 
-    def remove(self, job: _Job) -> None:
+    def remove(self, job: _BatchedRequest) -> None:
         del self.jobs[job]
         self.rows -= job.rows
         job.formed = None
@@ -126,7 +126,7 @@ class Batch:
 
     __slots__ = ("_jobs", "infer_ns", "input_ns", "is_handed_over", "queue_ns", "rows")
 
-    def __init__(self, jobs: Sequence[_Job]) -> None:
+    def __init__(self, jobs: Sequence[_BatchedRequest]) -> None:
         self._jobs = jobs
         self.rows = sum(job.rows for job in jobs)
         self.input_ns = 0
@@ -180,13 +180,13 @@ class Batcher:
         self._execute = execute
         self._preferred = frozenset(policy.preferred_batch_sizes or (policy.max_batch_size,))
         self._max_preferred = max(self._preferred)
-        self._queue: RequestQueue[_Job] = RequestQueue(policy.queue, self._wake, _reject)
+        self._queue: RequestQueue[_BatchedRequest] = RequestQueue(policy.queue, self._wake, _reject)
         self._formed: deque[_Formed] = deque()
         """Batches that wait for an execution, in order."""
         self._growing: _Formed | None = None
         """The last of them, if requests may join it."""
         self._executions = Tasks()
-        self._running: list[list[_Job]] = []
+        self._running: list[list[_BatchedRequest]] = []
         """The requests of each execution that has not ended."""
         self._next_turn: asyncio.Handle | None = None
         self._next_due: asyncio.TimerHandle | None = None
@@ -230,7 +230,7 @@ class Batcher:
             raise InvalidRequest(f"the request has a batch size of {rows}; the model takes at most {self._policy.max_batch_size}")
         ragged = self._policy.ragged_inputs
         key = (version, *[(name, array.dtype.char, name in ragged or array.shape[1:]) for name, array in inputs.items()])
-        job = _Job(inputs, rows, context, key, self._policy.max_queue_delay_s, request)
+        job = _BatchedRequest(inputs, rows, context, key, self._policy.max_queue_delay_s, request)
         self._queue.add(job, options)
         self._wake()
         try:
@@ -238,7 +238,7 @@ class Batcher:
         finally:
             self._withdraw(job)
 
-    def _withdraw(self, job: _Job) -> None:
+    def _withdraw(self, job: _BatchedRequest) -> None:
         """Take back a request that has not begun; others may be waiting behind it."""
         if job.line is not None:
             self._queue.remove(job)
@@ -271,7 +271,7 @@ class Batcher:
             log.exception("the next batch could not be chosen")
             _fail(self._take_all(), EngineError("requests could not be batched"))
 
-    def _take_all(self) -> list[_Job]:
+    def _take_all(self) -> list[_BatchedRequest]:
         """Take out all requests that have not begun."""
         jobs = [*(job for formed in self._formed for job in formed.jobs), *self._queue]
         for job in jobs:
@@ -305,7 +305,7 @@ class Batcher:
             return len(self._running) < slots and not self._formed
         return len(self._formed) + max(0, len(self._running) - slots) < _FORMED_PER_SLOT * slots
 
-    def _choose(self, now: float) -> tuple[list[_Job], bool]:
+    def _choose(self, now: float) -> tuple[list[_BatchedRequest], bool]:
         """Return the requests that should join the growing batch or form a new one, and whether more may join them.
 
         These are the numbered rules of this module. If none should yet, look again when the first of them is due.
@@ -313,7 +313,7 @@ class Batcher:
         growing = self._growing
         rows = 0 if growing is None else growing.rows
         key = None if growing is None else growing.key
-        jobs: list[_Job] = []
+        jobs: list[_BatchedRequest] = []
         preferred = 0
         can_grow = True
         is_full = has_others = False
@@ -384,14 +384,14 @@ class Batcher:
             return False
         return first.rows + formed.rows <= self._policy.max_batch_size and first.key == formed.key
 
-    async def _run_in_slot(self, jobs: list[_Job]) -> None:
+    async def _run_in_slot(self, jobs: list[_BatchedRequest]) -> None:
         try:
             await self._run(jobs)
         finally:
             self._running.remove(jobs)
             self._wake()
 
-    async def _run(self, jobs: list[_Job]) -> None:
+    async def _run(self, jobs: list[_BatchedRequest]) -> None:
         batch = Batch(jobs)
         start = time.perf_counter_ns()
         for job in jobs:
@@ -432,7 +432,7 @@ class Batcher:
                     job.response.set_result(part)
 
     @staticmethod
-    def _account(jobs: Sequence[_Job], batch: Batch, output_ns: int) -> None:
+    def _account(jobs: Sequence[_BatchedRequest], batch: Batch, output_ns: int) -> None:
         """Record in each request how long it took, and in one of them that it counts as the execution in the statistics."""
         if batch.is_handed_over:
             return
@@ -445,21 +445,21 @@ class Batcher:
         _count_execution(jobs, batch.rows)
 
 
-def _count_execution(jobs: Sequence[_Job], rows: int) -> None:
+def _count_execution(jobs: Sequence[_BatchedRequest], rows: int) -> None:
     count_execution([(job.context.timings, not job.response.done()) for job in jobs], rows)
 
 
-def _fail(jobs: Sequence[_Job], error: Exception) -> None:
+def _fail(jobs: Sequence[_BatchedRequest], error: Exception) -> None:
     for job in jobs:
         if not job.response.done():
             job.response.set_exception(error)
 
 
-def _reject(job: _Job, error: DynamoError) -> None:
+def _reject(job: _BatchedRequest, error: DynamoError) -> None:
     _fail([job], error)
 
 
-def _split(outputs: Tensors, jobs: Sequence[_Job], rows: int) -> list[Any]:
+def _split(outputs: Tensors, jobs: Sequence[_BatchedRequest], rows: int) -> list[Any]:
     for name, array in outputs.items():
         if not array.ndim or array.shape[0] != rows:
             raise EngineError(f"output '{name}' has shape {list(array.shape)}; its first dimension must be {rows}")

@@ -111,7 +111,7 @@ class PythonEngine:
         self._name = name
         self._file = file
         self._model: Any = None
-        self._caller: _Caller | None = None
+        self._caller: _InferCaller | None = None
         self._batcher: Batcher | None = None
         self._steps = Steps()
 
@@ -129,7 +129,7 @@ class PythonEngine:
         await call_hook(self._model, "load")
         declaration = declaration_of(self._model, self._file)
         card = declaration.to_card(self._name or declaration.name or snake_case(type(self._model).__name__))
-        self._caller = _Caller(self._model, card, declaration, self._steps)
+        self._caller = _InferCaller(self._model, card, declaration, self._steps)
         if declaration.batching is not None:
             try:
                 policy = declaration.batching.to_policy(card.max_batch_size, declaration.concurrency or 1)
@@ -183,11 +183,11 @@ def _queue_options(request: TensorRequest) -> QueueOptions:
     return QueueOptions.of(request.head.id, read)
 
 
-async def _execute_batch(caller: _Caller, batch: Batch) -> Tensors:
+async def _execute_batch(caller: _InferCaller, batch: Batch) -> Tensors:
     return await caller.call_batch(batch)
 
 
-class _Caller:
+class _InferCaller:
     """Calls a user's `infer`, plain or async, in a thread or on the event loop, and checks what it returns."""
 
     def __init__(self, model: Any, card: ModelCard, declaration: Declaration, steps: Steps) -> None:
@@ -282,7 +282,7 @@ class _Caller:
             finally:
                 await self._guarded_await(responses.aclose())
         else:
-            steps = _Steps(self._function(**inputs, **extra))
+            steps = _GeneratorSteps(self._function(**inputs, **extra))
             try:
                 while (item := await self._in_thread(steps.next)) is not _END:
                     yield await self.to_response(self._arrays(item))
@@ -291,7 +291,7 @@ class _Caller:
             finally:
                 await self._close_steps(steps)
 
-    async def _close_steps(self, steps: _Steps) -> None:
+    async def _close_steps(self, steps: _GeneratorSteps) -> None:
         """Close a generator, which waits for its present step, but not for a step that is stuck."""
         closing = awaited(self._in_thread(steps.close), f"closing a generator of model '{self.card.name}'")
         done, _ = await asyncio.wait({closing}, timeout=_STEP_TIMEOUT_S)
@@ -403,7 +403,7 @@ class _Caller:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-class _Steps:
+class _GeneratorSteps:
     """A generator that is stepped in threads. Closing waits for the step that runs."""
 
     def __init__(self, generator: Iterator[Any]) -> None:

@@ -117,7 +117,7 @@ class _Compute:
         return StatisticDuration(count=self.count, ns=ns)
 
 
-class _Response:
+class _ResponseDurations:
     """The n-th responses of all requests."""
 
     __slots__ = ("cancel", "empty", "fail", "infer", "output", "success")
@@ -153,7 +153,7 @@ class VersionStatistics:
         self._computed = _Compute()
         self._last_inference_ms = 0
         self._batches: dict[int, _Compute] = {}
-        self._responses: dict[int, _Response] = {}
+        self._responses: dict[int, _ResponseDurations] = {}
 
     def keep_latencies(self) -> None:
         """Keep the latencies of requests from now on."""
@@ -278,9 +278,9 @@ class VersionStatistics:
             batch = self._batches[rows] = _Compute()
         batch.add(input_ns, infer_ns, output_ns)
 
-    def _response(self, index: int) -> _Response:
+    def _response(self, index: int) -> _ResponseDurations:
         index = min(index, MAX_RESPONSE_INDEX)
         response = self._responses.get(index)
         if response is None:
-            response = self._responses[index] = _Response()
+            response = self._responses[index] = _ResponseDurations()
         return response

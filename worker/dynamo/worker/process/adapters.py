@@ -95,7 +95,7 @@ class DesiredAdapters:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _AdapterFailure:
     code: Code
     text: str
 
@@ -121,7 +121,7 @@ class AdapterFollower:
         self._desired = DesiredAdapters(etcd, namespace, self._changed.set)
         self._loaded: dict[str, dict[str, DesiredAdapter]] = {}
         """What was loaded at run time, by model and name."""
-        self._failed: dict[str, dict[str, tuple[DesiredAdapter, _Failure]]] = {}
+        self._failed: dict[str, dict[str, tuple[DesiredAdapter, _AdapterFailure]]] = {}
         self._engines = {model.card.name: model.engine for model in service.models if isinstance(model.engine, LoadsAdapters)}
         if not self._engines:
             raise Unsupported("--allow-runtime-lora is for the engines vllm, remote and sim")
@@ -166,7 +166,7 @@ class AdapterFollower:
                 failed.pop(adapter.name, None)
                 log.info("model %s: LoRA adapter '%s' of %s is loaded", name, adapter.name, adapter.path)
             except DynamoError as error:
-                failure = _Failure(error.code, str(error)[:MAX_ERROR_CHARS])
+                failure = _AdapterFailure(error.code, str(error)[:MAX_ERROR_CHARS])
                 if failed.pop(adapter.name, None) != (adapter, failure):
                     log.warning("model %s: LoRA adapter '%s' is not loaded: %s", name, adapter.name, error)
                 failed[adapter.name] = adapter, failure

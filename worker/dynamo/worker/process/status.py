@@ -65,7 +65,7 @@ class _Health(msgspec.Struct, frozen=True, kw_only=True):
     python: str
 
 
-class NatsLink(Protocol):
+class NatsStatus(Protocol):
     """The part of `messaging.connection.Connection` that the status port shows."""
 
     @property
@@ -80,7 +80,7 @@ class Status:
         self._instance = instance
         self._started = time.monotonic_ns()
         self._models: Sequence[str] = ()
-        self._nats: NatsLink | None = None
+        self._nats: NatsStatus | None = None
         self._needed: tuple[asyncio.Event, ...] = ()
         self._sleeper: Sleeper | None = None
         self._was_registered = False
@@ -93,7 +93,7 @@ class Status:
         """Show `names` as the models that are served now."""
         self._models = names
 
-    def show_connection(self, nats: NatsLink) -> None:
+    def show_connection(self, nats: NatsStatus) -> None:
         """Show whether `nats` is connected."""
         self._nats = nats
 

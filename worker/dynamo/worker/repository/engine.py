@@ -55,7 +55,7 @@ class RepositoryEngine:
         """In the mode POLL: the fingerprints of the folders when the models were loaded."""
         self._load = tuple(load)
         self._inputs = PerHead(_heads_of)
-        self._responses = _Responses()
+        self._responses = _ResponseEncoder()
         self._steps = Steps()
         self._exit_on_error = exit_on_error
 
@@ -157,7 +157,7 @@ def _is_whole(head: TensorHead) -> bool:
     return kind is not None and (not kind.size or kind.size * element_count(head.shape) == head.size)
 
 
-class _Responses:
+class _ResponseEncoder:
     """Encodes responses. Those that differ in the elements of their tensors alone share a head."""
 
     def __init__(self) -> None:

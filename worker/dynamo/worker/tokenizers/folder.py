@@ -45,7 +45,7 @@ class _GenerationConfig(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-class _ModelConfig(msgspec.Struct):
+class _HuggingFaceConfig(msgspec.Struct):
     image_token_id: int | None = None
     image_token_index: int | None = None
 
@@ -58,7 +58,7 @@ def read_folder(folder: Path) -> TextFiles:
         generation = _read(folder / "generation_config.json", _GenerationConfig) or _read(
             folder / "config.json", _GenerationConfig
         )
-        model = _read(folder / "config.json", _ModelConfig) or _ModelConfig()
+        model = _read(folder / "config.json", _HuggingFaceConfig) or _HuggingFaceConfig()
         template_file = folder / "chat_template.jinja"
         template = template_file.read_bytes() if template_file.is_file() else _template(config).encode()
     except (OSError, msgspec.MsgspecError) as error:

@@ -35,7 +35,7 @@ class _Timestamp:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _TracedTensor:
     activity: str
     name: str
     datatype: str
@@ -100,7 +100,7 @@ class Trace:
             self._head["request_id"] = request_id
         if parent is not None:
             self._head["parent_id"] = parent
-        self._entries: list[_Timestamp | _Tensor] = []
+        self._entries: list[_Timestamp | _TracedTensor] = []
 
     def __repr__(self) -> str:
         return f"<Trace {self._head}>"
@@ -117,7 +117,7 @@ class Trace:
 
     def tensor(self, activity: str, name: str, datatype: str, shape: Sequence[int], raw: Buffer) -> None:
         """Add a tensor as it is now."""
-        self._entries.append(_Tensor(activity, name, datatype, tuple(shape), self._group.copy(raw)))
+        self._entries.append(_TracedTensor(activity, name, datatype, tuple(shape), self._group.copy(raw)))
 
     def child(self, model: str, version: str, request_id: str) -> Trace | None:
         """Begin the trace of a request to another model that is a part of this one."""

@@ -8,7 +8,7 @@ from math import isnan
 import pytest
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.worker.engine.llama.stream import TokenReader, TokenVocabulary, decode_chunk
+from dynamo.worker.engine.llama.stream import ChunkReader, TokenVocabulary, decode_chunk
 
 LLAMA = "🦙".encode()
 PIECES = [b"", b"a", b"b", b"ab", *(bytes([byte]) for byte in LLAMA), LLAMA[:2], b"c", b""]
@@ -22,12 +22,12 @@ def chunk(text: str, token: int, count: int) -> bytes:
     return json.dumps({"choices": [choice], "timings": {"predicted_n": count, "cache_n": 3}}).encode()
 
 
-def read(reader: TokenReader, *chunks: bytes) -> list[int]:
+def read(reader: ChunkReader, *chunks: bytes) -> list[int]:
     return [step[0][0] for data in chunks for step in reader.feed(decode_chunk(data))]
 
 
-def reader() -> TokenReader:
-    return TokenReader(VOCABULARY, held=VOCABULARY.silent)
+def reader() -> ChunkReader:
+    return ChunkReader(VOCABULARY, held=VOCABULARY.silent)
 
 
 def test_each_chunk_is_a_token_with_its_alternatives() -> None:

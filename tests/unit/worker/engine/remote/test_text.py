@@ -22,7 +22,7 @@ from dynamo.common.generation import (
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import Part, Reasoning, ToolCall, make_parser
-from dynamo.worker.engine.remote.engine import ServedModel
+from dynamo.worker.engine.remote.engine import ListedModel
 from dynamo.worker.engine.remote.errors import read_failure
 from dynamo.worker.engine.remote.text import REASONING_PARSER, TOOL_PARSER, TextDialect, TextReader
 
@@ -165,6 +165,6 @@ def test_a_refusal_is_read_in_the_forms_of_all_servers(body: bytes) -> None:
 
 
 def test_a_listed_model_says_what_it_takes() -> None:
-    assert ServedModel(id="/models/Tiny.Q4.gguf").name == "Tiny.Q4"
-    assert ServedModel(id="org/model").name == "org/model"
-    assert ServedModel(id="m").modalities == ("image", "audio")
+    assert ListedModel(id="/models/Tiny.Q4.gguf").name == "Tiny.Q4"
+    assert ListedModel(id="org/model").name == "org/model"
+    assert ListedModel(id="m").modalities == ("image", "audio")

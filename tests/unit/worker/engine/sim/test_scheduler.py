@@ -14,7 +14,7 @@ from dynamo.common.generation import FinishReason, pack_tokens
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.worker.engine.sim.blocks import BlockManager
-from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, Sequence, StepResult
+from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, SimSequence, StepResult
 from dynamo.worker.engine.sim.timing import TimingModel
 from dynamo.worker.engine.sim.tokens import START, advance, advance_all, next_token, next_token_and_state
 
@@ -26,9 +26,9 @@ def config(**fields: object) -> SchedulerConfig:
     return SchedulerConfig(**fields)  # type: ignore[arg-type]
 
 
-def sequence(tokens: list[int], limit: int = 4, **fields: object) -> Sequence:
+def sequence(tokens: list[int], limit: int = 4, **fields: object) -> SimSequence:
     prompt = pack_tokens(tokens)
-    return Sequence(prompt=prompt, hashes=sequence_hashes(prompt, SIZE), limit=limit, **fields)  # type: ignore[arg-type]
+    return SimSequence(prompt=prompt, hashes=sequence_hashes(prompt, SIZE), limit=limit, **fields)  # type: ignore[arg-type]
 
 
 def run(scheduler: Scheduler, steps: int = 10_000) -> list[StepResult]:
@@ -40,7 +40,7 @@ def run(scheduler: Scheduler, steps: int = 10_000) -> list[StepResult]:
     return results
 
 
-def tokens_of(results: list[StepResult], wanted: Sequence) -> list[int]:
+def tokens_of(results: list[StepResult], wanted: SimSequence) -> list[int]:
     return [token for result in results for each, token in result.emitted if each is wanted]
 
 
@@ -168,7 +168,7 @@ def test_output_is_cached_for_the_next_turn() -> None:
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
     scheduler = Scheduler(config(prefix_caching=False))
-    pair = [Sequence(prompt=pack_tokens(range(12)), hashes=[], limit=6) for _ in range(2)]
+    pair = [SimSequence(prompt=pack_tokens(range(12)), hashes=[], limit=6) for _ in range(2)]
     for each in pair:
         scheduler.add(each, 0.0)
         results = run(scheduler)
@@ -307,7 +307,7 @@ def test_blocks_are_accounted_for_whatever_happens(
     steps: list[tuple[str, list[int], int]], total: int, watermark: float, budget: int
 ) -> None:
     scheduler = Scheduler(config(total_blocks=total, watermark=watermark, max_batched_tokens=budget, max_num_seqs=5))
-    state, added, paths = KvState(), list[Sequence](), dict[int, int | None]()
+    state, added, paths = KvState(), list[SimSequence](), dict[int, int | None]()
 
     def check(result: StepResult) -> None:
         assert result.prefill_tokens + result.decoding <= budget
@@ -352,8 +352,8 @@ def test_adapters_share_nothing() -> None:
     scheduler = Scheduler(config())
     space = space_hash("lora")
     prompt = pack_tokens(range(12))
-    plain = Sequence(prompt=prompt, hashes=sequence_hashes(prompt, SIZE), limit=8)
-    adapted = Sequence(prompt=prompt, hashes=sequence_hashes(prompt, SIZE, space), space=space, limit=8)
+    plain = SimSequence(prompt=prompt, hashes=sequence_hashes(prompt, SIZE), limit=8)
+    adapted = SimSequence(prompt=prompt, hashes=sequence_hashes(prompt, SIZE, space), space=space, limit=8)
     for each in (plain, adapted):
         scheduler.add(each, 0.0)
         run(scheduler)

@@ -39,7 +39,7 @@ from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.llama.cache import PrefixCacheMirror
 from dynamo.worker.engine.llama.grammars.compiler import GrammarCompiler
 from dynamo.worker.engine.llama.request import Options, check_request, pass_options, sampling_options
-from dynamo.worker.engine.llama.stream import CompletionChunk, Step, TokenReader, TokenVocabulary, decode_chunk
+from dynamo.worker.engine.llama.stream import ChunkReader, CompletionChunk, Step, TokenVocabulary, decode_chunk
 from dynamo.worker.engine.open_requests import empty_response
 from dynamo.worker.tokenizers.gguf import GgufModel
 from dynamo.worker.tokenizers.sentencepiece import CONTROL
@@ -146,7 +146,7 @@ class _Completion:
         """`stops` end the choice; so do `limit` tokens, if this is the last call."""
         self.tokens: list[int] = []
         self._choice = choice
-        self._reader = TokenReader(vocabulary, held=vocabulary.silent - stops)
+        self._reader = ChunkReader(vocabulary, held=vocabulary.silent - stops)
         self._stops = stops
         self._limit = limit
         self._is_last = is_last

@@ -26,14 +26,14 @@ class _Probability(msgspec.Struct):
     logprob: float
 
 
-class _Position(msgspec.Struct):
+class _PositionLogprobs(msgspec.Struct):
     id: int
     logprob: float
     top_logprobs: list[_Probability]
 
 
 class _Positions(msgspec.Struct):
-    content: list[_Position]
+    content: list[_PositionLogprobs]
 
 
 class _ChunkChoice(msgspec.Struct):
@@ -50,7 +50,7 @@ class ChunkTimings(msgspec.Struct):
     predicted_n: int = 0
 
 
-class _Error(msgspec.Struct):
+class _ChunkError(msgspec.Struct):
     code: int = 500
     message: str = "llama.cpp failed without a word"
 
@@ -60,7 +60,7 @@ class CompletionChunk(msgspec.Struct):
 
     choices: list[_ChunkChoice] = []
     timings: ChunkTimings = msgspec.field(default_factory=ChunkTimings)
-    error: _Error | None = None
+    error: _ChunkError | None = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -120,7 +120,7 @@ Step = list[tuple[int, float]]
 """Token and its log probability first, then the alternatives."""
 
 
-class TokenReader:
+class ChunkReader:
     """Turns the chunks of one completion into steps, one per token."""
 
     def __init__(self, vocabulary: TokenVocabulary, *, held: frozenset[int]) -> None:

@@ -58,7 +58,7 @@ class VllmAdapters:
         raise NotFound(str(error)) if status == 404 else error
 
 
-class _Change(msgspec.Struct):
+class _ChangeResult(msgspec.Struct):
     error_message: str | None = None
 
 
@@ -97,7 +97,7 @@ class SglangAdapters:
         if status == 404:
             raise Unsupported(f"the server at {self._client} has no {path}")
         try:
-            message = msgspec.json.decode(body, type=_Change).error_message
+            message = msgspec.json.decode(body, type=_ChangeResult).error_message
         except msgspec.MsgspecError:
             message = None
         raise InvalidRequest(message) if status == 400 and message else read_failure(status, body)

@@ -13,8 +13,8 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, unpack_text
 from dynamo.common.generation_rules import Feature
 from dynamo.worker.engine.open_requests import read_finish_reason
-from dynamo.worker.engine.remote.dialect import data_url, decode_event, fills_context, token_limit, without_none
-from dynamo.worker.engine.remote.errors import Error, stream_error
+from dynamo.worker.engine.remote.dialect import PromptDetails, data_url, decode_event, fills_context, token_limit, without_none
+from dynamo.worker.engine.remote.errors import ServerError, stream_error
 from dynamo.worker.engine.remote.tokens import TokenReader, any_of, check_tokens, chosen_first, logit_bias
 from dynamo.worker.engine.sampling import choice_seed, sampling_fields
 from dynamo.worker.engine.text_prompt import with_media
@@ -45,7 +45,7 @@ class Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class Choice(msgspec.Struct):
+class TokenChoice(msgspec.Struct):
     index: int = 0
     token_ids: list[int] | None = None
     finish_reason: str | None = None
@@ -53,20 +53,16 @@ class Choice(msgspec.Struct):
     logprobs: Logprobs | None = None
 
 
-class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     prompt_tokens: int = 0
     """With as many for each image as it takes."""
     prompt_tokens_details: PromptDetails | None = None
 
 
-class Chunk(msgspec.Struct):
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: Error | None = None
+class TokenChunk(msgspec.Struct):
+    choices: list[TokenChoice] = []
+    usage: TokenUsage | None = None
+    error: ServerError | None = None
 
 
 class ChatLogprob(msgspec.Struct):
@@ -99,13 +95,13 @@ class ChatChoice(msgspec.Struct):
 
 class ChatChunk(msgspec.Struct):
     choices: list[ChatChoice] = []
-    usage: Usage | None = None
-    error: Error | None = None
+    usage: TokenUsage | None = None
+    error: ServerError | None = None
 
-    def plain(self) -> Chunk:
+    def plain(self) -> TokenChunk:
         """Return the chunk in the form of plain completions."""
         choices = [
-            Choice(
+            TokenChoice(
                 index=choice.index,
                 token_ids=choice.token_ids,
                 finish_reason=choice.finish_reason,
@@ -115,10 +111,10 @@ class ChatChunk(msgspec.Struct):
             for choice in self.choices
             if choice.token_ids is not None or choice.finish_reason is not None
         ]
-        return Chunk(choices, self.usage, self.error)
+        return TokenChunk(choices, self.usage, self.error)
 
 
-_chunk_decoder = msgspec.json.Decoder(Chunk)
+_chunk_decoder = msgspec.json.Decoder(TokenChunk)
 _chat_decoder = msgspec.json.Decoder(ChatChunk)
 
 
@@ -236,12 +232,12 @@ def _with_chosen(alternatives: int) -> int:
 
 
 class StreamReader(TokenReader):
-    """Reads the events of one stream; see `Reader`."""
+    """Reads the events of one stream; see `EventReader`."""
 
     def read(self, event: bytes) -> list[Delta]:
         return self._read(decode_event(_chunk_decoder, event))
 
-    def _read(self, chunk: Chunk) -> list[Delta]:
+    def _read(self, chunk: TokenChunk) -> list[Delta]:
         if chunk.error is not None:
             raise stream_error(chunk.error)
         if chunk.usage is not None:
@@ -250,7 +246,7 @@ class StreamReader(TokenReader):
             self._cached_tokens = (details.cached_tokens or 0) if details is not None else self._cached_tokens
         return [delta for choice in chunk.choices if (delta := self._delta(choice)) is not None]
 
-    def _delta(self, choice: Choice) -> Delta | None:
+    def _delta(self, choice: TokenChoice) -> Delta | None:
         self._choices.check(choice.index)
         if choice.token_ids is None:
             raise EngineError("the server sent no token ids, although they are requested")

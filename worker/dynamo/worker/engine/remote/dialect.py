@@ -25,7 +25,7 @@ class RemoteKind(StrEnum):
     TEXT = "text"
 
 
-class Reader(Protocol):
+class EventReader(Protocol):
     """Turns the events of one stream into deltas and a summary."""
 
     @property
@@ -47,7 +47,13 @@ class Dialect(Protocol):
         """Return path and body of a POST request. Raises InvalidRequest for what the server would misunderstand or not bound."""
         ...
 
-    def reader(self, request: GenerateRequest) -> Reader: ...
+    def reader(self, request: GenerateRequest) -> EventReader: ...
+
+
+class PromptDetails(msgspec.Struct):
+    """The part of the usage that a server reports of a prompt."""
+
+    cached_tokens: int | None = None
 
 
 class Choices:

@@ -57,7 +57,7 @@ class Architecture(msgspec.Struct):
     input_modalities: list[str] = []
 
 
-class ServedModel(msgspec.Struct):
+class ListedModel(msgspec.Struct):
     """A model in the server's list."""
 
     id: str
@@ -95,7 +95,7 @@ class SglangModel(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    data: list[ServedModel]
+    data: list[ListedModel]
 
 
 class RemoteEngine:
@@ -177,12 +177,12 @@ class RemoteEngine:
             ),
         ).check()
 
-    def _detect_kind(self, served: ServedModel) -> RemoteKind:
+    def _detect_kind(self, served: ListedModel) -> RemoteKind:
         """Return what the server speaks. One of no known kind gets token ids if their tokenizer is at hand, else text."""
         named = _KIND_BY_OWNER.get(served.owned_by)
         return named or (RemoteKind.VLLM if self._text is not None or _folder(served.root) is not None else RemoteKind.TEXT)
 
-    def _text_info(self, served: ServedModel, context_length: int) -> LlmInfo:
+    def _text_info(self, served: ListedModel, context_length: int) -> LlmInfo:
         self._dialect = TextDialect(self._model)
         return LlmInfo(
             context_length=context_length,
@@ -192,7 +192,7 @@ class RemoteEngine:
             modalities=served.modalities,
         )
 
-    async def _token_info(self, kind: RemoteKind, served: ServedModel, context_length: int) -> LlmInfo:
+    async def _token_info(self, kind: RemoteKind, served: ListedModel, context_length: int) -> LlmInfo:
         said = await self._fetch_sglang_model() if kind is RemoteKind.SGLANG else SglangModel()
         text = self._text = self._text or self._read_files(said.tokenizer_path or served.root, served)
         eos = frozenset(text.eos_token_ids)
@@ -366,7 +366,7 @@ class RemoteEngine:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _fetch_models(self) -> list[ServedModel]:
+    async def _fetch_models(self) -> list[ListedModel]:
         """Return the server's models, at least one. Raises InvalidRequest for a server that has none."""
         status, body = await self._client.fetch("GET", "/v1/models")
         if status in (401, 403):
@@ -381,7 +381,7 @@ class RemoteEngine:
             raise InvalidRequest(f"the server at {self._client} lists no model: GET /v1/models has status {status}")
         return models
 
-    def _read_files(self, root: str | None, served: ServedModel) -> TextFiles:
+    def _read_files(self, root: str | None, served: ListedModel) -> TextFiles:
         """Return tokenizer and template of the model's folder. Raises InvalidRequest if it is not on this machine."""
         folder = _folder(root)
         if folder is None:
@@ -415,7 +415,7 @@ class RemoteEngine:
             raise InvalidRequest(f"the server at {self._client} cannot be used with {what}: {error}") from error
 
 
-def _adapters(models: Sequence[ServedModel], served: str) -> dict[str, str]:
+def _adapters(models: Sequence[ListedModel], served: str) -> dict[str, str]:
     """Return the paths of the LoRA adapters in a server's list, by name."""
     root = next((model.root for model in models if model.id == served), None)
     return {model.id: model.root or "" for model in models if model.parent == served and model.root != root}

@@ -17,14 +17,14 @@ _STATUSES = {
 """By the types of errors of servers whose error codes are words, as OpenAI's are."""
 
 
-class Error(msgspec.Struct):
+class ServerError(msgspec.Struct):
     message: str = ""
     type: str = ""
     code: int | str | None = None
 
 
-class _Failure(msgspec.Struct):
-    error: Error | str | None = None
+class _ErrorBody(msgspec.Struct):
+    error: ServerError | str | None = None
     """Ollama and TGI have a text."""
     message: str = ""
     """TensorRT-LLM has no object around the error."""
@@ -40,7 +40,7 @@ class _Failure(msgspec.Struct):
                 return self.error.message
 
 
-_failure_decoder = msgspec.json.Decoder(_Failure)
+_failure_decoder = msgspec.json.Decoder(_ErrorBody)
 
 
 class NotServed(Unavailable):
@@ -56,7 +56,7 @@ def read_failure(status: int, body: bytes, retry_after: str = "") -> DynamoError
     return to_error(status, message, float(retry_after) if retry_after.isdecimal() else 1.0)
 
 
-def stream_error(error: Error) -> DynamoError:
+def stream_error(error: ServerError) -> DynamoError:
     """Return our error for one that ends a stream. A server that has begun a response is not too busy for it, but lost it."""
     code = str(error.code)
     status = int(code) if code.isdecimal() else _STATUSES.get(error.type, 500)

@@ -11,7 +11,7 @@ from dynamo.common.generation import Delta, FinishReason, GenerateRequest
 from dynamo.common.generation_rules import Feature
 from dynamo.worker.engine.open_requests import read_finish_reason
 from dynamo.worker.engine.remote.dialect import data_url, decode_event, fills_context, token_limit, without_none
-from dynamo.worker.engine.remote.errors import Error, stream_error, to_error
+from dynamo.worker.engine.remote.errors import ServerError, stream_error, to_error
 from dynamo.worker.engine.remote.tokens import TokenReader, any_of, check_tokens, chosen_first, logit_bias
 from dynamo.worker.engine.sampling import choice_seed, sampling_fields
 from dynamo.worker.engine.vllm.request import structured_settings
@@ -45,7 +45,7 @@ class Event(msgspec.Struct):
     index: int = 0
     output_ids: list[int] | None = None
     meta_info: MetaInfo | None = None
-    error: Error | None = None
+    error: ServerError | None = None
 
 
 _event_decoder = msgspec.json.Decoder(Event)
@@ -117,7 +117,7 @@ def _constraint(settings: dict[str, Any]) -> dict[str, str]:
 
 
 class SglangReader(TokenReader):
-    """Reads the events of one stream; see `Reader`.
+    """Reads the events of one stream; see `EventReader`.
 
     An event has all tokens of its choice so far or, of servers with `--incremental-streaming-output`, the new ones.
     """

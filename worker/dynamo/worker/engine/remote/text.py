@@ -15,8 +15,8 @@ from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.generation_rules import check_request as check_ranges
 from dynamo.worker.engine.open_requests import read_finish_reason
-from dynamo.worker.engine.remote.dialect import Choices, check_rank, decode_event, without_none
-from dynamo.worker.engine.remote.errors import Error, stream_error
+from dynamo.worker.engine.remote.dialect import Choices, PromptDetails, check_rank, decode_event, without_none
+from dynamo.worker.engine.remote.errors import ServerError, stream_error
 from dynamo.worker.engine.sampling import choice_seed, sampling_fields
 from dynamo.worker.engine.text_prompt import read_prompt
 from dynamo.worker.engine.vllm.request import structured_settings
@@ -46,30 +46,26 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
 
 
-class Choice(msgspec.Struct):
+class TextChoice(msgspec.Struct):
     index: int = 0
     text: str | None = None
     delta: Message | None = None
     finish_reason: str | None = None
 
 
-class PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct):
+class TextUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptDetails | None = None
 
 
-class Chunk(msgspec.Struct):
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: Error | str | None = None
+class TextChunk(msgspec.Struct):
+    choices: list[TextChoice] = []
+    usage: TextUsage | None = None
+    error: ServerError | str | None = None
 
 
-_chunk_decoder = msgspec.json.Decoder(Chunk)
+_chunk_decoder = msgspec.json.Decoder(TextChunk)
 
 
 class TextDialect:
@@ -131,14 +127,14 @@ def _response_format(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class TextReader:
-    """Reads the events of one stream; see `Reader`."""
+    """Reads the events of one stream; see `EventReader`."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._choices = Choices(request)
         # With structured output frontends expect nothing else: they do not look for reasoning.
         with_reasoning = request.sampling.guided is None
         self._writers = [_MessageWriter(with_reasoning=with_reasoning) for _ in range(request.n)]
-        self._usage = Usage()
+        self._usage = TextUsage()
 
     @property
     def has_finished(self) -> bool:
@@ -152,7 +148,7 @@ class TextReader:
     def read(self, event: bytes) -> list[Delta]:
         chunk = decode_event(_chunk_decoder, event)
         if chunk.error is not None:
-            raise stream_error(Error(message=chunk.error) if isinstance(chunk.error, str) else chunk.error)
+            raise stream_error(ServerError(message=chunk.error) if isinstance(chunk.error, str) else chunk.error)
         self._usage = chunk.usage or self._usage
         return [delta for choice in chunk.choices if (delta := self._delta(choice)) is not None]
 
@@ -165,7 +161,7 @@ class TextReader:
             prefill_ms=self._choices.prefill_ms,
         )
 
-    def _delta(self, choice: Choice) -> Delta | None:
+    def _delta(self, choice: TextChoice) -> Delta | None:
         if self._choices.has_ended(choice.index):
             return None  # some servers have a last event of a choice after its end
         self._choices.check(choice.index)

@@ -41,7 +41,7 @@ def chosen_first(token: int, value: float | None, top: Iterable[tuple[int, float
 
 
 class TokenReader:
-    """What readers of token ids keep of one stream; see `Reader`."""
+    """What readers of token ids keep of one stream; see `EventReader`."""
 
     def __init__(self, request: GenerateRequest, eos: frozenset[int]) -> None:
         """`eos` tokens end a generation, unless the request ignores them."""

@@ -22,8 +22,7 @@ from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import AdapterReport, LlmInfo, ModelCard, ModelKind, Role
 from dynamo.common.process.background import start
 from dynamo.worker.engine.base import Context, EngineLoad
-from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, StepResult
-from dynamo.worker.engine.sim.scheduler import Sequence as SimSequence
+from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, SimSequence, StepResult
 from dynamo.worker.engine.sim.script import Script
 from dynamo.worker.engine.sim.tokens import START, advance
 
@@ -83,7 +82,7 @@ class _Stream:
             self.waiter.set_result(None)
 
 
-class _Rank:
+class _SimRank:
     """One data-parallel rank: a scheduler and the task that steps it while there is something to do."""
 
     def __init__(self, number: int, config: SimConfig) -> None:
@@ -107,7 +106,7 @@ class SimEngine:
 
     def __init__(self, config: SimConfig) -> None:
         self.config = config
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_SimRank] = []
         self._script = Script(config.tokenizer)
         self._tasks: list[asyncio.Task[None]] = []
         self._adapters: dict[str, int] = {}
@@ -120,7 +119,7 @@ class SimEngine:
 
     async def start(self) -> ModelCard:
         config, scheduler = self.config, self.config.scheduler
-        self._ranks = [_Rank(number, config) for number in range(config.data_parallel_size)]
+        self._ranks = [_SimRank(number, config) for number in range(config.data_parallel_size)]
         self._tasks = [start(self._run(rank), f"scheduler of rank {rank.number}") for rank in self._ranks]
         return ModelCard(
             name=config.name,
@@ -277,14 +276,14 @@ class SimEngine:
             return self._script.guided(request.sampling.guided, conversation)
         return self._script.response(conversation) if conversation else ()
 
-    def _choose_rank(self, requested: int | None, hashes: Sequence[int]) -> _Rank:
+    def _choose_rank(self, requested: int | None, hashes: Sequence[int]) -> _SimRank:
         """Return the rank with the least work left for this prompt, including the queued requests."""
         if requested is not None:
             return self._ranks[requested]
         if len(self._ranks) == 1:
             return self._ranks[0]
 
-        def work(rank: _Rank) -> float:
+        def work(rank: _SimRank) -> float:
             scheduler = rank.scheduler
             queued = scheduler.queued_prefill_tokens / scheduler.config.block_size
             return queued + scheduler.blocks.active - scheduler.blocks.cached_prefix(hashes)
@@ -341,7 +340,7 @@ class SimEngine:
             kv_transfer=offered,
         )
 
-    async def _run(self, rank: _Rank) -> None:
+    async def _run(self, rank: _SimRank) -> None:
         try:
             await self._step_forever(rank)
         except asyncio.CancelledError:
@@ -350,7 +349,7 @@ class SimEngine:
             self._fail(rank, EngineError(f"the simulated engine failed: {error!r}"))
             raise
 
-    async def _step_forever(self, rank: _Rank) -> None:
+    async def _step_forever(self, rank: _SimRank) -> None:
         scheduler, loop = rank.scheduler, asyncio.get_running_loop()
         steps = self.config.steps_per_turn
         now = loop.time()
@@ -386,7 +385,7 @@ class SimEngine:
             await asyncio.sleep(0)
             now = loop.time()
 
-    def _deliver(self, rank: _Rank, result: StepResult) -> None:
+    def _deliver(self, rank: _SimRank, result: StepResult) -> None:
         """Hand one step's tokens to all streams and apply its changes to the cache."""
         woken: dict[_Stream, None] = {}
         streams = rank.streams
@@ -416,7 +415,7 @@ class SimEngine:
             callback()
 
     @staticmethod
-    def _fail(rank: _Rank, error: EngineError) -> None:
+    def _fail(rank: _SimRank, error: EngineError) -> None:
         rank.error = error
         rank.idle.set()
         for stream, _ in rank.streams.values():

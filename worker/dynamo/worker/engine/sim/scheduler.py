@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from bisect import insort
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -58,7 +58,7 @@ class SchedulerConfig:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Sequence:
+class SimSequence:
     """One choice of one request, on its way through the scheduler."""
 
     prompt: bytes
@@ -77,7 +77,7 @@ class Sequence:
     """Higher is more important."""
     fetched: bool = False
     """The KV of the prompt comes from another instance."""
-    script: Items[int] = ()
+    script: Sequence[int] = ()
     """The tokens to generate; empty: they are invented."""
 
     # From here on, the scheduler's.
@@ -119,13 +119,13 @@ class StepResult:
     duration_s: float = 0.0
     prefill_tokens: int = 0
     decoding: int = 0
-    emitted: list[tuple[Sequence, int]] = field(default_factory=list)
+    emitted: list[tuple[SimSequence, int]] = field(default_factory=list)
     """Each sequence that has a new token, with the token. A stop token is none."""
-    finished: list[Sequence] = field(default_factory=list)
+    finished: list[SimSequence] = field(default_factory=list)
     preempted: int = 0
-    removed: Items[int] = ()
+    removed: Sequence[int] = ()
     """Sequence hashes of blocks that were evicted."""
-    stored: Items[int] = ()
+    stored: Sequence[int] = ()
     """Sequence hashes of blocks that were computed, after the evictions."""
 
 
@@ -135,9 +135,9 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.blocks = BlockManager(config.total_blocks)
-        self.running: list[Sequence] = []
+        self.running: list[SimSequence] = []
         """Most important first, then oldest first."""
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._waiting: list[tuple[tuple[int, int], SimSequence]] = []
         """A heap of (turn, sequence)."""
         self.totals = NO_STEPS
         """The steps that took time."""
@@ -162,7 +162,7 @@ class Scheduler:
         queued = sum(sequence.length for _, sequence in self._waiting)
         return queued + sum(sequence.length - sequence.computed for sequence in self.running if not sequence.generated)
 
-    def add(self, sequence: Sequence, now: float) -> None:
+    def add(self, sequence: SimSequence, now: float) -> None:
         """Queue a sequence. Raises InvalidRequest if it can never run."""
         config = self.config
         tokens = np.frombuffer(sequence.prompt, dtype="<u4")
@@ -181,7 +181,7 @@ class Scheduler:
         self._order += 1
         heapq.heappush(self._waiting, (sequence.turn, sequence))
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: SimSequence) -> None:
         """Remove a sequence, waiting or running. Does nothing if it is done."""
         if sequence.done:
             return
@@ -196,7 +196,7 @@ class Scheduler:
     def step(self, now: float) -> StepResult:
         """Schedule and compute one batch."""
         result = StepResult()
-        batch: list[tuple[Sequence, int]] = []
+        batch: list[tuple[SimSequence, int]] = []
         budget = self._schedule_running(now, result, batch)
         if not result.preempted:
             self._admit(now, budget, batch)
@@ -231,7 +231,7 @@ class Scheduler:
             generated=sum(sequence.generated for sequence in result.finished),
         )
 
-    def _schedule_running(self, now: float, result: StepResult, batch: list[tuple[Sequence, int]]) -> int:
+    def _schedule_running(self, now: float, result: StepResult, batch: list[tuple[SimSequence, int]]) -> int:
         """Schedule the running sequences. Return the rest of the token budget."""
         block_size, running = self.config.block_size, self.running
         budget = self.config.max_batched_tokens
@@ -251,7 +251,7 @@ class Scheduler:
             batch.append((sequence, tokens))
         return budget
 
-    def _grow(self, sequence: Sequence, blocks: int, result: StepResult) -> bool:
+    def _grow(self, sequence: SimSequence, blocks: int, result: StepResult) -> bool:
         """Give a running sequence more blocks, preempting from the end. Return False if it was preempted itself."""
         while not self.blocks.grow(blocks):
             last = self.running.pop()
@@ -264,7 +264,7 @@ class Scheduler:
         sequence.private += blocks
         return True
 
-    def _admit(self, now: float, budget: int, batch: list[tuple[Sequence, int]]) -> None:
+    def _admit(self, now: float, budget: int, batch: list[tuple[SimSequence, int]]) -> None:
         config, waiting = self.config, self._waiting
         while waiting and budget and len(self.running) < config.max_num_seqs:
             sequence = waiting[0][1]
@@ -291,7 +291,7 @@ class Scheduler:
             budget -= tokens
             batch.append((sequence, tokens))
 
-    def _compute(self, batch: list[tuple[Sequence, int]], done_at: float, result: StepResult) -> None:
+    def _compute(self, batch: list[tuple[SimSequence, int]], done_at: float, result: StepResult) -> None:
         block_size, vocabulary = self.config.block_size, self.config.vocabulary
         may_end = self.config.mean_output_tokens > 0
         emitted = result.emitted
@@ -333,7 +333,7 @@ class Scheduler:
         if result.finished:
             self.running = [sequence for sequence in self.running if not sequence.done]
 
-    def _next_token(self, sequence: Sequence) -> int:
+    def _next_token(self, sequence: SimSequence) -> int:
         if sequence.script:
             return sequence.script[sequence.generated]
         config = self.config
@@ -344,14 +344,14 @@ class Scheduler:
             return eos
         return next_token(sequence.state, sequence.seed, config.vocabulary)
 
-    def _hash_pending(self, sequence: Sequence) -> None:
+    def _hash_pending(self, sequence: SimSequence) -> None:
         """Hash the tokens after the last full block, which have become a full one."""
         if self.config.prefix_caching:
             parent = sequence.hashes[-1] if sequence.hashes else sequence.space
             sequence.hashes += sequence_hashes(memoryview(sequence.pending).cast("B"), self.config.block_size, parent)
         sequence.pending = array("I")
 
-    def _commit(self, sequence: Sequence) -> None:
+    def _commit(self, sequence: SimSequence) -> None:
         """Put the blocks that became full into the cache."""
         if not self.config.prefix_caching:
             return
@@ -360,6 +360,6 @@ class Scheduler:
         sequence.committed += len(full)
         sequence.private -= len(full)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: SimSequence) -> None:
         self.blocks.give_back(sequence.hashes[: sequence.committed], sequence.private)
         sequence.committed = sequence.private = sequence.computed = 0

@@ -35,11 +35,11 @@ _UNREAD = 16
 """Values of a tensor that a reader has not taken; at least one and the end."""
 
 
-class _End:
+class _EndOfValues:
     """Stands behind the last value of a tensor."""
 
 
-_END = _End()
+_END = _EndOfValues()
 
 
 def models_in(config: ModelConfig) -> list[str]:
@@ -241,7 +241,7 @@ def _present(tensors: Tensors) -> dict[str, Array]:
 class _Reader:
     """Reads tensors that belong together, one value of each at a time."""
 
-    def __init__(self, queues: Mapping[str, asyncio.Queue[Array | _End | None]]) -> None:
+    def __init__(self, queues: Mapping[str, asyncio.Queue[Array | _EndOfValues | None]]) -> None:
         self._queues = queues
 
     async def next(self) -> dict[str, Array | None] | None:
@@ -249,7 +249,7 @@ class _Reader:
         values: dict[str, Array | None] = {}
         for name, queue in self._queues.items():
             value = await queue.get()
-            if isinstance(value, _End):
+            if isinstance(value, _EndOfValues):
                 return None
             values[name] = value
         return values
@@ -270,16 +270,16 @@ class _Flow:
 
     def __init__(self, inputs: Mapping[str, Array], steps: Sequence[Step]) -> None:
         self._inputs = inputs
-        self._queues: dict[str, list[asyncio.Queue[Array | _End | None]]] = {
+        self._queues: dict[str, list[asyncio.Queue[Array | _EndOfValues | None]]] = {
             target: [] for step in steps for target in step.output_map.values()
         }
         self.steps = [_FlowStep(step, self.read(step.input_map)) for step in steps]
 
     def read(self, sources: Mapping[str, str]) -> _Reader:
         """Return a reader of tensors, whose names in the ensemble are the values of `sources`."""
-        queues: dict[str, asyncio.Queue[Array | _End | None]] = {}
+        queues: dict[str, asyncio.Queue[Array | _EndOfValues | None]] = {}
         for name, source in sources.items():
-            queue: asyncio.Queue[Array | _End | None] = asyncio.Queue(_UNREAD)
+            queue: asyncio.Queue[Array | _EndOfValues | None] = asyncio.Queue(_UNREAD)
             queues[name] = queue
             if source in self._queues:
                 self._queues[source].append(queue)

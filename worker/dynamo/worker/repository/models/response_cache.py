@@ -35,7 +35,7 @@ _LARGE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _CachedResponse:
     outputs: Arrays
     size: int
 
@@ -45,7 +45,7 @@ class ResponseCache(Collector):
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, _CachedResponse] = OrderedDict()
         self._used_bytes = 0
         self._hits = self._misses = self._evictions = 0
         self._numbers = itertools.count(1)
@@ -80,7 +80,7 @@ class ResponseCache(Collector):
             _, evicted = self._entries.popitem(last=False)
             self._used_bytes -= evicted.size
             self._evictions += 1
-        self._entries[key] = _Entry(outputs, size)
+        self._entries[key] = _CachedResponse(outputs, size)
         self._used_bytes += size
 
     def remove(self, key: bytes) -> None:

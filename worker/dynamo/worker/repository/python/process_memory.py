@@ -73,7 +73,7 @@ class ProcessMemory:
 
     # Outputs
 
-    def reserve(self, request: int) -> wire.Room | None:
+    def reserve(self, request: int) -> wire.OutputMemory | None:
         """Return room for the outputs of a request; None if they are small, or there is none."""
         arena = self._memory.arena
         if (
@@ -84,7 +84,7 @@ class ProcessMemory:
         ):
             return None
         self._rooms[request] = region
-        return wire.Room(self._data_offset + region.unit * UNIT_BYTES, region.size)
+        return wire.OutputMemory(self._data_offset + region.unit * UNIT_BYTES, region.size)
 
     def responded(self, request: int, outputs: Sequence[wire.TensorHead]) -> None:
         """The only response to a request has come."""

@@ -30,7 +30,7 @@ def without_body(message: wire.Message, error: DynamoError) -> wire.Message:
 
 def to_wire(
     number: int, request: ModelRequest, model: str, memory: ProcessMemory | None, *, has_room: bool
-) -> tuple[wire.RequestHead, list[wire.Buffer]]:
+) -> tuple[wire.InferenceHead, list[wire.Buffer]]:
     """Return the head of a request and the tensors that follow it."""
     inputs: list[wire.TensorHead] = []
     raws: list[wire.Buffer] = []
@@ -39,7 +39,7 @@ def to_wire(
         if placed is None:
             raws.append(raw)
         inputs.append(placed or tensor)
-    head = wire.RequestHead(
+    head = wire.InferenceHead(
         number=number,
         model=model,
         version=request.context.version,

@@ -445,7 +445,7 @@ async def _serve_call(
         context.cancelled.set()
 
 
-def _to_request(call: wire.RequestHead, raws: Sequence[memoryview], context: Context) -> ModelRequest:
+def _to_request(call: wire.InferenceHead, raws: Sequence[memoryview], context: Context) -> ModelRequest:
     parameters = dict(call.parameters)
     if call.correlation_id:
         parameters["sequence_id"] = call.correlation_id
@@ -474,7 +474,7 @@ def _responses_to(models: ModelRegistry, call: wire.CallModel, request: ModelReq
     raise EngineError(f"Model {model} - Error when running inference: {why}")
 
 
-async def _send_response(stub: StubProcess, call: wire.RequestHead, response: ModelResult) -> None:
+async def _send_response(stub: StubProcess, call: wire.InferenceHead, response: ModelResult) -> None:
     """Send the requested outputs of a response to a call."""
     packed = [
         (tensor, raw)

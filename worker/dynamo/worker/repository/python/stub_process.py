@@ -188,7 +188,7 @@ class StubProcess:
 
     def execute(self, execution: Execution) -> None:
         """Send requests for one call of `execute`."""
-        heads: list[wire.RequestHead] = []
+        heads: list[wire.InferenceHead] = []
         buffers: list[wire.Buffer] = []
         is_placed = False
         for request, responses in zip(execution.requests, execution.responses, strict=True):

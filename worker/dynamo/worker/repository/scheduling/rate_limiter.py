@@ -62,7 +62,7 @@ class ProvidedResource:
         return name == self.name and (device is None or (not self.is_global and self.device in (None, device)))
 
 
-class _Instance:
+class _LimitedInstance:
     """One instance of a model, and what an execution of it holds."""
 
     __slots__ = ("executions", "is_idle", "needs", "priority")
@@ -127,7 +127,7 @@ class RateLimiter:
 
     def add(self, instances: Iterable[ModelInstance]) -> ExecutionLimits:
         """Let a model use resources. Raises InvalidRequest if one of its instances could never run."""
-        model = _ModelLimits(self, [_Instance(instance) for instance in instances])
+        model = _ModelLimits(self, [_LimitedInstance(instance) for instance in instances])
         self._models[model] = None
         try:
             self._check(model)
@@ -175,7 +175,7 @@ class RateLimiter:
             instance.is_idle = False
             model.give(instance)
 
-    def release(self, instance: _Instance) -> None:
+    def release(self, instance: _LimitedInstance) -> None:
         for key, held in instance.needs.items():
             self._held[key] -= held
         instance.executions += 1
@@ -186,10 +186,10 @@ class RateLimiter:
 class _ModelLimits:
     """The instances of one loaded model, and the executions that wait for one."""
 
-    def __init__(self, limiter: RateLimiter, instances: Sequence[_Instance]) -> None:
+    def __init__(self, limiter: RateLimiter, instances: Sequence[_LimitedInstance]) -> None:
         self.instances = instances
         self._limiter = limiter
-        self._turns: dict[asyncio.Future[_Instance], int] = {}
+        self._turns: dict[asyncio.Future[_LimitedInstance], int] = {}
         """Executions that wait, in order, numbered over all models."""
 
     async def take(self) -> Callable[[], None]:
@@ -204,8 +204,8 @@ class _ModelLimits:
         for turn in self._turns:
             turn.cancel()
 
-    async def _turn(self) -> _Instance:
-        turn: asyncio.Future[_Instance] = asyncio.get_running_loop().create_future()
+    async def _turn(self) -> _LimitedInstance:
+        turn: asyncio.Future[_LimitedInstance] = asyncio.get_running_loop().create_future()
         self._turns[turn] = next(self._limiter.numbers)
         self._limiter.advance()
         try:
@@ -218,14 +218,14 @@ class _ModelLimits:
                 self._limiter.release(turn.result())
             raise
 
-    def candidate(self) -> tuple[int, int, _Instance, _ModelLimits] | None:
+    def candidate(self) -> tuple[int, int, _LimitedInstance, _ModelLimits] | None:
         """Return an idle instance and the turn that is for it: rank, number, instance, model. None: one is missing."""
         number = next((number for turn, number in self._turns.items() if not turn.done()), None)
         idle = (instance for instance in self.instances if instance.is_idle)
         best = min(idle, key=lambda instance: instance.rank, default=None)
         return None if number is None or best is None else (best.rank, number, best, self)
 
-    def give(self, instance: _Instance) -> None:
+    def give(self, instance: _LimitedInstance) -> None:
         turn = next(turn for turn in self._turns if not turn.done())
         del self._turns[turn]
         turn.set_result(instance)

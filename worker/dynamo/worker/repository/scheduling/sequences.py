@@ -61,7 +61,7 @@ class UnknownSequence(InvalidRequest):
     retryable = True
 
 
-class _Job:
+class _SequenceRequest:
     """A request that waits for its turn, or runs."""
 
     __slots__ = ("due", "ends", "enqueued_ns", "has_left", "is_held", "is_running", "outcomes", "request", "starts", "turns")
@@ -97,7 +97,7 @@ class _Sequence:
         """The API key that has begun it; empty: none."""
         self.is_implicit = is_implicit
         """Begun by a request without an id, whose sequence no other request joins, whatever id it has."""
-        self.jobs: deque[_Job] = deque()
+        self.jobs: deque[_SequenceRequest] = deque()
         """Requests that wait, in order."""
         self.lane: _Lane | None = None
         """None: it waits for a slot, or has ended."""
@@ -112,7 +112,7 @@ class _Sequence:
         return self.is_implicit, self.owner, self.id
 
 
-_Row: TypeAlias = tuple[_Sequence, _Job] | None
+_Row: TypeAlias = tuple[_Sequence, _SequenceRequest] | None
 """A row of a batch; None: without a request."""
 
 
@@ -246,7 +246,7 @@ class SequenceModel:
 
     # Requests on their way
 
-    def _admit(self, request: ModelRequest) -> tuple[_Sequence, _Job]:
+    def _admit(self, request: ModelRequest) -> tuple[_Sequence, _SequenceRequest]:
         id = request.parameters.get("sequence_id", 0)
         owner = request.context.headers.get(SEQUENCE_OWNER, "")
         is_implicit = self._is_iterative and not id
@@ -259,7 +259,7 @@ class SequenceModel:
             raise InvalidRequest(
                 f"inference request to model '{self._name}' must specify batch-size 1 due to requirements of sequence batcher"
             )
-        job = _Job(request)
+        job = _SequenceRequest(request)
         sequence = self._sequences.get((is_implicit, owner, id))
         if sequence is not None and sequence.has_end:
             sequence = None
@@ -284,12 +284,12 @@ class SequenceModel:
     def _is_taken(self, id: int, owner: str) -> bool:
         return (False, owner, id) in self._sequences or any(lane.has_namesake(id, owner) for lane in self._lanes)
 
-    def _enqueue(self, sequence: _Sequence, job: _Job) -> None:
+    def _enqueue(self, sequence: _Sequence, job: _SequenceRequest) -> None:
         job.enqueued_ns = time.perf_counter_ns()
         job.due = asyncio.get_running_loop().time() + self._delay_s
         sequence.jobs.append(job)
 
-    def _reschedule(self, sequence: _Sequence, job: _Job) -> None:
+    def _reschedule(self, sequence: _Sequence, job: _SequenceRequest) -> None:
         """Have a request that the model has released wait for its next turn, as one in the middle of its sequence."""
         sequence.is_running = job.is_running = False
         job.starts = job.ends = False
@@ -301,14 +301,14 @@ class SequenceModel:
         else:
             job.is_held = True
 
-    def _has_read(self, sequence: _Sequence, job: _Job, turn: DecoupledRequest) -> None:
+    def _has_read(self, sequence: _Sequence, job: _SequenceRequest, turn: DecoupledRequest) -> None:
         job.turns.remove(turn)
         if job.is_held:
             job.is_held = False
             self._reschedule(sequence, job)
             self._advance()
 
-    def _leave(self, sequence: _Sequence, job: _Job) -> None:
+    def _leave(self, sequence: _Sequence, job: _SequenceRequest) -> None:
         """The caller of a request wants no more responses, or there are none."""
         job.has_left = True
         for turn in job.turns:
@@ -449,7 +449,7 @@ class SequenceModel:
             job.turns.append(turn)
             job.give(turn)
 
-    def _rescheduled(self, sequence: _Sequence, job: _Job) -> None:
+    def _rescheduled(self, sequence: _Sequence, job: _SequenceRequest) -> None:
         self._reschedule(sequence, job)
         asyncio.get_running_loop().call_soon(self._advance)  # when the others of its batch are there, too
 
@@ -458,7 +458,7 @@ class SequenceModel:
         for row in rows:
             yield self._empty_row(template) if row is None else self._prepared(*row)
 
-    def _prepared(self, sequence: _Sequence, job: _Job) -> ModelRequest:
+    def _prepared(self, sequence: _Sequence, job: _SequenceRequest) -> ModelRequest:
         """Return a request with its control inputs and the state of its sequence."""
         if job.starts:
             sequence.state = self._states.initial()
@@ -474,7 +474,7 @@ class SequenceModel:
         inputs |= self._controls.of_empty_row() | self._states.initial()
         return msgspec.structs.replace(template, inputs=inputs, parameters={}, id="")
 
-    def _finished(self, sequence: _Sequence, job: _Job) -> None:
+    def _finished(self, sequence: _Sequence, job: _SequenceRequest) -> None:
         sequence.is_running = job.is_running = job.is_held = False
         if job.ends or (self._is_iterative and not sequence.jobs):
             self._end(sequence)

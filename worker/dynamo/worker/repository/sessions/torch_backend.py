@@ -77,7 +77,7 @@ class TorchSession:
         self._torch = torch
         self._program = program
         self._device = device
-        self._flags = _Flags.of(config)
+        self._flags = _ExecutionFlags.of(config)
         self._name = version.name
         self._halves = {tensor.name for tensor in config.input if tensor.data_type and datatype_name(tensor) == "BF16"}
         added_inputs, added_outputs = added_tensors(config)
@@ -202,7 +202,7 @@ def _in_order(names: Sequence[str], arguments: Sequence[str]) -> dict[int, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flags:
+class _ExecutionFlags:
     """Parameters of Triton's PyTorch backend that concern executions."""
 
     inference: bool
@@ -211,7 +211,7 @@ class _Flags:
     cleaning: bool
 
     @classmethod
-    def of(cls, config: ModelConfig) -> _Flags:
+    def of(cls, config: ModelConfig) -> _ExecutionFlags:
         return cls(
             inference=_flag(config, "INFERENCE_MODE", default=True),
             optimized=not _flag(config, "DISABLE_OPTIMIZED_EXECUTION"),

@@ -26,7 +26,7 @@ class _Type(ctypes.Structure):
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
-class _Tensor(ctypes.Structure):
+class _DlTensor(ctypes.Structure):
     """The beginning of a DLTensor, which is also that of a DLManagedTensor."""
 
     _fields_ = (("data", ctypes.c_void_p), ("device", _Device), ("ndim", ctypes.c_int32), ("dtype", _Type))
@@ -63,7 +63,7 @@ def from_dlpack(source: Any) -> tuple[Array, bool]:
         if int(source.__dlpack_device__()[0]) not in (_CPU, _CUDA_HOST):
             raise ValueError("the tensor is not in the CPU's memory")
         capsule = source.__dlpack__()
-    about = _Tensor.from_address(_pointer_of(capsule, _NAME))
+    about = _DlTensor.from_address(_pointer_of(capsule, _NAME))
     if about.device.type not in (_CPU, _CUDA_HOST):
         raise ValueError("the tensor is not in the CPU's memory")
     is_bf16 = about.dtype.code == _BFLOAT
@@ -82,7 +82,7 @@ def to_dlpack(array: Array, *, is_bf16: bool) -> Any:
     """Return a capsule with the array, which is float32 if it is to become BF16. Raises BufferError for strings."""
     if is_bf16:
         capsule = _float32_to_bf16(array).__dlpack__()
-        _Tensor.from_address(_pointer_of(capsule, _NAME)).dtype.code = _BFLOAT
+        _DlTensor.from_address(_pointer_of(capsule, _NAME)).dtype.code = _BFLOAT
         return capsule
     return (array if array.flags.writeable else array.copy()).__dlpack__()
 

@@ -201,7 +201,7 @@ class Stub:
                 )
             window.sent += 1
 
-    def call(self, head: wire.RequestHead, inputs: Sequence[Tensor], *, decoupled: bool) -> CallInProgress:
+    def call(self, head: wire.InferenceHead, inputs: Sequence[Tensor], *, decoupled: bool) -> CallInProgress:
         number = next(self._numbers)
 
         def cancel() -> None:

@@ -80,14 +80,14 @@ class _Part:
 
 
 @dataclass(slots=True)
-class _Room:
+class _OutputCursor:
     position: int
     """Where the next output goes, after its gap."""
     end: int
     is_used: bool = False
 
 
-class _Worker:
+class _WorkerReader:
     """The reader of all outputs. It takes each output, and lives as long as this process."""
 
     is_alive = True
@@ -103,7 +103,7 @@ class StubMemory:
     def __init__(self, settings: wire.Memory, on_release: Callable[[int], None]) -> None:
         """`on_release` is called with the number of an execution when no array of its inputs is left, in whichever thread."""
         self._settings = settings
-        self._reader = _Worker(tag_of(settings.reader))
+        self._reader = _WorkerReader(tag_of(settings.reader))
         self._directory = Path(settings.directory)
         self._on_release = on_release
         self._inputs: dict[str, _Inputs] = {}
@@ -115,7 +115,7 @@ class StubMemory:
         self._can_lend = False
         self._room: memoryview | None = None
         """The arena of the worker."""
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, _OutputCursor] = {}
         """Where the outputs of a response go, by the number of the request."""
 
     @property
@@ -134,7 +134,7 @@ class StubMemory:
                 return False
         return True
 
-    def take(self, execution: int, requests: Sequence[wire.RequestHead]) -> dict[tuple[int, str], memoryview]:
+    def take(self, execution: int, requests: Sequence[wire.InferenceHead]) -> dict[tuple[int, str], memoryview]:
         """Return the bytes of the inputs that lie in shared memory, by the number of their request and their name.
 
         Raises KeyError for an arena that is gone.
@@ -221,13 +221,13 @@ class StubMemory:
             os.close(descriptor)
         return True
 
-    def offer_room(self, request: int, room: wire.Room) -> None:
-        self._rooms[request] = _Room(room.position + wire.HEAD_BYTES, room.position + room.size)
+    def offer_room(self, request: int, room: wire.OutputMemory) -> None:
+        self._rooms[request] = _OutputCursor(room.position + wire.HEAD_BYTES, room.position + room.size)
 
     def forget_room(self, request: int) -> None:
         self._rooms.pop(request, None)
 
-    def _put(self, room: _Room, raw: wire.Buffer) -> int | None:
+    def _put(self, room: _OutputCursor, raw: wire.Buffer) -> int | None:
         """Write an output into the room for it, and return where; None if it does not fit."""
         size = len(raw)
         begin = room.position + (wire.gap(size) if room.is_used else 0)

@@ -147,7 +147,7 @@ class InferenceRequest:
             need("the trace of a request", trace, InferenceTrace)
         self._inputs = _tensors_of(inputs)
         self._preferred_memory = preferred_memory
-        self._head = wire.RequestHead(
+        self._head = wire.InferenceHead(
             number=0,
             model=model_name or "",
             version="" if (version := as_integer("the model_version of a request", model_version)) < 1 else str(version),
@@ -163,7 +163,7 @@ class InferenceRequest:
         self._release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     @classmethod
-    def arrived(cls, head: wire.RequestHead, inputs: Sequence[Tensor], sender: InferenceResponseSender) -> InferenceRequest:
+    def arrived(cls, head: wire.InferenceHead, inputs: Sequence[Tensor], sender: InferenceResponseSender) -> InferenceRequest:
         request = cls.__new__(cls)  # one for each request of a client: its head is there already
         request._inputs, request._head, request._sender = list(inputs), head, sender
         request._preferred_memory = None
@@ -428,7 +428,7 @@ class Channel(Protocol):
         """Return when the caller of this request has room for a response, or has left."""
         ...
 
-    def call(self, head: wire.RequestHead, inputs: Sequence[Tensor], *, decoupled: bool) -> CallInProgress: ...
+    def call(self, head: wire.InferenceHead, inputs: Sequence[Tensor], *, decoupled: bool) -> CallInProgress: ...
 
     def control(self, control: wire.Control | wire.MetricOrder) -> wire.Response: ...
 

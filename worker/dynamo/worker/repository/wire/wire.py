@@ -32,7 +32,7 @@ RESPONSE_WINDOW = 256
 COUNTED_BYTES = 16 * 1024
 """A body of so many bytes is read only if the receiver has memory for it."""
 HEAD_BYTES = 4096
-"""Left free at the beginning of a Room, for the head of the message that the worker makes of the outputs."""
+"""Left free at the beginning of an `OutputMemory`, for the head of the message that the worker makes of the outputs."""
 
 _PREFIX = struct.Struct("<IQ")
 _LENGTH = struct.Struct("<I")
@@ -69,7 +69,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     """Generation of the region of an output in the arena of its process."""
 
 
-class Room(msgspec.Struct, frozen=True, array_like=True):
+class OutputMemory(msgspec.Struct, frozen=True, array_like=True):
     """Memory of the worker's arena for the outputs of one response: `HEAD_BYTES`, and then each output after its `gap`."""
 
     position: int
@@ -87,7 +87,7 @@ class TensorHead(msgspec.Struct, frozen=True, array_like=True):
     place: Place | None = None
 
 
-class RequestHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class InferenceHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One inference request."""
 
     number: int
@@ -102,7 +102,7 @@ class RequestHead(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     parameters: dict[str, Parameter] = {}
     outputs: tuple[str, ...] = ()
     inputs: tuple[TensorHead, ...] = ()
-    room: Room | None = None
+    room: OutputMemory | None = None
     trace: int = 0
     """Number of the request in whose trace a call of another model has its own trace; 0: in none."""
 
@@ -146,7 +146,7 @@ class Execute(msgspec.Struct, frozen=True, tag=True):
     """
 
     number: int
-    requests: tuple[RequestHead, ...]
+    requests: tuple[InferenceHead, ...]
     is_retry: bool = False
     """A process died while it had these requests. Responses that wait to be sent are sent before they begin."""
 
@@ -224,7 +224,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=Tr
 class CallModel(msgspec.Struct, frozen=True, tag=True):
     """From the model: run this request on another model of the worker."""
 
-    request: RequestHead
+    request: InferenceHead
     decoupled: bool = False
     """The model takes any number of responses."""
     requests: tuple[int, ...] = ()
