@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -144,7 +144,7 @@ def test_what_takes_longer_on_a_busy_machine_without_failing_is_no_bound(source:
     assert upper_bounds({"x.test": ast.parse(source)}) == {}
 
 
-UNNAMED = re.compile(r"(?i)(?<![a-z])(?:some|no|any|every)body|(?<![a-z])(?:whoever|anyone|everyone)(?![a-z])")
+UNNAMED = re.compile(r"(?i)(?<![a-z])(?:some|no|any|every)body|(?<![a-z])(?:whoever|anyone|everyone|someone|no one)(?![a-z])")
 """Words that hide who acts: a client, a frontend, a worker, an operator."""
 
 
@@ -163,6 +163,43 @@ def test_who_acts_is_named() -> None:
 def is_generated(file: Path) -> bool:
     """Return whether a file belongs to an environment, a build or a run, not to the repository."""
     return any(part.startswith((".", "node_modules", "build", "dist")) for part in file.relative_to(ROOT).parts)
+
+
+PRESCRIBED = {
+    "Context": "what handlers of NVIDIA Dynamo get is called so (`compat.engines`), as is what engines get (`engine.base`)",
+    "Endpoint": "handlers of NVIDIA Dynamo are served at an object of this name (`compat.runtime`)",
+    "Tensor": "models of Triton import it from `pb_utils` (`stub.pb_tensors`), declarations of tensor models from `engine`",
+}
+"""Names that two classes of one process have, each with the interface that prescribes it."""
+
+
+def test_a_class_name_is_unique_in_its_process() -> None:
+    assert {name for process in ("frontend", "worker") for name in ambiguous_classes(modules_of(process, "common"))} == set(
+        PRESCRIBED
+    )
+
+
+def modules_of(*roots: str) -> dict[str, ast.Module]:
+    return {
+        file.relative_to(ROOT).as_posix(): ast.parse(file.read_text())
+        for root in roots
+        for file in sorted((ROOT / root / "dynamo" / root).rglob("*.py"))
+    }
+
+
+def ambiguous_classes(modules: Mapping[str, ast.Module]) -> dict[str, list[str]]:
+    """Return the files of each class whose name another class has too, also as a private one: a search finds both."""
+    files: dict[str, list[str]] = {}
+    for file, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name.lstrip("_"), []).append(file)
+    return {name: found for name, found in files.items() if len(found) > 1}
+
+
+def test_classes_of_one_name_are_found() -> None:
+    sources = {"a": "class Session: ...\nclass Lease: ...", "b": "def open():\n    class _Session: ...", "c": "Lease = Other"}
+    assert ambiguous_classes({file: ast.parse(source) for file, source in sources.items()}) == {"Session": ["a", "b"]}
 
 
 def test_no_source_root_has_an_init_file_that_would_hide_the_others() -> None:
