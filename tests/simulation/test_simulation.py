@@ -17,6 +17,7 @@ from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.api.openai.batches import runner
 from dynamo.frontend.api.openai.batches.batch import BatchLine
 from dynamo.frontend.api.openai.batches.files import FileObject, Files
+from dynamo.frontend.api.openai.batches.result_lines import result_line
 from dynamo.frontend.api.openai.store.background import BackgroundResponses
 from dynamo.frontend.api.openai.store.events import ResponseObject
 from dynamo.frontend.fleet import event_bus
@@ -172,12 +173,10 @@ def test_a_file_that_is_lost_is_found() -> None:
 
 
 def test_a_line_of_a_batch_that_is_there_twice_is_found() -> None:
-    result_of = runner._result
+    def twice(batch: str, line: BatchLine, response: tuple[int, bytes] | None, code: str = "") -> bytes:
+        return 2 * result_line(batch, line, response, code)
 
-    def twice(batch: str, line: BatchLine, response: tuple[int, bytes] | None, code: str = "") -> str:
-        return 2 * result_of(batch, line, response, code)
-
-    with mock.patch.object(runner, "_result", twice):
+    with mock.patch.object(runner, "result_line", twice):
         result = run_history(1, STORES, [])
     assert any("its results are of the lines" in violation for violation in result.violations)
 

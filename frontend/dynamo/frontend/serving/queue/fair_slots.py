@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -36,18 +36,35 @@ class FairSlots:
     @asynccontextmanager
     async def slot(self, account: Account) -> AsyncIterator[None]:
         """Hold a slot while the body runs."""
+        release = await self.take(account)
+        try:
+            yield
+        finally:
+            release()
+
+    async def take(self, account: Account) -> Callable[[], None]:
+        """Wait for a slot; return what gives it back, which does nothing the second time."""
         waiter = _Waiter(account, next(self._numbers))
         self._waiting.push(waiter)
         self._advance()
+        is_held = True
+
+        def release() -> None:
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                self._free += 1
+                self._advance()
+
         try:
             await waiter.turn
-            yield
-        finally:
+        except BaseException:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
             else:
-                self._free += 1
-                self._advance()
+                release()
+            raise
+        return release
 
     def _advance(self) -> None:
         while self._free and (first := self._waiting.next()) is not None:

@@ -8,6 +8,7 @@
 | `lines` | how lines use the account of their key |
 | `multipart` | bodies of the type multipart/form-data, as clients upload files |
 | `operations` | `/v1/files` and `/v1/batches` |
+| `result_lines` | lines of the output and error files |
 | `result_room` | what the results of a batch may take |
 | `runner` | carries out the batches whose lease this process holds |
 """

@@ -109,10 +109,11 @@ class _ForbiddenFlags(Struct, frozen=True):
 
 
 class Segment(Struct, frozen=True):
-    """The results of some lines in a row, as they are in the files."""
+    """The results of some lines in a row, as they are in the files: in UTF-8, since a text takes four bytes for each character
+    as soon as one of them is an emoji."""
 
-    outputs: str
-    errors: str
+    outputs: bytes
+    errors: bytes
     counts: RequestCounts
     """`total` is that of the segment; lines that were not carried out, since the batch was cancelled, are in no other one."""
 
@@ -121,13 +122,17 @@ class Segment(Struct, frozen=True):
         return self.counts.completed + self.counts.failed == self.counts.total
 
     @property
-    def chars(self) -> int:
-        return len(self.outputs) + len(self.errors)
-
-    @property
     def size_bytes(self) -> int:
         """What it adds to the files."""
-        return len(self.outputs.encode()) + len(self.errors.encode())
+        return len(self.outputs) + len(self.errors)
+
+
+class _StoredSegment(Struct, frozen=True):
+    """A segment as its record has it."""
+
+    outputs: str
+    errors: str
+    counts: RequestCounts
 
 
 class Lines(Struct, frozen=True):
@@ -221,12 +226,18 @@ _lines = msgspec.json.Decoder(BatchLine)
 _flags = msgspec.json.Decoder(_ForbiddenFlags)
 _waiting = msgspec.json.Decoder(Waiting)
 _owned = msgspec.json.Decoder(Owned)
-_segments = msgspec.json.Decoder(Segment)
+_segments = msgspec.json.Decoder(_StoredSegment)
+_WIDEST_CHARACTER_BYTES = 4
 
 
 def _listed(record: bytes) -> _Listed:
     owned = _owned.decode(record)
     return _Listed(owned.batch, len(record) + owned.results_bytes)
+
+
+def _escaped(lines: bytes) -> bytes:
+    """Return what stands in JSON for a text of lines, which is made a line at a time."""
+    return b"".join(msgspec.json.encode(line.decode())[1:-1] for line in lines.splitlines(keepends=True))
 
 
 def parse_lines(content: bytes, endpoint: str, max_line_bytes: int) -> list[BatchLine]:
@@ -451,13 +462,23 @@ class Batches:
 
     async def segments(self, id: str, hold: Callable[[int], None]) -> dict[int, Segment]:
         """Return the results that there are, by the number of the segment; `hold` as for `RecordStore.get`."""
-        keys = await self._records().keys(self._segment_key(id, "*"))
-        records = [(int(key.rpartition(".")[2]), await self._records().get(key, hold)) for key in keys]
-        return {number: _segments.decode(record.value) for number, record in records if record is not None}
+        segments: dict[int, Segment] = {}
+        for key in await self._records().keys(self._segment_key(id, "*")):
+            record = await self._records().get(key, hold)
+            if record is not None:
+                hold(_WIDEST_CHARACTER_BYTES * len(record.value))
+                stored = _segments.decode(record.value)
+                segments[int(key.rpartition(".")[2])] = Segment(stored.outputs.encode(), stored.errors.encode(), stored.counts)
+        return segments
 
     async def put_segment(self, id: str, number: int, segment: Segment) -> bool:
         """Keep the results of a segment, unless there are some; return whether they were kept."""
-        return await self._records().put(self._segment_key(id, str(number)), msgspec.json.encode(segment), last=0) is not None
+        record = b'{"outputs":"%b","errors":"%b","counts":%b}' % (
+            _escaped(segment.outputs),
+            _escaped(segment.errors),
+            msgspec.json.encode(segment.counts),
+        )
+        return await self._records().put(self._segment_key(id, str(number)), record, last=0) is not None
 
     async def _bytes_of(self, owner: str) -> int:
         return sum(listed.stored_bytes for listed in await self._index.of(self._key(owner, "*")))

@@ -11,7 +11,6 @@ segment has its results, or while its lines wait for the limits.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 from collections import deque
@@ -21,8 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
-from msgspec import Raw
 from msgspec.structs import replace
 
 from dynamo.common.errors import DynamoError, Forbidden, Overloaded, PayloadTooLarge, Unauthenticated, Unavailable
@@ -55,6 +52,7 @@ from dynamo.frontend.api.openai.batches.batch import (
 )
 from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount
+from dynamo.frontend.api.openai.batches.result_lines import line_id, result_line
 from dynamo.frontend.api.openai.batches.result_room import ResultRoom
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
@@ -71,12 +69,14 @@ SHARED_BATCHES = 2
 """While so many are carried out, a key that has one begins no other here: the rest are for other keys."""
 LINES_AT_ONCE = 64
 """Lines of all batches of a process that are carried out at a time; API keys take turns."""
-MAX_RESULT_CHARS = 64 << 20
-"""Characters of the results of one batch, after which no further line is carried out: they are put together in memory."""
+MAX_RESULT_BYTES = 64 << 20
+"""Bytes of the results of one batch, after which no further line is carried out: they are put together in memory."""
 MAX_ATTEMPTS = 10
 """To carry out a segment, after which its batch fails: it may be what ends frontends, or find no room in the store."""
 MAX_ENDED_AT_ONE = 3
 """Frontends that ended at single lines of a batch, after which it is carried out no further."""
+ALONE_S = 60.0
+"""How long a line at which a frontend may have ended is carried out alone."""
 POLL_S = 5.0
 CREATED_WITHIN_S = 120
 """After a batch waits, its record is written; otherwise it will never be."""
@@ -87,13 +87,12 @@ _RESULTS_PER_STEP = 1000
 _RETRIES = 20
 """While the fleet refuses a line. For the limits of its key it waits until they have room, or the batch expires."""
 _PRIORITY = b"-1000"
-_NOT_REACHED = "the batch ended before this request was carried out"
 _ENDED = "frontends_ended"
 
 FindAccount = Callable[[str, Surface], Account]
 """Returns the account of a key by its name. Raises Unauthenticated if there is no such key, Forbidden if it lacks the scope."""
 _LEFT_OUT = {
-    "output_too_large": f"the results have more than {MAX_RESULT_CHARS} characters, or more than the API key may store; "
+    "output_too_large": f"the results have more than {MAX_RESULT_BYTES} bytes, or more than the API key may store; "
     "put the other requests into another batch",
     _ENDED: f"{MAX_ENDED_AT_ONE} frontends ended while each carried out a single request of the batch",
 }
@@ -139,8 +138,8 @@ class BatchRunner:
         self._token = secrets.token_hex(8)
         self._lost: set[str] = set()
         """The batches that are stopped here since their leases are lost."""
-        self._suspect = asyncio.Lock()
-        """Held for a line that is carried out alone, so that no such line of another batch is there when the process ends."""
+        self._suspect = FairSlots(1)
+        """For a line that is carried out alone, so that no such line of another batch is there when the process ends."""
         self._poke = asyncio.Event()
 
     def poke(self) -> None:
@@ -277,14 +276,17 @@ class BatchRunner:
                 if await self._batches.attempt(owner, batch.id, begun) > MAX_ATTEMPTS:
                     message = f"lines {own.first + 1} and following were carried out {MAX_ATTEMPTS} times without results"
                     return await self._failed(owner, batch, [Problem(message, code="too_many_attempts")])
-                left = MAX_RESULT_CHARS - sum(segment.chars for segment in done.values())
+                left = MAX_RESULT_BYTES - sum(segment.size_bytes for segment in done.values())
                 async with AsyncExitStack() as counted:  # as stored, until the batch says so
                     room = ResultRoom(self._batches, owner, left, hold, counted)
                     done[number] = await self._segment(account, before, number, lines, room)
                     results_bytes += done[number].size_bytes
                     batch = await self._count(owner, batch, results_bytes, [segment.counts for segment in done.values()])
                 left_out = "output_too_large" if _is_full(done) else ""
-        return batch if batch.status in ENDED else await self._finish(owner, batch, lines, done, left_out)
+        if batch.status in ENDED:
+            return batch
+        hold(sum(segment.size_bytes for segment in done.values()))  # the files, beside what they are made of
+        return await self._finish(owner, batch, lines, done, left_out)
 
     async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[BatchLine]:
         content = await self._files.content(owner, batch.input_file_id, hold)
@@ -308,8 +310,8 @@ class BatchRunner:
         missing = [line for number, line in enumerate(lines) if number // SEGMENT_LINES not in done]
         code = "batch_cancelled" if batch.status == "cancelling" else left_out or "batch_expired"
         kept = {
-            "output": "".join(done[number].outputs for number in sorted(done)).encode(),
-            "error": "".join(done[number].errors for number in sorted(done)).encode(),
+            "output": b"".join(done[number].outputs for number in sorted(done)),
+            "error": b"".join(done[number].errors for number in sorted(done)),
         }
         others = await self._of_missing(owner, batch, missing, code)
         ids: dict[str, str] = {}
@@ -336,7 +338,7 @@ class BatchRunner:
         """Return what the error file has of lines that were not carried out: nothing if the key may not store so much more."""
         pieces: list[bytes] = []
         for begin in range(0, len(lines), _RESULTS_PER_STEP):
-            pieces += [_result(batch.id, line, None, code).encode() for line in lines[begin : begin + _RESULTS_PER_STEP]]
+            pieces += [result_line(batch.id, line, None, code) for line in lines[begin : begin + _RESULTS_PER_STEP]]
             await asyncio.sleep(0)
         text = b"".join(pieces)
         try:
@@ -359,12 +361,13 @@ class BatchRunner:
         own = lines[first : first + SEGMENT_LINES]
         is_suspect = owned.is_suspect(Lines(first, first + len(own)))
         turns = AdmissionTurns(partial(self._is_wanted, account.name, batch.id), POLL_S)
+        one_at_a_time = asyncio.Lock()
 
         def carried_out(index: int, line: BatchLine) -> Coroutine[Any, Any, _LineOutcome]:
             position = Lines(index, index + 1)
             if owned.ends_frontends(position):
                 return _not_again(batch, line)
-            alone = partial(self._alone, owned, position) if is_suspect else nullcontext
+            alone = partial(self._alone, account, owned, position, one_at_a_time) if is_suspect else nullcontext
             return self._line(account, batch, line, turns, room, alone)
 
         tasks = [awaited(carried_out(index, line)) for index, line in enumerate(own, first)]
@@ -377,7 +380,7 @@ class BatchRunner:
         errors = [outcome.text for outcome in outcomes if not outcome.is_good]
         abandoned = sum(outcome.is_abandoned for outcome in outcomes)
         counts = RequestCounts(len(own), len(outputs), len(errors) - abandoned)
-        segment = Segment("".join(outputs), "".join(errors), counts)
+        segment = Segment(b"".join(outputs), b"".join(errors), counts)
         if not await self._batches.put_segment(batch.id, number, segment):
             raise Unavailable("another frontend carries it out")
         for outcome in outcomes:
@@ -395,12 +398,21 @@ class BatchRunner:
             return False
 
     @asynccontextmanager
-    async def _alone(self, owned: Owned, position: Lines) -> AsyncIterator[None]:
-        """Carry out one line while no other one of those is at which a frontend may have ended."""
-        async with self._suspect:
-            await self._batches.begin(owned.owner, owned.batch.id, Begun(position, self._token))
-            yield
-            await self._batches.stop(owned.owner, owned.batch.id, self._token)
+    async def _alone(self, account: Account, owned: Owned, position: Lines, one_at_a_time: asyncio.Lock) -> AsyncIterator[None]:
+        """Carry out one line while no other one of those is at which a frontend may have ended.
+
+        What has not ended the process for `ALONE_S` goes on beside lines of other batches, which may not wait for hours.
+        """
+        async with one_at_a_time:
+            let_others = await self._suspect.take(account)
+            timer = asyncio.get_running_loop().call_later(ALONE_S, let_others)
+            try:
+                await self._batches.begin(owned.owner, owned.batch.id, Begun(position, self._token))
+                yield
+                await self._batches.stop(owned.owner, owned.batch.id, self._token)
+            finally:
+                timer.cancel()
+                let_others()
 
     async def _line(
         self,
@@ -417,12 +429,12 @@ class BatchRunner:
         while True:
             async with turns.turn() as end_turn, alone(), self._lines.slot(account):
                 if not turns.is_wanted:
-                    return _LineOutcome(_result(batch.id, line, None, "batch_cancelled"), is_good=False, is_abandoned=True)
+                    return _LineOutcome(result_line(batch.id, line, None, "batch_cancelled"), is_good=False, is_abandoned=True)
                 if not await room.is_left():
-                    return _LineOutcome(_result(batch.id, line, None, "output_too_large"), is_good=False, is_abandoned=True)
+                    return _LineOutcome(result_line(batch.id, line, None, "output_too_large"), is_good=False, is_abandoned=True)
                 line_account = LineAccount(account, end_turn)
                 timeout_s = max(1, batch.expires_at - self._batches.now)
-                request_id = _line_id(batch.id, line)
+                request_id = line_id(batch.id, line)
                 exchange, response = await self._call(line_account, operation, bytes(line.body), request_id, timeout_s)
                 if exchange.limited_s:
                     turns.refused(exchange.limited_s)
@@ -437,9 +449,9 @@ class BatchRunner:
                     break
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
-        result = _result(batch.id, line, (status, response))
-        if not await room.take(len(response), len(result.encode())):
-            text = _result(
+        result = result_line(batch.id, line, (status, response))
+        if not await room.take(len(response), len(result)):
+            text = result_line(
                 batch.id,
                 line,
                 None,
@@ -501,7 +513,7 @@ class BatchRunner:
 class _LineOutcome:
     """What became of a line."""
 
-    text: str
+    text: bytes
     """Its line in the output or error file."""
     is_good: bool
     account: LineAccount | None = None
@@ -513,27 +525,11 @@ class _LineOutcome:
 async def _not_again(batch: Batch, line: BatchLine) -> _LineOutcome:
     """Return the outcome of a line at which too many frontends ended."""
     why = f"{MAX_ENDED} frontends ended, or lost their leases, while they carried out this request"
-    return _LineOutcome(_result(batch.id, line, None, _ENDED, why), is_good=False)
+    return _LineOutcome(result_line(batch.id, line, None, _ENDED, why), is_good=False)
 
 
 def _is_full(done: Mapping[int, Segment]) -> bool:
     """Return whether results did not fit: lines were not carried out, though the batch was not cancelled."""
-    return sum(segment.chars for segment in done.values()) > MAX_RESULT_CHARS or not all(
+    return sum(segment.size_bytes for segment in done.values()) > MAX_RESULT_BYTES or not all(
         segment.is_complete for segment in done.values()
     )
-
-
-def _line_id(batch: str, line: BatchLine) -> str:
-    return f"batch_req_{hashlib.sha256(f'{batch} {line.custom_id}'.encode()).hexdigest()[:32]}"
-
-
-def _result(batch: str, line: BatchLine, response: tuple[int, bytes] | None, code: str = "", why: str = _NOT_REACHED) -> str:
-    """Return a line of the output or error file; without a response, one of an error."""
-    id = _line_id(batch, line)
-    result: dict[str, Any] = {"id": id, "custom_id": line.custom_id, "response": None, "error": None}
-    if response is None:
-        result["error"] = {"code": code, "message": why}
-    else:
-        status, body = response
-        result["response"] = {"status_code": status, "request_id": id, "body": Raw(body)}
-    return msgspec.json.encode(result).decode() + "\n"

@@ -735,7 +735,7 @@ async def test_what_was_done_before_is_not_done_again() -> None:
 
     async with running(handle) as r:
         batch = await r.create(lines_of(SEGMENT_LINES + 5))
-        kept = Segment('{"custom_id": "kept"}\n', "", RequestCounts(SEGMENT_LINES, SEGMENT_LINES, 0))
+        kept = Segment(b'{"custom_id": "kept"}\n', b"", RequestCounts(SEGMENT_LINES, SEGMENT_LINES, 0))
         assert await r.batches.put_segment(batch.id, 0, kept)
         assert not await r.batches.put_segment(batch.id, 0, kept)
         done = await r.ended(batch)
@@ -752,7 +752,7 @@ async def test_a_batch_whose_input_or_results_are_damaged_fails(part: str) -> No
 
     async with running(handle) as r:
         batch = await r.create(lines_of(1))
-        await r.batches.put_segment(batch.id, 0, Segment("", "", RequestCounts(1, 0, 0)))
+        await r.batches.put_segment(batch.id, 0, Segment(b"", b"", RequestCounts(1, 0, 0)))
         r.records.damaged = {key for key in r.records.records if f".{part}." in key}
         assert len(r.records.damaged) == 1
         failed = await r.ended(batch)
@@ -773,7 +773,7 @@ async def test_a_batch_that_takes_too_long_expires_with_what_is_done() -> None:
 
 
 async def test_a_batch_ends_when_its_results_get_too_large_and_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "MAX_RESULT_CHARS", 20_000)
+    monkeypatch.setattr(runner_module, "MAX_RESULT_BYTES", 20_000)
     monkeypatch.setattr(files_module, "MAX_FILE_BYTES", 10_000)
 
     async def handle(exchange: Exchange) -> None:
@@ -963,6 +963,54 @@ async def test_lines_that_may_have_ended_a_frontend_are_carried_out_beside_none_
         bad, good = [await r.batches.read(owner, batch.id) for owner, batch in made]
     assert endpoint.ended == [(0, 11), (0, 1)]
     assert (bad.request_counts, good.request_counts) == (RequestCounts(3, 2, 1), RequestCounts(8, 8, 0))
+
+
+async def test_a_line_that_takes_long_alone_lets_those_of_other_keys_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.001)
+    monkeypatch.setattr(runner_module, "ALONE_S", 0.0)
+    in_flight, responses_to_others = 0, 0
+    others_are_done = asyncio.Event()
+
+    async def handle(exchange: Exchange) -> None:
+        nonlocal in_flight, responses_to_others
+        exchange.account.admit("m", object()).close()
+        prompt = await prompt_of(exchange)
+        in_flight += 1
+        if in_flight <= 5:
+            if in_flight == 5:
+                r.leases.lost()
+            await asyncio.Event().wait()
+        if prompt == 9:
+            responses_to_others += 1
+            if responses_to_others == 2:
+                others_are_done.set()
+        else:
+            await others_are_done.wait()
+        await exchange.respond(b"{}")
+
+    async with running(handle, lambda name, surface: KeyAccount(ApiKey(name=name, salt=b"", digest=b""))) as r:
+        for owner, content in (("slow", lines_of(3)), ("other", lines_of(2, body={"prompt": 9}))):
+            file = await r.files.create(owner, "f", "batch", content)
+            await r.batches.create(owner, URL, file.id, None)
+        r.runner.poke()
+        async with asyncio.timeout(120):
+            while any(".waiting." in key for key in r.records.records):
+                await asyncio.sleep(0)
+    assert (in_flight, responses_to_others) == (10, 2)
+
+
+async def test_results_are_kept_as_they_are_whatever_their_characters() -> None:
+    fake = FakeRecords()
+    records: Any = fake
+    batches = Batches(lambda: records, "ns")
+    lines = [
+        json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in ("a", '"\\', "é\u2028", "😀" * 1000, "\x7f\x00\r\n")
+    ]
+    segment = Segment("".join(lines).encode(), lines[3].encode(), RequestCounts(6, 5, 1))
+    assert await batches.put_segment("batch_1", 3, segment)
+    assert await batches.segments("batch_1", lambda size: None) == {3: segment}
+    [record] = [record for key, record in fake.records.items() if ".segment." in key]
+    assert json.loads(record.value)["outputs"] == "".join(lines), "frontends of an earlier version read a text"
 
 
 async def test_frontends_that_stop_in_good_order_are_not_held_against_the_lines() -> None:
