@@ -60,9 +60,9 @@ def test_every_request_completes_once_and_every_token_is_timed(mode: ReplayMode)
 
 
 def test_one_seed_has_one_result() -> None:
-    one, again, other = run(), run(), run(replace(FLEET, seed=1))
+    one, again, *others = run(), run(), *(run(replace(FLEET, seed=seed)) for seed in range(1, 6))
     assert (one.ttft_s, one.itl_s, one.computed_tokens) == (again.ttft_s, again.itl_s, again.computed_tokens)
-    assert one.computed_tokens != other.computed_tokens
+    assert any(other.computed_tokens != one.computed_tokens for other in others), "ties are decided at random"
 
 
 def test_kv_routing_has_more_hits_and_lower_ttft_than_round_robin() -> None:
