@@ -25,7 +25,7 @@ PICTURE = Path(__file__).with_name("routing.svg")
 BLOCK_TOKENS = 512
 PROMPT_BLOCKS = 16
 SITUATIONS = (("A", 15, 48, 16), ("B", 10, 2, 6), ("C", 0, 0, 1))
-"""Of each instance: name, blocks of the prompt that it has cached, blocks that wait there for prefill, running requests."""
+"""Instances: name, blocks of the prompt that it has cached, blocks that wait there for prefill, running requests."""
 TERMS = (
     ("wait + prefill", replace(COST_TERMS, first_token=0.0)),
     ("output · later", replace(COST_TERMS, decoding=0.0)),
@@ -33,7 +33,7 @@ TERMS = (
     ("prefill · arrivals · (wait + prefill)", replace(COST_TERMS, arriving=0.0)),
     ("prefill · further · (1 + mean requests)", replace(COST_TERMS, evicted=0.0)),
 )
-"""Of each term: its name, and the cost without it."""
+"""Terms of the cost: name, and the cost without it."""
 _ARRIVALS_PER_S = 12
 _COLOURS = ("C0", "C9", "C1", "C3", "C2")
 
