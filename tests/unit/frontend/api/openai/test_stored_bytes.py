@@ -43,7 +43,7 @@ class Frontend:
         response = ResponseObject(id=id, created_at=1, model="m", reasoning={}, text={})
         log = EventLog(self.responses, owner, response)
         async with log.writing():
-            log.add(b"x" * size + b"\n\n")
+            log.add([b"x" * size + b"\n\n"])
 
     async def respond(self, owner: str, size: int) -> str:
         """Store a response of about so many bytes; return its id."""

@@ -29,7 +29,7 @@ from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
 from dynamo.frontend.api.openai.store.background import FAILURES, Stages
 from dynamo.frontend.api.openai.store.event_log import EventLog, follow
 from dynamo.frontend.api.openai.store.events import ResponseObject, ResponseWriter
-from dynamo.frontend.api.openai.store.storage import Item, ItemIds
+from dynamo.frontend.api.openai.store.storage import Item, ItemIds, without_logprobs
 from dynamo.frontend.api.openai.store.stored import new_response_id
 from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, session_of
 from dynamo.frontend.api.statuses import log_failure, public_message
@@ -249,7 +249,9 @@ class Responses:
                 code = error.code if isinstance(error, DynamoError) else Code.INTERNAL
                 writer.fail(FAILURES.get(code, "server_error"), public_message(error))
                 events = writer.take()
-            await stream.end(events)
+            *before, last = events
+            await stream.write_pieces(before)
+            await stream.end(last)
 
     async def _save(self, work: _ResponseWork, response: ResponseObject) -> ResponseObject:
         """Store a response that is to be, and return it with what became of that.
@@ -272,7 +274,8 @@ class Responses:
     async def _add_to_conversation(self, work: _ResponseWork, response: ResponseObject) -> None:
         id, stored = work.request.conversation_id, self._edge.stored
         if id is not None and stored is not None:
-            await stored.conversations.add(work.owner, id, [*work.added, *response.output], is_bounded=False)
+            output = map(without_logprobs, response.output)
+            await stored.conversations.add(work.owner, id, [*work.added, *output], is_bounded=False)
 
 
 async def _write_parts(stream: EventStream, generation: Generation, feeder: _Feeder) -> FinishReason | None:
@@ -280,12 +283,12 @@ async def _write_parts(stream: EventStream, generation: Generation, feeder: _Fee
     reason, writer = None, feeder.writer
     while deltas := await generation.read():
         reason = feeder.add(deltas) or reason
-        await stream.write(writer.take())
+        await stream.write_pieces(writer.take())
     return reason
 
 
 async def _read_all(
-    generation: Generation, feeder: _Feeder, clock: Callable[[], float], on_events: Callable[[bytes], None] | None = None
+    generation: Generation, feeder: _Feeder, clock: Callable[[], float], on_events: Callable[[list[bytes]], None] | None = None
 ) -> ResponseObject:
     """Return the whole response; `on_events` gets the events before the last one."""
     reason, writer = None, feeder.writer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
@@ -27,6 +27,8 @@ PERIOD_S = 0.1
 """Between two chunks, and between two attempts to read while JetStream is away."""
 _COUNTED_BYTES = 64 * 1024
 """Bytes of events that are stored before the limit of the key counts them; the last ones count at the end."""
+_CHUNK_BYTES = 1 << 20
+"""Bytes of events in one record, from which on the next ones are in another one."""
 _END = b"\n\n"
 
 
@@ -60,9 +62,10 @@ class EventLog:
             yield
         await self._write(is_last=True)
 
-    def add(self, events: bytes) -> None:
+    def add(self, events: Sequence[bytes]) -> None:
+        """Add whole events, in pieces."""
         self.begun = True
-        self._waiting.append(events)
+        self._waiting += filter(None, events)
 
     async def _write_periodically(self) -> None:
         while True:
@@ -73,7 +76,7 @@ class EventLog:
         try:
             while self._chunk or self._waiting:
                 if not self._chunk:
-                    self._chunk, self._waiting = b"".join(self._waiting), []
+                    self._chunk = self._next_chunk()
                 count = self._chunk.count(_END)
                 await self._stored.add_events(self._id, self._written, self._chunk, count)
                 self._written += count
@@ -87,6 +90,17 @@ class EventLog:
             if not self._is_failing:  # it is tried ten times a second
                 log.warning("events of response %s cannot be stored now: %s", self._id, error)
             self._is_failing = True
+
+    def _next_chunk(self) -> bytes:
+        """Take whole events from what waits: `_CHUNK_BYTES` of them, or one that is longer."""
+        size_bytes = count = 0
+        for piece in self._waiting:
+            count += 1
+            size_bytes += len(piece)
+            if size_bytes >= _CHUNK_BYTES and piece.endswith(_END):
+                break
+        chunk, self._waiting = b"".join(self._waiting[:count]), self._waiting[count:]
+        return chunk
 
 
 async def follow(stored: StoredResponses, owner: str, id: str, first: int) -> AsyncGenerator[bytes, None]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from dynamo.common.generation import FinishReason, Summary
 from dynamo.frontend.api.openai.response_objects import TokenLogprob
@@ -16,6 +16,12 @@ from dynamo.frontend.api.text.rules import new_tool_call_id
 from dynamo.frontend.preprocess.parsers import Content, Part, Reasoning, ToolCall
 
 encode = msgspec.json.Encoder().encode
+
+_MARK = b"\0"
+"""Stands in no JSON: around the number of a list of log probabilities, in an event that has it."""
+_NONE = Raw(b"[]")
+_FEW_BYTES = 256 * 1024
+"""Bytes of events that are joined to one piece, at most."""
 
 
 class ResponseObject(Struct, frozen=True, kw_only=True):
@@ -74,11 +80,15 @@ class ResponseWriter:
         self._sequence = 0
         self._events: list[bytes] = []
         self._output: list[dict[str, Any]] = []
+        self._shown: list[dict[str, Any]] = []
+        """The output as events have it: marks in the place of log probabilities."""
+        self._lists: list[bytes] = []
+        """Log probabilities of messages that are closed. Four events have each of them, which are no copies of it."""
         self._item: dict[str, Any] | None = None
         """The item that is open."""
         self._pieces: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
-        """Log probabilities of the open message."""
+        self._logprobs: list[bytes] = []
+        """Log probabilities of the open message, encoded, without brackets."""
         self._delta = b""
         """The beginning of a delta event, up to its text."""
         self._call = -1
@@ -88,10 +98,10 @@ class ResponseWriter:
             self._emit("response.created", response=response)
         self._emit("response.in_progress", response=response)
 
-    def take(self) -> bytes:
-        """Return the events since the last call."""
-        events, self._events = b"".join(self._events), []
-        return events
+    def take(self) -> list[bytes]:
+        """Return the events since the last call: in one piece, or in several if they are long."""
+        events, self._events = self._events, []
+        return events if sum(map(len, events)) > _FEW_BYTES else [b"".join(events)]
 
     def add(self, part: Part, logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Write a part; `logprobs` are those of the tokens in a part of the message."""
@@ -107,9 +117,11 @@ class ResponseWriter:
             piece = part.text
         if piece:
             self._pieces.append(piece)
-            self._logprobs += logprobs
+            encoded = encode(logprobs)
+            if logprobs:
+                self._logprobs.append(encoded[1:-1])
             if self._stream:
-                shown = b',"logprobs":' + encode(logprobs) if isinstance(part, Content) else b""
+                shown = b',"logprobs":' + encoded if isinstance(part, Content) else b""
                 self._events.append(self._delta + encode(piece) + shown + b',"sequence_number":%d}\n\n' % self._sequence)
                 self._sequence += 1
 
@@ -132,11 +144,11 @@ class ResponseWriter:
 
     def end(self, response: ResponseObject) -> None:
         """End with a whole response, which `finish` returned."""
-        self._emit(f"response.{response.status}", response=response)
+        self._emit(f"response.{response.status}", response=msgspec.structs.replace(response, output=self._shown))
 
     def fail(self, code: str, message: str) -> None:
         """End the response with an error."""
-        output = [*self._output, {**self._item, "status": "incomplete"}] if self._item is not None else self._output
+        output = [*self._shown, {**self._item, "status": "incomplete"}] if self._item is not None else self._shown
         response = msgspec.structs.replace(
             self._response, status="failed", error={"code": code, "message": message}, output=output
         )
@@ -153,7 +165,7 @@ class ResponseWriter:
             item_id=item["id"],
             output_index=len(self._output),
             content_index=0,
-            part=_part(kind, "", ()),
+            part=_part(kind, "", _NONE),
         )
 
     def _open_call(self, name: str) -> None:
@@ -183,26 +195,43 @@ class ResponseWriter:
         text = "".join(self._pieces)
         place = {"item_id": item["id"], "output_index": len(self._output)}
         done = {**item, "status": status}
+        shown = done
         if item["type"] == "function_call":
             self._emit("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
             done["arguments"] = text
         else:
-            part = _part(item["type"], text, self._logprobs)
+            logprobs, mark = self._closed_logprobs()
+            part = _part(item["type"], text, mark)
             if item["type"] == "message":
-                self._emit("response.output_text.done", **place, content_index=0, text=text, logprobs=self._logprobs)
+                self._emit("response.output_text.done", **place, content_index=0, text=text, logprobs=mark)
             else:
                 self._emit("response.reasoning_text.done", **place, content_index=0, text=text)
             self._emit("response.content_part.done", **place, content_index=0, part=part)
-            done["content"] = [part]
-        self._emit("response.output_item.done", output_index=len(self._output), item=done)
+            shown = {**done, "content": [part]}
+            done["content"] = [_part(item["type"], text, logprobs)]
+        self._emit("response.output_item.done", output_index=len(self._output), item=shown)
         self._output.append(done)
+        self._shown.append(shown)
         self._item = None
+
+    def _closed_logprobs(self) -> tuple[Raw, Raw]:
+        """Return the log probabilities of the open message, and what stands for them in events."""
+        if not self._logprobs:
+            return _NONE, _NONE
+        logprobs, self._logprobs = b"[%b]" % b",".join(self._logprobs), []
+        self._lists.append(logprobs)
+        return Raw(logprobs), Raw(_MARK + b"%d" % (len(self._lists) - 1) + _MARK)
 
     def _emit(self, kind: str, **fields: object) -> None:
         if not self._stream:
             return
-        self._events.append(event(kind, self._sequence, **fields))
+        encoded = event(kind, self._sequence, **fields)
         self._sequence += 1
+        if not self._lists:
+            self._events.append(encoded)
+            return
+        for index, piece in enumerate(encoded.split(_MARK)):
+            self._events.append(self._lists[int(piece)] if index % 2 else piece)
 
 
 def event(kind: str, number: int, **fields: object) -> bytes:
@@ -210,7 +239,7 @@ def event(kind: str, number: int, **fields: object) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, "sequence_number": number, **fields}) + b"\n\n"
 
 
-def _part(kind: str, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Raw) -> dict[str, Any]:
     if kind == "message":
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     return {"type": "reasoning_text", "text": text}

@@ -38,6 +38,9 @@ _FEW_FIELDS = 1024
 """So many are not worth counting."""
 _array_decoder = msgspec.json.Decoder(list[Raw])
 _item_decoder = msgspec.json.Decoder(dict[str, Any])
+_fields_decoder = msgspec.json.Decoder(dict[str, Raw])
+_parts_decoder = msgspec.json.Decoder(list[dict[str, Raw]])
+_decoder = msgspec.json.Decoder()
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,9}")
@@ -144,6 +147,33 @@ async def parse_items(array: bytes | Raw, hold: Hold = hold_nothing) -> list[dic
         items.append(_item_decoder.decode(data))
         unbroken_bytes += len(data)
     return items
+
+
+async def parse_output(array: bytes | Raw) -> list[dict[str, Any]]:
+    """Return the items that a response has put out, without their log probabilities, which may be most of them by far."""
+    items: list[dict[str, Any]] = []
+    await asyncio.sleep(0)
+    for item in split_items(array):
+        await asyncio.sleep(0)
+        fields = _fields_decoder.decode(item)
+        content = fields.get("content")
+        parsed = {name: _decoder.decode(value) for name, value in fields.items() if name != "content"}
+        if content is not None:
+            await asyncio.sleep(0)
+            parsed["content"] = [_parsed_part(part) for part in _parts_decoder.decode(content)]
+        items.append(parsed)
+    return items
+
+
+def _parsed_part(part: dict[str, Raw]) -> dict[str, Any]:
+    return {name: [] if name == "logprobs" else _decoder.decode(value) for name, value in part.items()}
+
+
+def without_logprobs(item: Item) -> Item:
+    """Return an item of a response's output without log probabilities, which no prompt is made of."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
 async def encode_items(items: Iterable[Item]) -> Raw:

@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
 from dynamo.common.messaging.jetstream.records import Record, RecordStore
@@ -35,6 +35,7 @@ from dynamo.frontend.api.openai.store.storage import (
     check_size,
     encode_items,
     parse_items,
+    parse_output,
     response_of,
 )
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges, Watch
@@ -64,11 +65,21 @@ class _StoredResponse(Struct, frozen=True):
     owner: str
     """The name of the API key; empty without one."""
     response: dict[str, Any]
+    """`output` is a JSON array, which is parsed only by those who look into it."""
     written_at: float
     """Unix time of the writer. Nothing is compared with it: frontends of former versions need the field."""
 
 
-_decoder = msgspec.json.Decoder(_StoredResponse)
+class _Encoded(Struct, frozen=True):
+    """A record, whose response is not parsed."""
+
+    owner: str
+    response: dict[str, Raw]
+    written_at: float
+
+
+_decoder = msgspec.json.Decoder(_Encoded)
+_field_decoder = msgspec.json.Decoder()
 
 
 class StoredResponses:
@@ -211,8 +222,7 @@ class StoredResponses:
         response = await self.read(owner, id, hold)
         if response["status"] not in ("completed", "incomplete"):
             raise InvalidRequest(f"response '{id}' is {response['status']}; only one that ended can be continued")
-        output: list[dict[str, Any]] = response["output"]
-        return [*await self.items(owner, id, hold), *output]
+        return [*await self.items(owner, id, hold), *await parse_output(response["output"])]
 
     async def resolved(
         self, owner: str, items: Sequence[Item], history: Sequence[Item], ids: ItemIds, hold: Hold = hold_nothing
@@ -255,7 +265,7 @@ class StoredResponses:
     async def _all_items(self, owner: str, id: str, hold: Hold) -> list[dict[str, Any]]:
         try:
             response = await self.read(owner, id, hold)
-            return [*await self.items(owner, id, hold), *response["output"]]
+            return [*await self.items(owner, id, hold), *await parse_output(response["output"])]
         except ResponseNotFound:
             return []
 
@@ -299,10 +309,11 @@ class StoredResponses:
         record = await self._storage.records.get(self._storage.key(id), hold) if _ID.fullmatch(id) else None
         if record is None:
             raise ResponseNotFound(id)
-        stored = _decoder.decode(record.value)
-        if stored.owner != owner:
+        encoded = _decoder.decode(record.value)
+        if encoded.owner != owner:
             raise ResponseNotFound(id)
-        return stored, record
+        response = {name: value if name == "output" else _field_decoder.decode(value) for name, value in encoded.response.items()}
+        return _StoredResponse(owner, response, encoded.written_at), record
 
     def _items_key(self, id: str) -> str:
         return self._storage.key(f"{id}.items")

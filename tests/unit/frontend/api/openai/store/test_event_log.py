@@ -142,7 +142,7 @@ async def test_who_follows_a_response_reads_each_chunk_once_and_nothing_while_no
             records.reads = 0
             await _settled()
             assert records.reads == 0
-            log.add(b"%d\n\n" % number)
+            log.add([b"%d\n\n" % number])
             assert (await waiting, records.reads) == (b"%d\n\n" % number, 1)
         waiting = asyncio.create_task(anext(chunks))
         await stored.save("", msgspec.structs.replace(response, status="completed"), None)
@@ -224,10 +224,10 @@ async def test_a_chunk_whose_confirmation_was_lost_is_written_again_as_it_was() 
     records.chunks = []
     response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={})
     log = EventLog(stored_responses(records), "", response)
-    log.add(b"1\n\n2\n\n")
+    log.add([b"1\n\n2\n\n"])
     async with log.writing():
         await until(lambda: len(records.chunks) == 1)
-        log.add(b"3\n\n")
+        log.add([b"3\n\n"])
         await until(lambda: len(records.chunks) == 2)
         records.is_lossy = False
     first = event("response.created", 0, response=response) + b"1\n\n2\n\n"

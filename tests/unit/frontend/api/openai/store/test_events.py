@@ -1,0 +1,71 @@
+"""The events of a response whose log probabilities are many times as long as its text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import msgspec
+
+from dynamo.common.generation import FinishReason, Summary
+from dynamo.frontend.api.openai.response_objects import TokenLogprob
+from dynamo.frontend.api.openai.store.event_log import EventLog
+from dynamo.frontend.api.openai.store.events import ResponseObject, ResponseWriter
+from dynamo.frontend.api.openai.store.stored import new_response_id
+from dynamo.frontend.preprocess.parsers import Content
+from tests.support.fake_records import FakeRecords
+from tests.support.storing import stored_responses
+
+TOKENS = 10_000
+
+
+def written() -> tuple[ResponseObject, list[bytes]]:
+    """Return a response, and the pieces of its events after those of the tokens."""
+    response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={})
+    writer = ResponseWriter(response, stream=True)
+    for number in range(TOKENS):
+        writer.add(Content("a"), [TokenLogprob(f"a\0{number}", -1.0, None, [])])
+    writer.take()
+    whole = writer.finish(FinishReason.STOP, Summary(), 2.0)
+    writer.end(whole)
+    return whole, writer.take()
+
+
+def shown(logprobs: list[dict[str, Any]]) -> bool:
+    return [token["token"] for token in logprobs] == [f"a\0{number}" for number in range(TOKENS)]
+
+
+def test_all_events_at_the_end_share_one_copy_of_log_probabilities() -> None:
+    _, pieces = written()
+    long = [piece for piece in pieces if len(piece) > 100_000]
+    assert len(long) == 4 and len({id(piece) for piece in long}) == 1
+    text, part, item, end = [json.loads(event.partition(b"data: ")[2]) for event in b"".join(pieces).split(b"\n\n")[:-1]]
+    assert shown(text["logprobs"])
+    assert shown(part["part"]["logprobs"])
+    assert shown(item["item"]["content"][0]["logprobs"])
+    assert shown(end["response"]["output"][0]["content"][0]["logprobs"])
+
+
+async def test_events_are_stored_in_records_of_a_bounded_size() -> None:
+    records = FakeRecords()
+    response, pieces = written()
+    log = EventLog(stored_responses(records), "", response)
+    log.add([b"x" * 600_000 + b"\n\n", *pieces])
+    async with log.writing():
+        pass
+    chunks = {int(key.rpartition(".")[2]): record.value for key, record in records.records.items() if ".events." in key}
+    counts = [chunks[number].count(b"\n\n") for number in sorted(chunks)]
+    assert sorted(chunks) == [*itertools.accumulate(counts[:-1], initial=0)] and sum(counts) == 6
+    assert max(map(len, chunks.values())) < 2 * 2**20
+
+
+async def test_what_continues_a_response_gets_no_log_probabilities_of_it() -> None:
+    stored = stored_responses(FakeRecords())
+    response, _ = written()
+    assert await stored.save("", response, [{"type": "message", "role": "user", "content": "Hi"}]) is not None
+    read = await stored.read("", response.id)
+    assert shown(msgspec.json.decode(read["output"])[0]["content"][0]["logprobs"])
+    question, answer = await stored.history("", response.id)
+    assert question["content"] == "Hi"
+    assert answer["content"] == [{"type": "output_text", "text": "a" * TOKENS, "annotations": [], "logprobs": []}]
