@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
@@ -17,7 +18,7 @@ from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.capacity import Occupancy
 from dynamo.frontend.api.declaration import Charge
 from dynamo.frontend.api.http.event_stream import EventStream
-from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
@@ -118,7 +119,8 @@ class Responses:
                 if request.stream:
                     await self._stream(exchange, work, generation, feeder)
                 else:
-                    await exchange.respond(encode(await self._complete(work, generation, feeder)))
+                    response = await self._complete(work, generation, feeder)
+                    await exchange.respond_in_pieces(feeder.writer.encoded(response), (JSON,))
 
         session, user = session_of(chat), chat.user
         await serve_by_name(edge.plane, caller, chat.model_name, attempt, exchange.has_begun, session=session, user=user)
@@ -239,6 +241,7 @@ class Responses:
                 # In a task of its own: a token wakes that one, and not all coroutines that wait for the end of the stream.
                 reason = await awaited(_write_parts(stream, generation, feeder))
                 response = writer.finish(_finished(reason), generation.summary, self._edge.clock())
+                await asyncio.sleep(0)  # it puts together what may be long
                 response = await self._save(work, response)
                 writer.end(response)
                 events = writer.take()
@@ -297,6 +300,7 @@ async def _read_all(
         if on_events is not None:
             on_events(writer.take())
     response = writer.finish(_finished(reason), generation.summary, clock())
+    await asyncio.sleep(0)  # it puts together what may be long
     if on_events is not None:
         on_events(writer.take())
     return response

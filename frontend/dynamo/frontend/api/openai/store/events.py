@@ -142,6 +142,10 @@ class ResponseWriter:
         )
         return response
 
+    def encoded(self, response: ResponseObject) -> list[bytes]:
+        """Return a whole response, which `finish` returned, in pieces: long lists are not copied."""
+        return self._filled(encode(msgspec.structs.replace(response, output=self._shown)))
+
     def end(self, response: ResponseObject) -> None:
         """End with a whole response, which `finish` returned."""
         self._emit(f"response.{response.status}", response=msgspec.structs.replace(response, output=self._shown))
@@ -227,11 +231,13 @@ class ResponseWriter:
             return
         encoded = event(kind, self._sequence, **fields)
         self._sequence += 1
+        self._events += self._filled(encoded)
+
+    def _filled(self, encoded: bytes) -> list[bytes]:
+        """Return the pieces of what has marks in the place of log probabilities."""
         if not self._lists:
-            self._events.append(encoded)
-            return
-        for index, piece in enumerate(encoded.split(_MARK)):
-            self._events.append(self._lists[int(piece)] if index % 2 else piece)
+            return [encoded]
+        return [self._lists[int(piece)] if index % 2 else piece for index, piece in enumerate(encoded.split(_MARK))]
 
 
 def event(kind: str, number: int, **fields: object) -> bytes:
