@@ -137,9 +137,9 @@ class Downloads:
         if finished.status == 0:
             return Had()
         print(f"{download.name}: {download.command}\n{finished.output}", flush=True)
-        if finished.status is None:
-            return Had(f"not within {download.limit_s:.0f} s")
         missing = missing_download(finished.output)
+        if finished.status is None:
+            return Had(missing or f"not within {download.limit_s:.0f} s", is_mistake=not missing)
         return Had(missing or f"status {finished.status}, shown above", is_mistake=not missing)
 
 

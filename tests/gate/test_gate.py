@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.gate.__main__ import Gate, Had, main
+from tests.drill.faults import FAULTS
+from tests.gate.__main__ import Downloads, Gate, Had, main
 from tests.gate.commands import Commands, Finished
 from tests.gate.outcomes import Outcome, by_lines, by_report, closing_line, missing_download, table, too_many
 from tests.gate.suites import EXAMPLES, HELM, SUITES, TRITON, VLLM, Download, Suite
@@ -283,11 +285,32 @@ NO_HOST = "fatal: unable to access 'https://…/client/': Could not resolve host
         (f"Setting up\n{NO_HOST}\nmake: *** [Makefile:1: x] Error 128\n", NO_HOST),
         ("ERROR: Could not find a version that satisfies the requirement x==9 (from versions: 1.0, 2.0)", ""),
         ("ERROR: Cannot install a and b because these package versions have conflicting dependencies.", ""),
+        ("WARNING: Retrying … Read timed out.\nERROR: Cannot install a and b because these package versions have conflicts.", ""),
         ("cp: cannot stat 'python_backend_stubs/3.14': No such file or directory", ""),
     ],
 )
 def test_a_missing_download_is_told_from_a_mistake_in_what_is_installed(output: str, missing: str) -> None:
     assert missing_download(output) == missing
+
+
+def test_a_download_that_takes_too_long_is_a_mistake_unless_the_network_is() -> None:
+    slow = Download("slow", "make slow", 1.0)
+    for output, had in (("Installing\n", Had("not within 1 s", is_mistake=True)), (f"{NO_HOST}\n", Had(NO_HOST))):
+
+        class Slow(Commands):
+            def run(self, command: str, limit_s: float, *arguments: Any, output: str = output, **options: Any) -> Finished:
+                return Finished(None, output)
+
+        with Slow() as commands, ThreadPoolExecutor(1) as pool:
+            downloads = Downloads(commands, pool)
+            downloads.begin([replace(LINES, needs=(slow,))])
+            assert downloads.result(slow, 120) == had
+
+
+def test_the_drill_of_the_gate_has_every_fault_that_it_names() -> None:
+    [drill] = [suite for suite in SUITES if suite.name == "drill"]
+    names = re.findall(r"'([^']+)'", drill.command)
+    assert len(names) == 3 and all(any(name in fault.name for fault in FAULTS) for name in names)
 
 
 def test_downloads_of_suites_are_made_before_they_run() -> None:
