@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dynamo.common.errors import DynamoError, NotFound
 from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.openai.batches.batch import ENDED
@@ -184,7 +186,7 @@ class Kept:
                 h.violations.append(f"response {id} is {response['status']} when all is quiet")
             elif response["status"] == "completed":
                 h.reached("response-complete")
-                if not response["output"][0]["is_right"]:
+                if not msgspec.json.decode(response["output"])[0]["is_right"]:
                     h.violations.append(f"response {id} is wrong")
             elif h.was_well_since(begun_s):
                 h.violations.append(f"response {id} failed though all was well: {response['error']}")
