@@ -1,9 +1,9 @@
 # make run          a deployment on this machine that serves a language model and a classifier over gRPC
-# make test         unit and integration, all that a change should pass (11 minutes)
+# make test         unit and integration, all that a change should pass (8 minutes)
 # make unit         tests of single parts (2 minutes); pytest prints the seconds and the ten slowest
 # make integration  tests with real processes, a real etcd and a real nats-server (6 minutes)
 # make slow         tests marked slow: kills, outages, floods, thousands of streams, bombs, schemathesis, histories (6 minutes)
-# make test-all     test and slow (17 minutes)
+# make test-all     test and slow (14 minutes)
 # make test-vllm    tests that need vLLM (about 3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
 # make test-backends  S3 with a real server, PyTorch and OpenVINO (half a minute), in .venv-backends (1.5 GB; the first time some minutes more)
 # make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, SDKs of OpenAI and Anthropic, and AIPerf (two minutes), in .venv-clients
