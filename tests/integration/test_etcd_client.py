@@ -368,7 +368,7 @@ async def test_a_lease_that_was_revoked_is_granted_again(tmp_path: Path) -> None
 async def test_a_lease_outlives_a_restart_of_etcd(tmp_path: Path) -> None:
     held = Held()
     async with (
-        start_etcd(tmp_path) as server,
+        start_etcd(tmp_path, fsync=True) as server,
         connect_etcd(config_for(server.endpoint)) as etcd,
         etcd.session(1.0, held.on_held, held.on_lost) as session,
     ):
