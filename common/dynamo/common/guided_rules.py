@@ -98,8 +98,7 @@ def _check_grammar(grammar: str) -> None:
         raise InvalidRequest("a schema inside a grammar is not taken: give it as json_schema", param="grammar")
     total = 0
     for number, repetition in enumerate(_REPEATED.finditer(grammar), 1):
-        if number > MAX_REPEATED:
-            _at_most("repeated parts", grammar.count("{"), MAX_REPEATED, "grammar")
+        _at_most("repeated parts", number, MAX_REPEATED, "grammar")
         count = _times(repetition)
         _at_most("repetitions of one part", count, MAX_ITEMS, "grammar")
         total += count

@@ -69,24 +69,26 @@ async def descriptions(connection: Connection, bucket: str, name: str) -> AsyncG
     nor delete what others have said.
     """
     stream, subject = f"OBJ_{bucket}", meta_subject(bucket, name)
-    newest = sequence = 0
-    for number in range(_MAX_DESCRIPTIONS):
-        context = connection.client.jetstream()
-        try:
-            if number == 0:
-                message = await context.get_last_msg(stream, subject)
-                newest = message.seq or 0
-            else:
-                message = await context.get_msg(stream, sequence + 1, subject, next=True)
-                sequence = message.seq or 0
-        except NotFoundError:
-            return
-        if number and sequence == newest:
-            return
-        try:
-            yield ObjectInfo.from_response(json.loads(message.data or b""))
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            continue
+    try:
+        newest = message = await connection.client.jetstream().get_last_msg(stream, subject)
+        sequence = 0
+        for _ in range(_MAX_DESCRIPTIONS):
+            if (info := _described(message.data or b"")) is not None:
+                yield info
+            message = await connection.client.jetstream().get_msg(stream, sequence + 1, subject, next=True)
+            sequence = message.seq or 0
+            if sequence == newest.seq:
+                return
+    except NotFoundError:
+        return
+
+
+def _described(data: bytes) -> ObjectInfo | None:
+    try:
+        info: ObjectInfo = ObjectInfo.from_response(json.loads(data))
+        return info
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        return None
 
 
 class ObjectWrite:

@@ -117,10 +117,10 @@ class FileStore:
                     continue
                 try:
                     data = await read_object(self._connection, info)
+                    if file_key(data) == key:
+                        return data
                 except (ObjectNotFoundError, DigestMismatchError):
-                    data = b""
-                if file_key(data) == key:
-                    return data
+                    pass
                 log.warning("the model file %s… is described wrongly, or damaged, in the store", key[:12])
         return None
 

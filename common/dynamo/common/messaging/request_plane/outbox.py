@@ -24,7 +24,7 @@ FRAMES = 4
 """With more, 16 clients wait longer; with fewer, messages cost more than is gained (`benchmarks.kserve`, 2026-11-21)."""
 PATIENCE_S = 0.001
 _MARGIN_BYTES = 4096
-"""Bytes of the server's `max_payload` that are left for what it counts besides our frames."""
+"""Bytes of nats-server's `max_payload` that frames leave free, for all else that it counts."""
 
 
 class Opening(Protocol):

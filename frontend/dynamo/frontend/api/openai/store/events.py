@@ -117,8 +117,9 @@ class ResponseWriter:
             piece = part.text
         if piece:
             self._pieces.append(piece)
-            encoded = encode(logprobs)
+            encoded = b"[]"
             if logprobs:
+                encoded = encode(logprobs)
                 self._logprobs.append(encoded[1:-1])
             if self._stream:
                 shown = b',"logprobs":' + encoded if isinstance(part, Content) else b""
