@@ -276,16 +276,21 @@ async def test_calls_are_nested_only_so_deep(tmp_path: Path) -> None:
 
 
 async def test_a_process_has_only_so_many_calls_at_once(tmp_path: Path) -> None:
-    code = """
+    """The others respond once those that are too many have been refused."""
+    refused = tmp_path / "refused"
+    code = f"""
     async def execute(self, requests):
-        results = await asyncio.gather(*[call(1).async_exec() for _ in range(int(value_of(requests[0])))])
-        codes = [code(result) for result in results]
+        calls = [asyncio.ensure_future(call(1).async_exec()) for _ in range(int(value_of(requests[0])))]
+        for _, first in zip(range(3), asyncio.as_completed(calls)):
+            await first
+        open({str(refused)!r}, "w").close()
+        codes = [code(result) for result in await asyncio.gather(*calls)]
         counts = [codes.count(-1), codes.count(pb_utils.TritonError.UNAVAILABLE)]
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array(counts, np.float32))])]
 """
     async with caller(tmp_path, code) as (model, called):
         requesting = asyncio.ensure_future(model.respond(ModelRequest(x(MAX_CALLS + 3), Context("r"))))
-        await until(lambda: len(called.contexts) == MAX_CALLS)
+        await until(lambda: len(called.contexts) == MAX_CALLS and refused.exists())
         called.may_respond.set()
         result = await requesting
     assert result.outputs["y"].tolist() == [MAX_CALLS, 3]
