@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from google.protobuf import json_format, text_format
+from google.protobuf.message import Message
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.tensors.message_json import to_json
@@ -52,7 +53,7 @@ _BY_FILE = {file: backend for backend, file in _FILES.items()} | {"model.pt2": "
 def read_config(path: Path) -> ModelConfig:
     """Read a `config.pbtxt`. Raises InvalidRequest naming the file."""
     try:
-        return text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig())
+        return _checked(text_format.Parse(path.read_text(encoding="utf-8"), ModelConfig()))
     except (OSError, ValueError, text_format.ParseError) as error:  # the parser raises ValueError for a number out of range
         raise InvalidRequest(f"{path.name} is not usable: {error}") from error
 
@@ -60,11 +61,31 @@ def read_config(path: Path) -> ModelConfig:
 def config_from_json(text: str) -> ModelConfig:
     """Parse a configuration in JSON. Raises InvalidRequest."""
     try:
-        return json_format.Parse(text, ModelConfig())
-    except json_format.ParseError as error:
+        return _checked(json_format.Parse(text, ModelConfig()))
+    except (ValueError, json_format.ParseError) as error:
         raise InvalidRequest(f"the configuration is not usable: {error}") from error
     except RecursionError as error:
         raise InvalidRequest("the configuration is nested too deeply") from error
+
+
+def _checked(config: ModelConfig) -> ModelConfig:
+    """Return the configuration. Raises ValueError for a number that is no constant of its enum: protobuf reads any there is."""
+    for declared, constant in _constants(config):
+        if constant not in declared.enum_type.values_by_number:
+            raise ValueError(f"{declared.name} is {constant}, which is no {declared.enum_type.name}")
+    return config
+
+
+def _constants(message: Message) -> Iterator[tuple[Field, int]]:
+    """Yield the values of all fields of enums that are set, also those of parts of the message."""
+    declared: Field
+    for declared, value in message.ListFields():
+        of_map = declared.message_type is not None and declared.message_type.GetOptions().map_entry
+        for element in value.values() if of_map else value if declared.is_repeated else [value]:
+            if isinstance(element, Message):
+                yield from _constants(element)
+            elif declared.enum_type is not None:
+                yield declared, element
 
 
 def config_to_json(config: ModelConfig) -> str:
