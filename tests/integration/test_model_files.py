@@ -88,6 +88,20 @@ async def test_no_message_may_delete_the_files_of_others(tmp_path: Path) -> None
         assert await store.missing([key]) == set()
 
 
+async def test_files_of_models_leave_room_for_what_else_is_stored(tmp_path: Path) -> None:
+    """A login of a worker may write as many files as it likes."""
+    async with start_nats(tmp_path / "nats") as server, connect_nats(NatsOptions(servers=(server.url,)), "test") as nats:
+        store = FileStore(nats, tmp_path / "cache")
+        key = await store.put(b"tokenizer")
+        stream = nats.client.jetstream()
+        config = (await stream.stream_info(f"OBJ_{BUCKET}")).config
+        assert config.max_bytes == 2 << 30
+        await stream.update_stream(config, max_bytes=300_000)
+        with pytest.raises(Unavailable, match="maximum bytes exceeded"):
+            await store.put(bytes(400_000))
+        assert await store.get(key) == b"tokenizer"
+
+
 def described(data: bytes, **wrong: object) -> bytes:
     digest = f"SHA-256={urlsafe_b64encode(sha256(data).digest()).decode()}"
     said = {"name": file_key(data), "bucket": BUCKET, "nuid": "others", "size": len(data), "chunks": 1, "digest": digest} | wrong

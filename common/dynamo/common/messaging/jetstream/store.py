@@ -31,6 +31,8 @@ _STREAM = f"OBJ_{BUCKET}"
 _KEY = re.compile(r"[0-9a-f]{64}")
 _MAX_BYTES = 256 << 20
 """Bytes of a file, at most: the largest tokenizers have some 40 MB."""
+_BUCKET_BYTES = 2 << 30
+"""Bytes of all files: a login of a worker that fills this leaves room for what else is stored."""
 _LEAST_PIECE_BYTES = 64 << 10
 """Bytes of each piece of a file but the last one, at least; nats-py and we store 128 KiB in a piece."""
 
@@ -170,6 +172,7 @@ def _configuration(replicas: int) -> StreamConfig:
         name=_STREAM,
         subjects=[f"$O.{BUCKET}.C.>", f"$O.{BUCKET}.M.>"],
         discard=DiscardPolicy.NEW,
+        max_bytes=_BUCKET_BYTES,
         num_replicas=replicas,
         max_consumers=0,
         allow_direct=True,
