@@ -26,8 +26,8 @@ from dynamo.frontend.config import KvRouterOptions, QueueOptions, RouterMode, Ro
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
 from dynamo.frontend.fleet.kv.feed import open_kv_feed
-from dynamo.frontend.fleet.peers.bookings import Bookings
-from dynamo.frontend.fleet.peers.turns import open_turn_exchange
+from dynamo.frontend.fleet.peers.bookings import shared_bookings
+from dynamo.frontend.fleet.peers.turns import shared_turns
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.table import LoadTable
@@ -204,7 +204,6 @@ class SimulatedFrontend:
                 kv=KvRouterOptions(speculative_ttl_s=0),
                 thresholds=BUSY if self._has_queue else Thresholds(),
             )
-            bookings = Bookings(events, Endpoint(namespace=NAMESPACE)) if options.replica_sync else None
             self.loads = loads = LoadTable(secrets.token_hex(8))
             router = make_router(options, loads, loop.time, rng=Random(self._seed))
             self.kv = router if isinstance(router, KvRouter) else None
@@ -216,15 +215,16 @@ class SimulatedFrontend:
                 feed = await stack.enter_async_context(open_kv_feed(events, directory, request, self.kv, loads, None))
                 events.on_dropped(feed.suspend)
                 events.on_resumed(feed.resume)
-                if bookings is not None:
-                    await stack.enter_async_context(bookings.exchanged(loads, feed.is_registered))
+                if options.replica_sync:
+                    endpoint = Endpoint(namespace=NAMESPACE)
+                    await stack.enter_async_context(shared_bookings(events, endpoint, loads, feed.is_registered))
             settings = ServingOptions(queue=QueueOptions(size=QUEUE_SIZE if self._has_queue else 0))
             metrics = FrontendMetrics(CollectorRegistry())
             plane = await stack.enter_async_context(
                 open_data_plane(directory, client, nats, router, FakeTexts(), metrics, settings)
             )
             if plane.turns is not None:
-                await stack.enter_async_context(open_turn_exchange(nats, NAMESPACE, plane.turns))
+                await stack.enter_async_context(shared_turns(nats, NAMESPACE, loads.origin, plane.turns))
             await directory.ready.wait()
             if self._has_stores:
                 self.stores = await stack.enter_async_context(open_stores(nats, etcd, NAMESPACE, plane, metrics))

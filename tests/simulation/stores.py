@@ -35,7 +35,7 @@ from dynamo.frontend.api.openai.store.stored import StoredResponses, new_respons
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import TextOptions
 from dynamo.frontend.fleet.leases import open_leases
-from dynamo.frontend.fleet.peers.limits import open_limit_exchange
+from dynamo.frontend.fleet.peers.limits import shared_limits
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
 from dynamo.frontend.fleet.peers.usage import UsageStore, open_usage
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
@@ -175,7 +175,7 @@ async def open_stores(
     keys = KeyRing([ApiKey(name=name, salt=b"", digest=b"", limits=limits) for name, limits in LIMITS.items()])
     accounts = Accounts(Watched("keys", (), lambda: keys), asyncio.get_running_loop().time, Ledger(_now))
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(open_limit_exchange(nats, namespace, accounts.fleet, accounts))
+        await stack.enter_async_context(shared_limits(nats, namespace, accounts.fleet, accounts))
         used = await stack.enter_async_context(open_records(nats, "dynamo-usage", ttl_s=86_400.0, max_bytes=_MAX_BYTES))
         usage = await stack.enter_async_context(open_usage(used, accounts.ledger, namespace, accounts.fleet.origin))
         responses = await stack.enter_async_context(open_records(nats, "dynamo-responses", ttl_s=86_400.0, max_bytes=_MAX_BYTES))

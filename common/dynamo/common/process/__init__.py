@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `background` | tasks with an owner |
+| `decaying` | a counter that forgets |
 | `interpreter` | which Python runs this process, and how it was built |
 | `memory` | freed memory: kept for the next large message, and given back after a while |
 | `steps` | long work on the event loop, in steps of a few milliseconds |

@@ -17,6 +17,8 @@ from typing import Annotated
 
 import msgspec
 
+from dynamo.common.process.decaying import DecayingCounter
+
 REFRESH_S = 0.05
 """How often a process publishes what it uses, and how long it uses a share before it looks again."""
 ISOLATED_S = 1.5
@@ -83,23 +85,6 @@ def _ignore(name: str) -> None:
     """No other process uses the limits."""
 
 
-class _RecentRequests:
-    """Requests that came lately."""
-
-    __slots__ = ("_amount", "_since")
-
-    def __init__(self, amount: float = 0.0, now: float = 0.0) -> None:
-        self._amount = amount
-        self._since = now
-
-    def at(self, now: float) -> float:
-        return self._amount * math.exp((self._since - now) / _DEMAND_S)
-
-    def add(self, amount: float, now: float) -> None:
-        self._amount = self.at(now) + amount
-        self._since = now
-
-
 class Shares:
     """This process's share of what is left of some limits, by the requests that came to each process lately."""
 
@@ -114,8 +99,8 @@ class Shares:
         self.is_isolated = False
         """Whether the share is the last one that this process had while it reached others."""
         self._fleet = fleet
-        self._own = _RecentRequests()
-        self._others: dict[str, _RecentRequests] = {}
+        self._own = DecayingCounter(_DEMAND_S)
+        self._others: dict[str, DecayingCounter] = {}
         self._valid_until = -math.inf
         self._connected_at = -math.inf
         self._connected_share = 0.0
@@ -132,7 +117,7 @@ class Shares:
 
     def apply(self, origin: str, demand: float, now: float) -> None:
         """Another process has this demand."""
-        self._others[origin] = _RecentRequests(demand, now)
+        self._others[origin] = DecayingCounter(_DEMAND_S, demand, now)
         if self.is_alone:
             self._valid_until = now
 

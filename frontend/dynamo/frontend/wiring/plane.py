@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -27,9 +28,9 @@ from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
 from dynamo.frontend.fleet.leases import open_leases
-from dynamo.frontend.fleet.peers.limits import open_limit_exchange
+from dynamo.frontend.fleet.peers.limits import shared_limits
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
-from dynamo.frontend.fleet.peers.turns import open_turn_exchange
+from dynamo.frontend.fleet.peers.turns import shared_turns
 from dynamo.frontend.fleet.peers.usage import open_usage
 from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.fleet.worker_streams import open_worker_streams
@@ -70,8 +71,9 @@ async def open_plane(
         store = FileStore(nats, config.cache_dir.expanduser())
         written = (store, KvStream(nats)) if config.router.durable_kv_events else (store,)
         await stack.enter_async_context(open_worker_streams(nats, written))
+        origin = secrets.token_hex(8) if accounts is None else accounts.fleet.origin
         if accounts is not None:
-            await stack.enter_async_context(open_limit_exchange(nats, config.namespace, accounts.fleet, accounts))
+            await stack.enter_async_context(shared_limits(nats, config.namespace, accounts.fleet, accounts))
             links.limits = accounts.fleet
             if config.usage.ledger:
                 usage = config.usage
@@ -91,7 +93,7 @@ async def open_plane(
         memory = await stack.enter_async_context(open_shared_memory(config.shared_memory))
         client = links.client = await stack.enter_async_context(open_client(nats, config.namespace, memory=memory))
         router = await stack.enter_async_context(
-            open_router(config, control, links, directory, events, nats, client, metrics.router)
+            open_router(config, control, links, directory, events, nats, client, origin, metrics.router)
         )
         links.batches = await stack.enter_async_context(
             open_records(nats, "dynamo-batches", ttl_s=BATCHES_TTL_S, max_bytes=config.batches_max_bytes)
@@ -110,7 +112,7 @@ async def open_plane(
             )
         )
         if plane.turns is not None:
-            await stack.enter_async_context(open_turn_exchange(nats, config.namespace, plane.turns))
+            await stack.enter_async_context(shared_turns(nats, config.namespace, origin, plane.turns))
         if not directory.ready.is_set():
             log.info("waiting for etcd")
         await directory.ready.wait()  # before, every model would be unknown

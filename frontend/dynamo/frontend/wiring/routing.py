@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -20,7 +19,7 @@ from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.event_bus import EventBus
 from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.fleet.kv.history import KvHistory
-from dynamo.frontend.fleet.peers.bookings import Bookings
+from dynamo.frontend.fleet.peers.bookings import shared_bookings
 from dynamo.frontend.fleet.peers.siblings import open_siblings
 from dynamo.frontend.metrics import RouterMetrics
 from dynamo.frontend.router.base import Router
@@ -55,13 +54,20 @@ async def open_router(
     events: EventBus,
     nats: Connection,
     client: RequestClient,
+    origin: str,
     metrics: RouterMetrics,
 ) -> AsyncIterator[Router]:
-    """Open the router that requests meet: metrics, explanations and sessions around the one that picks instances."""
+    """Open the router that requests meet: metrics, explanations and sessions around the one that picks instances.
+
+    `origin` names this frontend to others.
+    """
     options = config.router
     async with AsyncExitStack() as stack:
-        siblings = links.siblings = await stack.enter_async_context(open_siblings(nats, config.namespace, control.thresholds))
-        router = await stack.enter_async_context(_picking_router(config, control.thresholds, directory, events, nats, client))
+        siblings = await stack.enter_async_context(open_siblings(nats, config.namespace, origin, control.thresholds))
+        links.siblings = siblings
+        router = await stack.enter_async_context(
+            _picking_router(config, control.thresholds, directory, events, nats, client, origin)
+        )
         router = SequenceRouter(router)
         if options.session_affinity_ttl_s is not None:
             router = sessions = SessionRouter(
@@ -84,6 +90,7 @@ async def _picking_router(
     events: EventBus,
     nats: Connection,
     client: RequestClient,
+    origin: str,
 ) -> AsyncIterator[Router]:
     """Open the router of the chosen mode, which follows instances and, if configured, the bookings of other frontends."""
     clock = asyncio.get_running_loop().time
@@ -91,8 +98,7 @@ async def _picking_router(
         yield make_router(config.router, LoadTable(), clock)
         return
     async with AsyncExitStack() as stack:
-        bookings = Bookings(events, Endpoint(namespace=config.namespace)) if config.router.replica_sync else None
-        loads = LoadTable(secrets.token_hex(8))
+        loads = LoadTable(origin)
         router = make_router(config.router, loads, clock, thresholds)
         follower = router if isinstance(router, KvRouter) and config.router.kv.use_kv_events else None
 
@@ -106,6 +112,7 @@ async def _picking_router(
         feed = await stack.enter_async_context(open_kv_feed(events, directory, query, follower, loads, history))
         events.on_dropped(feed.suspend)
         events.on_resumed(feed.resume)
-        if bookings is not None:
-            await stack.enter_async_context(bookings.exchanged(loads, feed.is_registered))
+        if config.router.replica_sync:
+            endpoint = Endpoint(namespace=config.namespace)
+            await stack.enter_async_context(shared_bookings(events, endpoint, loads, feed.is_registered))
         yield router

@@ -13,7 +13,7 @@ from dynamo.common.kv.events import LoadMessage, LoadReport
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.fleet.kv.feed import open_kv_feed
-from dynamo.frontend.fleet.peers.bookings import Bookings
+from dynamo.frontend.fleet.peers.bookings import shared_bookings
 from dynamo.frontend.fleet.peers.siblings import open_siblings
 from dynamo.frontend.router.loads.shared_bookings import InstanceBookings, SharedBookings
 from dynamo.frontend.router.loads.table import LoadTable
@@ -70,7 +70,7 @@ async def test_load_reports_of_invented_models_of_an_instance_take_no_memory_and
 async def test_bookings_of_invented_instances_take_no_memory() -> None:
     bus, loads, endpoint = FakeBus(), LoadTable("us"), Endpoint()
     nats = FakeConnection(bus)
-    async with Bookings(nats, endpoint).exchanged(loads, lambda id_: id_ == 1):
+    async with shared_bookings(nats, endpoint, loads, lambda id_: id_ == 1):
         rows = [InstanceBookings(number, 1, 5, 0, 1, 5, 0) for number in range(1000)]
         nats.publish_nowait(endpoint.bookings_subject(), _encode(SharedBookings("them", rows)))
         await turns()
@@ -85,8 +85,8 @@ async def test_bookings_never_make_a_message_that_nats_refuses() -> None:
     prompts: list[InstanceId] = []
     applied.on_sibling_prompt(lambda instance, blocks, computed_at: prompts.append(instance))
     async with (
-        Bookings(theirs, endpoint).exchanged(applied, lambda id_: True),
-        Bookings(ours, endpoint).exchanged(loads, lambda id_: True),
+        shared_bookings(theirs, endpoint, applied, lambda id_: True),
+        shared_bookings(ours, endpoint, loads, lambda id_: True),
     ):
         for number in range(1, 5000):
             loads.book(f"r{number}", InstanceId(number), 0.0, prefill_tokens=128_000, blocks=range(number, number + 200))
@@ -107,7 +107,7 @@ async def test_bookings_never_make_a_message_that_nats_refuses() -> None:
 async def test_thresholds_of_invented_models_are_bounded() -> None:
     bus, table = FakeBus(), ThresholdTable()
     nats = FakeConnection(bus)
-    async with open_siblings(nats, "ns", table):
+    async with open_siblings(nats, "ns", "us", table):
         for number in range(10):
             events = [["thresholds", f"m{number}-{count}", number * 1000 + count + 1, 0.5, None] for count in range(1000)]
             nats.publish_nowait("dynamo.ns.frontends", _encode(["them", events]))
@@ -130,8 +130,8 @@ async def test_garbage_is_one_line_and_no_traceback(what: str, caplog: pytest.Lo
     }
     async with (
         open_kv_feed(nats, FakeDirectory(instance(1, llm_card())), never, None, LoadTable()),
-        open_siblings(nats, "ns", ThresholdTable()),
-        Bookings(nats, endpoint).exchanged(LoadTable("us"), lambda id_: True),
+        open_siblings(nats, "ns", "us", ThresholdTable()),
+        shared_bookings(nats, endpoint, LoadTable("us"), lambda id_: True),
     ):
         await turns()
         for garbage in GARBAGE * 20:

@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `bookings` | the bookings of each, with `--router-replica-sync` |
+| `exchange` | how they tell it: messages of one kind, paced |
 | `limits` | what each uses of the limits of API keys |
 | `response_changes` | changes of stored responses, for those that follow them |
 | `siblings` | busy thresholds and places of sessions |

@@ -15,9 +15,9 @@ from typing import Annotated, Protocol
 import msgspec
 
 from dynamo.common.messaging.nats.connection import Connection
-from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import limits_subject
 from dynamo.common.process.background import running
+from dynamo.frontend.fleet.peers.exchange import Paced, Topic
 from dynamo.frontend.security.sharing import REFRESH_S, Fleet, KeyUse
 
 HEARTBEAT_S = 1.0
@@ -57,34 +57,25 @@ class _LimitMessage(msgspec.Struct, frozen=True, array_like=True):
     keys: list[KeyUse]
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_LimitMessage)
+class _LimitExchange:
+    """What one process uses of the limits of API keys, and what its peers use."""
 
-
-class LimitExchange:
-    """Publishes what one process uses of the limits of API keys, and receives what its peers use; use `open_limit_exchange`."""
-
-    def __init__(self, connection: Connection, namespace: str, fleet: Fleet, table: LimitTable) -> None:
-        self.subject = limits_subject(namespace)
-        self._connection = connection
+    def __init__(self, topic: Topic[_LimitMessage], fleet: Fleet, table: LimitTable) -> None:
+        self._topic = topic
         self._fleet = fleet
         self._table = table
         self._loop = asyncio.get_running_loop()
         self._used: dict[str, None] = {}
-        self._published_at = -REFRESH_S
-        self._interval_s = REFRESH_S
-        self._timer: asyncio.TimerHandle | None = None
+        self._messages = Paced(REFRESH_S, self._flush)
         self._heard_at: dict[str, float] = {}
         """When each other process was heard last."""
-        self._unreadable = Unreadable("a message about limits")
         fleet.connected_at = self._loop.time()
         fleet.on_used(self._on_used)
 
     def synchronize(self) -> None:
         """Publish all that is in use here, and request the same of the others."""
-        self._used.update(dict.fromkeys(self._table.in_use()))
         self._publish([], is_new=True)
-        self._schedule()
+        self._publish_all()
 
     async def beat(self) -> None:
         """Show that this process lives, and look which others do, until cancelled."""
@@ -95,51 +86,45 @@ class LimitExchange:
 
     def leave(self) -> None:
         """Tell the others that this process has gone."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._messages.cancel()
         self._publish(self._table.used(self._used), leaves=True)
 
-    def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        message = self._unreadable.read(_decoder, subject, payload)
-        if message is None:
-            return
+    def connected(self) -> None:
+        """A message has arrived, if only one of this process itself."""
         now = self._loop.time()
         if self._fleet.is_isolated(now):
             self._rejoin()
         self._fleet.connected_at = now
-        if message.origin == self._fleet.origin:
-            return
+
+    def apply(self, message: _LimitMessage) -> None:
+        self.connected()
         if message.leaves:
             self._forget(message.origin)
         elif message.origin in self._heard_at or len(self._heard_at) < MAX_PROCESSES:
-            self._heard_at[message.origin] = now
+            self._heard_at[message.origin] = self._loop.time()
             self._fleet.others = len(self._heard_at)
             for use in message.keys:
                 self._table.apply(message.origin, use)
             if message.is_new:
-                self._used.update(dict.fromkeys(self._table.in_use()))
-                self._schedule()
+                self._publish_all()
 
     def _on_used(self, name: str) -> None:
         self._used[name] = None
-        if self._timer is None:
-            self._schedule()
+        self._messages.due()
 
-    def _schedule(self) -> None:
-        if self._timer is None and self._used:
-            self._timer = self._loop.call_at(max(self._loop.time(), self._published_at + self._interval_s), self._flush)
+    def _publish_all(self) -> None:
+        self._used.update(dict.fromkeys(self._table.in_use()))
+        if self._used:
+            self._messages.due()
 
     def _flush(self) -> None:
-        self._timer = None
-        self._published_at = self._loop.time()
         names, self._used = list(self._used), {}
-        self._interval_s = max(REFRESH_S, len(names) * self._fleet.others / _KEYS_PER_S)
+        self._messages.interval_s = max(REFRESH_S, len(names) * self._fleet.others / _KEYS_PER_S)
         for start in range(0, len(names), _KEYS_PER_MESSAGE):
             self._publish(self._table.used(names[start : start + _KEYS_PER_MESSAGE]))
 
     def _publish(self, keys: list[KeyUse], *, is_new: bool = False, leaves: bool = False) -> None:
-        message = _LimitMessage(self._fleet.origin, is_new, leaves, keys)
-        self._connection.publish_nowait(self.subject, _encoder.encode(message))
+        self._topic.publish(_LimitMessage(self._topic.origin, is_new, leaves, keys))
 
     def _rejoin(self) -> None:
         """Begin anew, as a process that starts: what was used on either side meanwhile is not made up for."""
@@ -162,10 +147,11 @@ class LimitExchange:
 
 
 @asynccontextmanager
-async def open_limit_exchange(connection: Connection, namespace: str, fleet: Fleet, table: LimitTable) -> AsyncIterator[None]:
+async def shared_limits(connection: Connection, namespace: str, fleet: Fleet, table: LimitTable) -> AsyncIterator[None]:
     """Share the limits of keys with the other frontends of the namespace while the body runs."""
-    exchange = LimitExchange(connection, namespace, fleet, table)
-    async with connection.subscribed(exchange.subject, exchange.on_message):
+    topic = Topic(connection, limits_subject(namespace), _LimitMessage, fleet.origin, "a message about limits")
+    exchange = _LimitExchange(topic, fleet, table)
+    async with topic.received(exchange.apply, on_own=exchange.connected):
         connection.on_reconnect(exchange.synchronize)
         exchange.synchronize()
         try:

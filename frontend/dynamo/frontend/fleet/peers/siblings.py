@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,8 +16,8 @@ from typing import TypeAlias
 import msgspec
 
 from dynamo.common.messaging.nats.connection import Connection
-from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import InstanceId, frontends_subject
+from dynamo.frontend.fleet.peers.exchange import Topic
 from dynamo.frontend.router.loads.thresholds import Thresholds, ThresholdTable
 from dynamo.frontend.router.policies.affinity import SessionKey
 
@@ -49,22 +48,17 @@ class _StateMessage(msgspec.Struct, frozen=True, array_like=True):
     events: list[_Event]
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_StateMessage)
 _EVENTS_PER_MESSAGE = 500
 
 
 class Siblings:
     """Publishes and applies the shared state, in one message per iteration of the event loop. Use `open_siblings`."""
 
-    def __init__(self, connection: Connection, namespace: str, thresholds: ThresholdTable) -> None:
-        self._connection = connection
-        self._subject = frontends_subject(namespace)
+    def __init__(self, topic: Topic[_StateMessage], thresholds: ThresholdTable) -> None:
+        self._topic = topic
         self._thresholds = thresholds
-        self._origin = secrets.token_hex(8)
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Event] = []
-        self._unreadable = Unreadable("a message of another frontend")
         self._on_placed: list[Callable[[SessionKey, InstanceId], None]] = []
 
     def on_placed(self, callback: Callable[[SessionKey, InstanceId], None]) -> None:
@@ -87,11 +81,9 @@ class Siblings:
         self._enqueue(_StateRequest())
         self._publish_all()
 
-    def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        message = self._unreadable.read(_decoder, subject, payload)
-        if message is not None and message.origin != self._origin:
-            for event in message.events:
-                self._apply(event)
+    def apply(self, message: _StateMessage) -> None:
+        for event in message.events:
+            self._apply(event)
 
     def _apply(self, event: _Event) -> None:
         match event:
@@ -117,8 +109,7 @@ class Siblings:
     def _flush(self) -> None:
         events, self._waiting = self._waiting, []
         for start in range(0, len(events), _EVENTS_PER_MESSAGE):
-            message = _StateMessage(self._origin, events[start : start + _EVENTS_PER_MESSAGE])
-            self._connection.publish_nowait(self._subject, _encoder.encode(message))
+            self._topic.publish(_StateMessage(self._topic.origin, events[start : start + _EVENTS_PER_MESSAGE]))
 
 
 def _thresholds_changed(model: str, at_ms: int, thresholds: Thresholds) -> _Changed:
@@ -126,10 +117,13 @@ def _thresholds_changed(model: str, at_ms: int, thresholds: Thresholds) -> _Chan
 
 
 @asynccontextmanager
-async def open_siblings(connection: Connection, namespace: str, thresholds: ThresholdTable) -> AsyncIterator[Siblings]:
+async def open_siblings(
+    connection: Connection, namespace: str, origin: str, thresholds: ThresholdTable
+) -> AsyncIterator[Siblings]:
     """Share state with the other frontends of the namespace while the body runs."""
-    siblings = Siblings(connection, namespace, thresholds)
-    async with connection.subscribed(siblings._subject, siblings.on_message):
+    topic = Topic(connection, frontends_subject(namespace), _StateMessage, origin, "a message of another frontend")
+    siblings = Siblings(topic, thresholds)
+    async with topic.received(siblings.apply):
         connection.on_reconnect(siblings.synchronize)
         siblings.synchronize()
         yield siblings

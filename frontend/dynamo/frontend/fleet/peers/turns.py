@@ -6,18 +6,15 @@ one does no harm; no message has a time.
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Annotated, Protocol
 
 import msgspec
 
-from dynamo.common.messaging.nats.connection import Connection
-from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.model_card import Role
 from dynamo.common.names import turns_subject
+from dynamo.frontend.fleet.peers.exchange import Paced, PeerBus, Topic
 
 PERIOD_S = 0.05
 """Between two messages of a process."""
@@ -69,53 +66,25 @@ class _TurnMessage(msgspec.Struct, frozen=True, array_like=True):
     lines: Annotated[list[LineTurns], msgspec.Meta(max_length=MAX_LINES)]
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_TurnMessage)
-
-
-class TurnExchange:
-    """Publishes which keys wait in the queues of one process, and receives what its peers publish; use `open_turn_exchange`."""
-
-    def __init__(self, connection: Connection, namespace: str, table: TurnTable) -> None:
-        self.subject = turns_subject(namespace)
-        self._connection = connection
-        self._table = table
-        self._origin = secrets.token_hex(8)
-        self._loop = asyncio.get_running_loop()
-        self._published_at = -PERIOD_S
-        self._timer: asyncio.TimerHandle | None = None
-        self._unreadable = Unreadable("a message about turns")
-        table.on_wait(self._schedule)
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def on_message(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
-        message = self._unreadable.read(_decoder, subject, payload)
-        if message is not None and message.origin != self._origin:
-            self._table.apply(message.origin, message.lines)
-            self._schedule()
-
-    def _schedule(self) -> None:
-        if self._timer is None:
-            self._timer = self._loop.call_at(max(self._loop.time(), self._published_at + PERIOD_S), self._flush)
-
-    def _flush(self) -> None:
-        self._timer = None
-        self._published_at = self._loop.time()
-        lines = self._table.published()
-        if lines:
-            self._connection.publish_nowait(self.subject, _encoder.encode(_TurnMessage(self._origin, lines[:MAX_LINES])))
-            self._schedule()
-
-
 @asynccontextmanager
-async def open_turn_exchange(connection: Connection, namespace: str, table: TurnTable) -> AsyncIterator[None]:
-    """Share turns with the other frontends of the namespace while the body runs."""
-    exchange = TurnExchange(connection, namespace, table)
-    async with connection.subscribed(exchange.subject, exchange.on_message):
-        try:
+async def shared_turns(bus: PeerBus, namespace: str, origin: str, table: TurnTable) -> AsyncIterator[None]:
+    """Publish which keys wait in the queues of this process while the body runs, and apply what others publish."""
+    topic = Topic(bus, turns_subject(namespace), _TurnMessage, origin, "a message about turns")
+
+    def publish() -> None:
+        lines = table.published()
+        if lines:
+            topic.publish(_TurnMessage(origin, lines[:MAX_LINES]))
+            messages.due()
+
+    def apply(message: _TurnMessage) -> None:
+        table.apply(message.origin, message.lines)
+        messages.due()
+
+    messages = Paced(PERIOD_S, publish)
+    table.on_wait(messages.due)
+    try:
+        async with topic.received(apply):
             yield
-        finally:
-            exchange.close()
+    finally:
+        messages.cancel()

@@ -230,12 +230,7 @@ class LoadTable:
         return messages
 
     def apply(self, message: SharedBookings, now: float, is_registered: Callable[[InstanceId], bool]) -> None:
-        """Apply a message of a sibling. The frontend's own, which the bus sends back, are ignored.
-
-        So are bookings on instances that are not registered: any client of NATS could invent them.
-        """
-        if message.origin == self.origin:
-            return
+        """Apply a message of a sibling, but for bookings on instances that are not registered: any client could invent them."""
         sibling = self._siblings.get(message.origin)
         if sibling is None:
             if len(self._siblings) >= _MAX_SIBLINGS:

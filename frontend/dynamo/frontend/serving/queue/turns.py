@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from dynamo.common.model_card import Role
+from dynamo.common.process.decaying import DecayingCounter
 from dynamo.frontend.fleet.peers.turns import MAX_KEYS, KeyTurns, LineTurns
 
 HOLD_S = 0.2
@@ -28,22 +29,6 @@ _CLOSE = 0.9
 """A key goes first if what it was served is less than this share of what another one was served."""
 
 
-class _Recent:
-    """An exponentially decaying counter: what was added `_MEMORY_S` ago counts for 1/e."""
-
-    __slots__ = ("_amount", "_since")
-
-    def __init__(self) -> None:
-        self._amount = 0.0
-        self._since = 0.0
-
-    def at(self, now: float) -> float:
-        return self._amount * math.exp((self._since - now) / _MEMORY_S)
-
-    def add(self, amount: float, now: float) -> None:
-        self._amount, self._since = self.at(now) + amount, now
-
-
 Heads = Callable[[], Iterable[tuple[str, float]]]
 """Yields each key that waits, with the rank of its first request."""
 
@@ -56,7 +41,7 @@ class QueueTurns:
         """Yields the keys of the requests that wait in this process, each with its first rank."""
         self._clock = clock
         self._waits = waits
-        self._own: dict[str, _Recent] = {}
+        self._own: dict[str, DecayingCounter] = {}
         self._elsewhere: dict[str, tuple[float, Sequence[KeyTurns]]] = {}
         """By process: when it was published, and what."""
         self._held_since: float | None = None
@@ -73,7 +58,7 @@ class QueueTurns:
             self._ignored_until = now + IGNORE_S
         self._held_since = None
         if self._waits_elsewhere():
-            self._own.setdefault(key, _Recent()).add(cost, now)
+            self._own.setdefault(key, DecayingCounter(_MEMORY_S)).add(cost, now)
         else:
             self._own.clear()
 

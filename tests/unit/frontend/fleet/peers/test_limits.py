@@ -20,7 +20,7 @@ import pytest
 from dynamo.common.errors import RateLimited
 from dynamo.common.security.files import Watched
 from dynamo.frontend.api.guard import Accounts
-from dynamo.frontend.fleet.peers.limits import LEASE_S, open_limit_exchange
+from dynamo.frontend.fleet.peers.limits import LEASE_S, shared_limits
 from dynamo.frontend.security.accounts import KeyAccount
 from dynamo.frontend.security.keys import ApiKey, KeyRing, Limits
 from dynamo.frontend.security.sharing import Fleet as SharedLimits
@@ -51,7 +51,7 @@ class Process:
         return self.accounts.named("team")
 
     async def _live(self) -> None:
-        async with open_limit_exchange(self.connection, "ns", self.accounts.fleet, self.accounts):
+        async with shared_limits(self.connection, "ns", self.accounts.fleet, self.accounts):
             await asyncio.get_running_loop().create_future()
 
     async def kill(self) -> None:

@@ -251,7 +251,7 @@ def test_bookings_of_siblings_count_like_own_ones() -> None:
     here, there = sharing("here", "there")
     there.book("r", A, 0.0, prefill_tokens=10, blocks=[1, 2], extra_blocks=1)
     here.book("r", A, 0.0, prefill_tokens=5, blocks=[1, 2, 3])
-    send(there, here, there)  # one's own come back
+    send(there, here)
     assert read(here)[0] == (2, 15, 6), "blocks that two frontends share count for each"
     assert read(there)[0] == (1, 10, 3)
     there.first_token("r", 0.0)

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import Overloaded
-from dynamo.frontend.fleet.peers.turns import open_turn_exchange
+from dynamo.frontend.fleet.peers.turns import shared_turns
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.security.accounts import Account, KeyAccount
@@ -101,8 +101,8 @@ class Fleet:
 async def fleet(frontends: int = 2, *, room: int = 1, service_s: float = 0.1) -> AsyncIterator[Fleet]:
     made = Fleet(frontends, room, service_s)
     async with AsyncExitStack() as stack:
-        for queue in made.queues:
-            await stack.enter_async_context(open_turn_exchange(FakeConnection(made.bus), "ns", queue.turns))
+        for number, queue in enumerate(made.queues):
+            await stack.enter_async_context(shared_turns(FakeConnection(made.bus), "ns", f"{number}", queue.turns))
         stack.push_async_callback(made.close)
         yield made
 
