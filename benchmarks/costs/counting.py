@@ -1,8 +1,12 @@
 """Counts what simulated processes do, while it is told to.
 
 Per process: calls of Python functions, resumptions of generators and coroutines included; calls of functions written in C;
-bytecode instructions, on Python 3.12 and later; `sends` and `receives`, the system calls of sockets; messages and bytes that it
-sends to NATS. Of all processes together: `garbage`, objects in cycles, which only the garbage collector frees.
+bytecode instructions, on Python 3.12 and later; `allocations`, objects that the garbage collector tracks; `sends` and `receives`,
+the system calls of sockets; messages and bytes that it sends to NATS. Of all processes together: `garbage`, objects in cycles,
+which only the garbage collector frees.
+
+Python keeps only the difference of objects allocated and freed. `allocations` adds up by how much it grew from each call or
+return to the next one: what is freed before that is not in it, nor what comes from a free list.
 
 What stands in for kernel, network, etcd and nats-server does not count, nor does asyncio's loop, which is uvloop's in production.
 """
@@ -11,12 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from tests.simulation.clock import current_process
@@ -29,6 +34,9 @@ _FOREIGN = (
     *(str(Path(asyncio.__file__).with_name(f"{module}.py")) for module in ("base_events", "events", "selector_events")),
 )
 """Files that stand in for something else, or only measure."""
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_BALLAST = 100_000
+"""Objects that keep the collector's count above 0, below which it does not fall when older objects are freed."""
 
 
 class Count:
@@ -43,6 +51,8 @@ class Count:
         self._codes: list[CodeType] = []
         """Code objects of `_names`, kept so that no other gets the same identity."""
         self._is_open = False
+        self._tracked = 0
+        """Objects allocated less those freed, at the last event."""
 
     def add(self, figure: str, amount: int = 1) -> None:
         """Count for the process whose code runs."""
@@ -60,8 +70,10 @@ class Count:
         """Count during the body. Needs the garbage collector to be disabled."""
         gc.collect()
         gc.freeze()  # so that the next collection looks only at what the body leaves
+        ballast: list[list[object]] = [[] for _ in range(_BALLAST)]
         self._is_open = True
         _watch_instructions(self._instruction)
+        self._tracked = gc.get_count()[0]
         sys.setprofile(self._profile)
         try:
             yield
@@ -69,20 +81,22 @@ class Count:
             sys.setprofile(None)
             _watch_instructions(None)
             self._is_open = False
+        del ballast
         self.figures[ALL, "garbage"] += gc.collect()
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event not in ("call", "c_call"):
-            return
-        name = self._name(frame.f_code)
-        process = current_process()
-        if not name or process is None:
-            return
-        if event == "call":
-            self.figures[process.name, "calls"] += 1
-            self.functions[process.name, name] += 1
-        else:
-            self.figures[process.name, "C calls"] += 1
+        own = _made_for_profiler(frame, event, arg)
+        grown = gc.get_count()[0] - self._tracked - (own if event in ("call", "c_call") else 0)
+        name, process = self._name(frame.f_code), current_process()
+        if process is not None:
+            if grown > 0 and (self._name(frame.f_back.f_code) if event == "call" and frame.f_back else name):
+                self.figures[process.name, "allocations"] += grown
+            if name and event == "call":
+                self.figures[process.name, "calls"] += 1
+                self.functions[process.name, name] += 1
+            elif name and event == "c_call":
+                self.figures[process.name, "C calls"] += 1
+        self._tracked = gc.get_count()[0] - (0 if event in ("call", "c_call") else own)
 
     def _instruction(self, code: CodeType, offset: int) -> Any:
         if not self._name(code):
@@ -99,6 +113,17 @@ class Count:
             self._names[id(code)] = name
             self._codes.append(code)
         return name
+
+
+def _made_for_profiler(frame: FrameType, event: str, arg: Any) -> int:
+    """Return the number of objects that Python makes before such an event, or frees after it, only because it is watched.
+
+    It is the frame object of a plain function (that of a coroutine stays until it ends), or a method of a built-in type that is
+    bound to its object.
+    """
+    if event in ("call", "return"):
+        return not frame.f_code.co_flags & _SUSPENDS
+    return not isinstance(getattr(arg, "__self__", None), ModuleType)
 
 
 def _watch_instructions(callback: Any) -> None:

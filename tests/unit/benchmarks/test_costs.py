@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import pytest
 
-from benchmarks.costs.command import print_changed
+from benchmarks.costs.command import print_changed, verdict
 from benchmarks.costs.counting import Count
 from benchmarks.costs.deployment import Loop
 from benchmarks.costs.events import count_decisions
@@ -65,9 +67,39 @@ def test_a_path_that_is_not_counted_any_more_fails() -> None:
     assert comparison.uncounted == (CALLS,) and comparison.failed == 1
 
 
-def test_what_fell_is_told_and_passes() -> None:
-    comparison = compare({CALLS: 1000.0}, {CALLS: 900.0})
-    assert comparison.fell == {CALLS: (1000.0, 900.0)} and comparison.failed == 0
+def test_a_gain_of_more_than_two_percent_has_to_be_written() -> None:
+    comparison = compare({CALLS: 1000.0, SENDS: 3.0}, {CALLS: 979.0, SENDS: 3.0})
+    assert comparison.fell == {CALLS: (1000.0, 979.0)}
+    assert (comparison.passed, comparison.failed) == (1, 1)
+
+
+def test_a_smaller_gain_passes() -> None:
+    assert compare({CALLS: 1000.0}, {CALLS: 981.0}).failed == 0
+
+
+def test_a_gain_that_is_not_kept_is_named_with_the_command_that_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(file := tmp_path / "python3.11.json", {CALLS: 1000.0, "other | worker | calls": 1.0})
+    assert verdict(file, {"completion": Counted({CALLS: 900.0}, {})}, is_part=True) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"NOT KEPT: {CALLS}: 1000 → 900 (-10.0%)",
+        "gains that the file does not keep: python -m benchmarks.costs --write",
+        "0 passed, 1 failed",
+    ]
+
+
+def test_a_python_without_figures_fails_and_says_of_which_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "python3.11.json", {CALLS: 1.0})
+    assert verdict(tmp_path / "python3.99.json", {"completion": Counted({CALLS: 1.0}, {})}, is_part=False) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("NO FIGURES of this version of Python: python3.99.json") and "those of python3.11;" in lines[0]
+    assert lines[1:] == ["0 passed, 1 failed"]
+
+
+def test_a_run_that_counts_nothing_fails(tmp_path: Path) -> None:
+    write(file := tmp_path / "python3.11.json", {CALLS: 1.0})
+    assert verdict(file, {}, is_part=True) == 2
 
 
 def test_the_file_has_a_line_for_each_figure_in_order(tmp_path: Path) -> None:
@@ -117,10 +149,53 @@ def test_only_processes_are_counted_and_only_in_the_window() -> None:
     assert {process for process, _ in count.figures} == {"worker", "all"}
 
 
+class _Tracked:
+    """An object that the garbage collector tracks, and that comes from no free list."""
+
+
+def _dropped_at_once() -> None:
+    for _ in range(100):
+        _Tracked()
+
+
+def _kept() -> int:
+    kept = set()
+    for _ in range(100):
+        kept.add(_Tracked())
+    return len(kept)
+
+
+def _only_calls() -> None:
+    for _ in range(100):
+        _nothing()
+        "text".upper()
+
+
+def _nothing() -> None:
+    """What the profiler makes to watch this call is no allocation."""
+
+
+def test_objects_that_outlive_a_call_are_counted_and_those_of_the_profiler_are_not() -> None:
+    assert _allocations(_kept) == _allocations(_kept)
+    assert 100 <= _allocations(_kept) <= 102
+    assert _allocations(_only_calls) == 0
+    assert _allocations(_dropped_at_once) == 0
+
+
+def _allocations(function: Any) -> int:
+    """Count as if the function were one of dynamo, since tests are not counted."""
+    counted = FunctionType(function.__code__.replace(co_filename="dynamo/module.py"), globals())
+    count, process = Count(), Process("worker")
+    with count.window():
+        process.context.run(counted)
+    return count.figures["worker", "allocations"]
+
+
 def test_two_counts_of_a_routing_decision_are_equal() -> None:
     first, second = _decisions(), _decisions()
     assert first == second
     assert first["routing decision among 8 instances | frontend | calls"] > 10
+    assert first["routing decision among 8 instances | frontend | allocations"] > 10
 
 
 def _decisions() -> dict[str, float]:
