@@ -1,7 +1,8 @@
 """`python -m tests.fuzz [TARGET …]`: fuzz decoders, guided by coverage.
 
 Each target runs in a process of its own, for `--runs` inputs or `--seconds`, whichever ends first. Input that raises what it may
-not is written to the target's folder in the corpus, where the tests find it again. Exit status 1 if there was one.
+not is written to the target's folder in the corpus, where the tests find it again. Exit status 1 if there was one: then the last
+lines are what each such input raised, where, and the input as Python writes it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CORPUS = Path(__file__).with_name("corpus")
+_ROOT = Path(__file__).parents[2]
+_MAX_LINES = 8
+"""How many lines of a traceback are shown at the end: those next to the defect."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,24 +37,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         fuzz(arguments.targets[0], arguments.runs, arguments.seconds, arguments.collect)
     names = arguments.targets or sorted(path.name for path in CORPUS.iterdir() if path.is_dir())
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        failed = [name for name, good in zip(names, pool.map(lambda name: run(name, arguments), names), strict=True) if not good]
-    if failed:
-        print("failed:", *failed)
-    return 1 if failed else 0
+        defects = [defect for defect in pool.map(lambda name: run(name, arguments), names) if defect]
+    for defect in defects:
+        print(defect)
+    return 1 if defects else 0
 
 
-def run(name: str, arguments: argparse.Namespace) -> bool:
-    """Fuzz one target in a process of its own; return whether nothing was found."""
+def run(name: str, arguments: argparse.Namespace) -> str:
+    """Fuzz one target in a process of its own; return what was found, or no text."""
     limits = ["--runs", str(arguments.runs), "--seconds", str(arguments.seconds)]
     collect = [] if arguments.collect is None else ["--collect", str(arguments.collect)]
     command = [sys.executable, "-m", "tests.fuzz", name, "--in-process", *limits, *collect]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     statistics = dict(re.findall(r"^stat::(\w+):\s+(\d+)$", done.stderr, re.M))
     inputs, rate = statistics.get("number_of_executed_units", "0"), statistics.get("average_exec_per_sec", "0")
     print(f"{name}: {'ok' if done.returncode == 0 else 'FAILED'}; {inputs} inputs, {rate} a second", flush=True)
-    if done.returncode != 0:
-        print(done.stdout[-4000:], done.stderr[-4000:], sep="\n")
-    return done.returncode == 0
+    if done.returncode == 0:
+        return ""
+    print(done.stdout[-4000:], done.stderr[-4000:], sep="\n", flush=True)
+    return described(name, done.stdout, done.stderr)
+
+
+def described(name: str, stdout: str, stderr: str) -> str:
+    """Return what a failed run found: the exception, its traceback, and a line of Python that raises it again."""
+    raised = re.search(r"=== Uncaught Python exception: ===\n(.*?)\nTraceback [^\n]*\n(.*)", stdout, re.S)
+    ended = re.search(r"^==\d+== ?(ERROR: .*)", stderr, re.M)
+    if raised:
+        why, frames = raised[1], raised[2].rstrip().removesuffix(raised[1]).replace(f"{_ROOT}/", "")
+    elif ended:
+        why, frames = ended[1], stdout
+    else:
+        why, frames = "it ended before it had an input", stderr
+    first, *rest = why.splitlines()
+    lines = [
+        f"failed: {name}: {first}",
+        *rest[:_MAX_LINES],
+        *[line for line in frames.splitlines() if line.strip()][-_MAX_LINES:],
+    ]
+    if written := re.search(r"Test unit written to (.+)$", stderr, re.M):
+        lines.append(f"TARGETS[{name!r}]({Path(written[1]).read_bytes()!r})")
+    return "\n    ".join(lines)
 
 
 def fuzz(name: str, runs: int, seconds: int, collect: Path | None) -> None:
