@@ -4,7 +4,8 @@
     python -m tests.simulation --seeds 0-19999 --results simulate.jsonl     # resumable: seeds in the file are not run again
     python -m tests.simulation --replay 17                                  # prints the whole history
 
-Exit status 1 if an invariant does not hold, or if a milestone was never reached in as many histories as always reach it.
+Exit status 1 if an invariant does not hold, if a milestone was never reached in as many histories as always reach it, or if fewer
+histories were run than `--at-least`.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--results", type=Path, help="a file of results, one JSON object per line, to which more are appended")
     parser.add_argument("--within-s", type=float, default=float("inf"), help="start no more seeds after this many seconds")
+    parser.add_argument(
+        "--at-least", type=int, default=1, metavar="COUNT", help="run so many, however long they take; fewer are a failure"
+    )
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print its history")
     parser.add_argument("--plain", action="store_true", help="histories as they were before there were milestones")
     arguments = parser.parse_args(argv)
@@ -110,7 +114,7 @@ def _run(seeds: list[int], arguments: argparse.Namespace, census: Census) -> int
     begun = time.monotonic()
     outcomes: Counter[str] = Counter()
     virtual_s, count, bad = 0.0, 0, []
-    for line in _results(seeds, arguments.jobs, arguments.within_s, plain=arguments.plain):
+    for line in _results(seeds, arguments):
         record = json.loads(line)
         count += 1
         virtual_s += record["virtual_s"]
@@ -132,7 +136,10 @@ def _run(seeds: list[int], arguments: argparse.Namespace, census: Census) -> int
         print(f"{len(overdue)} milestones were not reached: the histories are not what they were")
     if bad:
         print(f"{len(bad)} broke an invariant; replay one with: python -m tests.simulation --replay {bad[0]}")
-    return 1 if bad or overdue else 0
+    too_few = census.histories < arguments.at_least  # with those of the file of results
+    if too_few:
+        print(f"too few: {census.histories} histories of at least {arguments.at_least}")
+    return 1 if bad or overdue or too_few else 0
 
 
 def summary(outcomes: Mapping[str, int]) -> list[str]:
@@ -141,17 +148,19 @@ def summary(outcomes: Mapping[str, int]) -> list[str]:
     return [f"{count:9} {name:9} {_OUTCOMES[Outcome(name)]}" for name, count in counts]
 
 
-def _results(seeds: list[int], jobs: int, within_s: float, *, plain: bool) -> Iterator[str]:
-    """Results as they come, in order, as JSON lines."""
+def _results(seeds: list[int], arguments: argparse.Namespace) -> Iterator[str]:
+    """Results as they come, in order, as JSON lines. As many as have to be run are, however long they take."""
     importlib.import_module("tests.simulation.history")  # before processes are forked, so that each one has it
-    until = time.monotonic() + within_s
-    parts = [seeds[start : start + _PER_PROCESS] for start in range(0, len(seeds), _PER_PROCESS)]
-    with ThreadPoolExecutor(jobs) as threads:
-        for lines in threads.map(partial(_run_seeds, until=until, plain=plain), parts):
+    until = time.monotonic() + arguments.within_s
+    starts = range(0, len(seeds), _PER_PROCESS)
+    parts = [seeds[start : start + _PER_PROCESS] for start in starts]
+    limits = [until if start >= arguments.at_least else float("inf") for start in starts]
+    with ThreadPoolExecutor(arguments.jobs) as threads:
+        for lines in threads.map(partial(_run_seeds, plain=arguments.plain), parts, limits):
             yield from lines
 
 
-def _run_seeds(seeds: list[int], *, until: float, plain: bool) -> list[str]:
+def _run_seeds(seeds: list[int], until: float, *, plain: bool) -> list[str]:
     """Run seeds in a process of their own. Raises RuntimeError if it dies."""
     context = get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -54,6 +54,12 @@ def test_the_summary_says_of_each_outcome_whether_it_is_allowed() -> None:
     assert {line.split()[1] for line in lines if " allowed:" in line and "not allowed" not in line} == {"failed", "lost"}
 
 
+def test_so_many_histories_as_have_to_be_run_are_and_fewer_are_a_failure() -> None:
+    done = simulate("--seeds", "0", "--within-s", "0", "--at-least", "2", "--plain")
+    assert done.stdout.startswith("1 seeds, ")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "too few: 1 histories of at least 2")
+
+
 def test_the_table_says_what_was_never_reached() -> None:
     census = Census()
     census.add({"moved": 2})
