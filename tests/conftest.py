@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.gate.skips import pytest_terminal_summary as pytest_terminal_summary  # a hook
 from tests.support.environments import files_of_other_environments
 from tests.support.memory import resident_bytes
 from tests.support.servers import ETCD_FLAGS, EtcdServer, NatsServer, Server, serving
@@ -62,7 +63,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def _full_collections() -> int:
-    return gc.get_stats()[2]["collections"]
+    collections: int = gc.get_stats()[2]["collections"]
+    return collections
 
 
 @pytest.fixture(scope="session")

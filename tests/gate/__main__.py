@@ -11,7 +11,6 @@ import signal
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
@@ -19,11 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.gate.commands import Commands, Finished
-from tests.gate.outcomes import Outcome, Skips, by_lines, by_report, closing_line, missing_download, table, too_many
+from tests.gate.outcomes import Outcome, Skips, by_lines, by_report, closing_line, last_lines, missing_download, table, too_many
+from tests.gate.skips import permitted_skips
 from tests.gate.suites import SETUP, SUITES, Download, Suite
 
 LIMIT_S = 80 * 60
 """After so long nothing is begun any more, and what runs is ended: CI ends the gate itself after 90 minutes."""
+_WITH_WARNINGS = {"PIP_VERBOSE": "1"}
+"""With `-qq`, the Makefile's, pip does not say that it could not reach its index."""
 
 Run = Callable[[str, float, Mapping[str, str]], Finished]
 Clock = Callable[[], float]
@@ -36,6 +38,8 @@ class Had:
     error: str = ""
     is_mistake: bool = False
     """Whether it failed for another reason than that it could not be had."""
+    output: str = ""
+    """What the command printed, if it failed."""
 
 
 class Gate:
@@ -65,7 +69,7 @@ class Gate:
         """Return the last lines of the gate, and its exit status."""
         grown = too_many(self.outcomes, permitted, self.excused)
         outcomes = [*self.outcomes, *([Outcome("skips", failed=len(grown), note="more than are permitted")] if grown else [])]
-        failures = [f"{outcome.suite}: {failure}" for outcome in outcomes for failure in outcome.failures]
+        failures = [line for outcome in outcomes for line in outcome.why()]
         lines = [*grown, *failures, "", table(outcomes), closing_line(outcomes, self._clock() - self._begun)]
         return "\n".join(lines), int(any(outcome.failed for outcome in outcomes))
 
@@ -76,7 +80,8 @@ class Gate:
             return Outcome(suite.name, failed=1, note=f"did not run: the gate's {self._limit_s / 60:.0f} minutes were over")
         for needed, had in hads.items():
             if had.is_mistake:
-                return Outcome(suite.name, failed=1, note=f"did not run: {needed.name} cannot be installed: {had.error}")
+                note = f"did not run: {needed.name} cannot be installed: {had.error}"
+                return Outcome(suite.name, failed=1, note=note, failures=[last_lines(had.output)])
             if had.error:
                 reason = f"{needed.name} could not be downloaded: {had.error}"
                 self.excused.append(re.escape(reason))
@@ -95,13 +100,20 @@ class Gate:
             else:
                 passed, failures, skips = by_report(report.read_text() if report.exists() else "<none/>")
                 failed = len(failures)
-        outcome = Outcome(suite.name, self._clock() - begun, passed, failed, skips, failures=failures)
+        outcome = self._judged(finished, Outcome(suite.name, self._clock() - begun, passed, failed, skips, failures=failures))
+        if outcome.failed and (finished.status is None or not outcome.failures):
+            return replace(outcome, failures=[*outcome.failures, last_lines(finished.output)])
+        return outcome
+
+    @staticmethod
+    def _judged(finished: Finished, outcome: Outcome) -> Outcome:
+        """Return the outcome of a suite with how it ended, which may be a failure as well."""
         if finished.status is None:
-            return replace(outcome, failed=failed + 1, note="hung, and was ended")
-        if finished.status != 0 and not failed:
+            return replace(outcome, failed=outcome.failed + 1, note="hung, and was ended")
+        if finished.status != 0 and not outcome.failed:
             return replace(outcome, failed=1, note=f"ended with status {finished.status}")
-        if finished.status == 0 and not passed:
-            return replace(outcome, failed=failed + 1, note="ran nothing")
+        if finished.status == 0 and not outcome.passed:
+            return replace(outcome, failed=outcome.failed + 1, note="ran nothing")
         return outcome
 
     def _look_for_tools(self, suite: Suite) -> None:
@@ -133,14 +145,14 @@ class Downloads:
             return Had("it was not there in time")
 
     def _fetch(self, download: Download) -> Had:
-        finished = self._commands.run(download.command, download.limit_s, in_background=True)
+        finished = self._commands.run(download.command, download.limit_s, _WITH_WARNINGS, in_background=True)
         if finished.status == 0:
             return Had()
         print(f"{download.name}: {download.command}\n{finished.output}", flush=True)
         missing = missing_download(finished.output)
         if finished.status is None:
-            return Had(missing or f"not within {download.limit_s:.0f} s", is_mistake=not missing)
-        return Had(missing or f"status {finished.status}, shown above", is_mistake=not missing)
+            return Had(missing or f"not within {download.limit_s:.0f} s", is_mistake=not missing, output=finished.output)
+        return Had(missing or f"status {finished.status}", is_mistake=not missing, output=finished.output)
 
 
 def helm() -> str:
@@ -155,7 +167,6 @@ def main(names: Sequence[str]) -> int:
     if unknown := set(names) - {suite.name for suite in suites}:
         print("no such suite:", *sorted(unknown), file=sys.stderr)
         return 2
-    permitted: dict[str, Skips] = tomllib.loads(Path(__file__).with_name("skips.toml").read_text())
     with ThreadPoolExecutor(1) as pool, Commands() as commands:
         downloads = Downloads(commands, pool)
         gate = Gate(commands.run, downloads.result, time.monotonic)
@@ -163,7 +174,7 @@ def main(names: Sequence[str]) -> int:
             downloads.begin(suites)
             gate.run(suites)
             pool.shutdown(wait=False, cancel_futures=True)
-        text, status = gate.verdict(permitted)
+        text, status = gate.verdict(permitted_skips())
     print(text, flush=True)
     return status
 

@@ -14,16 +14,25 @@ Skips = Mapping[str, int]
 """How many tests were skipped, by the reason."""
 
 _NO_DOWNLOAD = re.compile(
-    r"temporary failure in name resolution|could not resolve|network is unreachable|connecttimeout|read timed out"
-    r"|connection (?:refused|reset|aborted|broken|timed out)|max retries exceeded|remote end closed|incomplete ?read"
-    r"|from versions: none|failed to fetch|unable to (?:access|locate package|connect)|http error \d|returned error: \d"
-    r"|are you root\?|(?:apt-get|dpkg|git): (?:command )?not found",
+    r"temporary failure|could not resolve|name or service not known|network is unreachable|no route to host"
+    r"|failed to establish a new connection|connecttimeout|read timed out|connection (?:refused|reset|aborted|broken|timed out)"
+    r"|max retries exceeded|remote end closed|incomplete ?read|failed to fetch|unable to (?:access|connect)"
+    r"|(?:http error|returned error:) (?:403|407|429|5\d\d)|are you root\?|(?:apt-get|dpkg|git): (?:command )?not found",
     re.IGNORECASE,
 )
-_MISTAKE = re.compile(r"conflicting dependencies|resolutionimpossible|cannot install .+ because", re.IGNORECASE)
+_REPEATED = re.compile(r"^WARNING: Retrying \(Retry\(total=(\d+)")
+"""What pip says when it tries again, and how often it still may."""
+_UNKNOWN = re.compile(r"no matching distribution found for ([\w.-]+)", re.IGNORECASE)
+"""What pip says of a package that its index does not have, and of one when the index cannot be reached."""
+_MISTAKE = re.compile(
+    r"conflicting dependencies|resolutionimpossible|cannot install .+ because|(?:error:?|http/\S+) 404|404 +not found"
+    r"|repository .+ not found",
+    re.IGNORECASE,
+)
 
-_MAX_REASON_CHARS = 400
-_MAX_REASONS = 20
+_MAX_CHARS = 400
+_MAX_LINES = 20
+"""How many lines say what failed in a suite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +46,49 @@ class Outcome:
     skips: Skips = field(default_factory=dict)
     note: str = ""
     failures: Sequence[str] = ()
-    """What failed, one line each: tests with the first line of why, or the lines in which a suite says so."""
+    """What failed, each on a line, and below it in lines of their own why."""
 
     def row(self) -> tuple[str, ...]:
         reasons = "; ".join(filter(None, (self.note, *(f"{count} × {reason}" for reason, count in self.skips.items()))))
         counts = (self.passed, self.failed, sum(self.skips.values()))
         return (self.suite, f"{self.seconds:.0f}", *map(str, counts), reasons)
 
+    def why(self) -> list[str]:
+        """Return what failed and, in the lines that remain of `_MAX_LINES`, the end of why."""
+        shown = self.failures[:_MAX_LINES]
+        lines = list[str]()
+        for failure in shown:
+            first, *details = failure.splitlines() or [""]
+            rest = (_MAX_LINES - len(shown)) // len(shown)
+            lines += [f"{self.suite}: {first}", *(f"    {line}" for line in details[len(details) - min(rest, len(details)) :])]
+        more = len(self.failures) - len(shown)
+        return [*lines, f"{self.suite}: {more} more"] if more else lines
+
 
 def missing_download(output: str) -> str:
     """Return the line of a command's output that says what could not be downloaded; no text if it failed for another reason.
 
-    A download that was repeated is no reason for requirements that conflict.
+    A download that was repeated is no reason for requirements that conflict, and what the other end does not have is none at all.
     """
-    return "" if _MISTAKE.search(output) else next(filter(_NO_DOWNLOAD.search, output.splitlines()), "")
+    lines = output.splitlines()
+    if _MISTAKE.search(output):
+        return ""
+    if unknown := _UNKNOWN.search(output):
+        page = f"/{re.sub(r'[-_.]+', '-', unknown[1]).lower()}/"
+        return next((line for line in lines if page in line and _is_given_up(line)), "")
+    return next((line for line in lines if _NO_DOWNLOAD.search(line) and not _REPEATED.search(line)), "")
+
+
+def _is_given_up(line: str) -> bool:
+    """Return whether a line says that something cannot be reached, and pip does not try once more."""
+    repeated = _REPEATED.search(line)
+    return bool(_NO_DOWNLOAD.search(line)) and (repeated is None or repeated[1] == "0")
+
+
+def last_lines(output: str) -> str:
+    """Return the end of a command's output, as what failed."""
+    lines = [line[:_MAX_CHARS].rstrip() for line in output.splitlines() if line.strip()]
+    return "\n".join(["the end of its output:", *lines[1 - _MAX_LINES :]])
 
 
 def by_report(report: str) -> tuple[int, Sequence[str], Skips]:
@@ -60,8 +98,10 @@ def by_report(report: str) -> tuple[int, Sequence[str], Skips]:
         total += 1
         failure = next((end for kind in ("failure", "error") if (end := case.find(kind)) is not None), None)
         if failure is not None:
-            why = failure.get("message", "").partition("\n")[0][:_MAX_REASON_CHARS]
-            failures.append(f"{case.get('classname', '')}::{case.get('name', '')}: {why}")
+            why = failure.get("message", "").partition("\n")[0]
+            details = [line for line in (failure.text or "").splitlines() if line.strip()]
+            lines = [f"{case.get('classname', '')}::{case.get('name', '')}: {why}", *details]
+            failures.append("\n".join(line[:_MAX_CHARS] for line in lines))
         elif (skipped := case.find("skipped")) is not None:
             skips[skipped.get("message", "")] += 1
     return total - len(failures) - skips.total(), failures, skips
@@ -70,8 +110,8 @@ def by_report(report: str) -> tuple[int, Sequence[str], Skips]:
 def by_lines(suite: Suite, output: str) -> tuple[int, int, Sequence[str]]:
     """Return how many cases passed and failed by the lines of a suite's output, and what it says of those that failed."""
     failed = _sum(suite.failures, output)
-    reasons = [" ".join(text.split()) for text in re.findall(suite.reasons, output, re.MULTILINE)]
-    return max(0, _sum(suite.cases, output) - failed), failed, [reason[:_MAX_REASON_CHARS] for reason in reasons[:_MAX_REASONS]]
+    reasons = [match[0] for match in re.finditer(suite.reasons, output, re.MULTILINE)]
+    return max(0, _sum(suite.cases, output) - failed), failed, reasons
 
 
 def _sum(pattern: str, output: str) -> int:

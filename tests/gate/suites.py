@@ -108,18 +108,18 @@ SUITES = (
         600,
         cases=r"(\d+) (?:passed|failed)\b",
         failures=r"^\d+ passed, (\d+) failed$",
-        reasons=r"^(?:GREW|NOT [A-Z ]+): .*",
+        reasons=r"^(?:GREW|NOT? [A-Z ]+)\b.*",
     ),
     Suite("test", "make test", 2400, uses=(DEBIAN, PROMTOOL, KUBECTL, HELM)),
     Suite(
         "simulate",
         # The same seeds each time, so that the change is judged and not luck. Most changes make other histories of them; `make
         # simulate` has new seeds each time.
-        'make simulate SEEDS=0-499 PYTHONHASHSEED=0 FLAGS="--within-s 110"',
-        300,
+        'make simulate SEEDS=0-499 PYTHONHASHSEED=0 FLAGS="--within-s 110 --at-least 100"',
+        600,
         cases=r"^(\d+) seeds, \d+ requests",
-        failures=r"^(\d+) (?:broke an invariant|milestones were not reached)",
-        reasons=r"^seed \d+:(?:\n {4}.*)+|^expected within .*",
+        failures=r"^(\d+|too few)(?: broke an invariant| milestones were not reached|: \d+ histories)",
+        reasons=r"^seed \d+:(?:\n {4}.*)+|^expected within .*|^too few: .*",
     ),
     Suite("slow", "make slow", 1200, uses=(DEBIAN, JDK, NODE)),
     Suite("vllm", "make test-vllm", 900, needs=(VLLM,)),
@@ -159,6 +159,6 @@ SUITES = (
         needs=(ATHERIS,),
         cases=r"^(\w+): (?:ok|FAILED); \d+ inputs",
         failures=r"^(\w+): FAILED;",
-        reasons=r"^\w+: FAILED;.*",
+        reasons=r"^failed: .*(?:\n {4}.*)*",
     ),
 )

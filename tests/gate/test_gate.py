@@ -6,18 +6,23 @@ import os
 import re
 import select
 import signal
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import conftest
 from tests.drill.faults import FAULTS
 from tests.gate.__main__ import Downloads, Gate, Had, main
 from tests.gate.commands import Commands, Finished
 from tests.gate.outcomes import Outcome, by_lines, by_report, closing_line, missing_download, table, too_many
+from tests.gate.skips import pytest_terminal_summary, sentences
 from tests.gate.suites import EXAMPLES, HELM, SUITES, TRITON, VLLM, Download, Suite
 from tests.support.environments import PACKAGES
 
@@ -28,7 +33,9 @@ NEEDY = replace(LINES, name="needy", command="make needy", needs=(VLLM,))
 TESTS = Suite("tests", "make tests", 100, uses=(HELM,))
 REPORT = """<testsuites><testsuite>
 <testcase name="a"/><testcase name="b"/>
-<testcase classname=".test_c" name="c"><failure message="no&#10;why"/></testcase>
+<testcase classname=".test_c" name="c"><failure message="no&#10;why">>  assert x
+
+E  no</failure></testcase>
 <testcase classname=".test_c" name="d"><error/></testcase>
 <testcase name="e"><skipped type="pytest.skip" message="helm-python-sdk is not installed; HELM_PYTHON">x.py:1</skipped></testcase>
 </testsuite></testsuites>"""
@@ -165,11 +172,15 @@ def test_a_download_that_could_not_be_had_is_counted_as_a_skip_and_a_mistake_in_
     assert "1 × vLLM could not be downloaded: no route" in text
     assert text.splitlines()[-1] == " 2 passed, 1 skipped in 10.00s (0:00:10) ".center(80, "=")
 
-    machine.missing[VLLM] = Had("conflict", is_mistake=True)
+    machine.missing[VLLM] = Had(
+        "status 2", is_mistake=True, output="Setting up\n\nERROR: No matching distribution found for vlm\n"
+    )
     gate = machine.gate()
     gate.run([LINES, NEEDY])
-    assert gate.outcomes[1].note == "did not run: vLLM cannot be installed: conflict"
-    assert gate.verdict({})[1] == 1
+    assert gate.outcomes[1].note == "did not run: vLLM cannot be installed: status 2"
+    text, status = gate.verdict({})
+    assert status == 1
+    assert "needy: the end of its output:\n    Setting up\n    ERROR: No matching distribution found for vlm\n" in text
 
 
 def test_more_skips_than_are_permitted_fail_unless_a_download_is_missing() -> None:
@@ -191,7 +202,26 @@ def test_the_last_lines_name_the_tests_that_failed() -> None:
     gate = Machine(report=REPORT).gate()
     gate.run([TESTS])
     text, _ = gate.verdict({})
-    assert "\ntests: .test_c::c: no\ntests: .test_c::d: \n" in text
+    assert "\ntests: .test_c::c: no\n    >  assert x\n    E  no\ntests: .test_c::d: \n" in text
+
+
+def test_a_suite_that_does_not_say_what_failed_is_shown_by_the_end_of_its_output() -> None:
+    output = "".join(f"line {number}\n" for number in range(100)) + "make: *** [Makefile:9: lines] Error 2\n"
+    gate = Machine({"make lines": Finished(2, output)}).gate()
+    gate.run([LINES])
+    shown = gate.verdict({})[0].partition("\n\n")[0].splitlines()
+    assert shown == [
+        "lines: the end of its output:",
+        *(f"    line {number}" for number in range(82, 100)),
+        "    make: *** [Makefile:9: lines] Error 2",
+    ]
+
+
+def test_why_something_failed_is_told_within_twenty_lines_however_much_failed() -> None:
+    why = "".join(f"\n{number}" for number in range(100))
+    assert Outcome("a", failures=["x" + why]).why() == ["a: x", *(f"    {number}" for number in range(81, 100))]
+    assert Outcome("a", failures=[f"x{why}"] * 3).why() == ["a: x", *(f"    {number}" for number in range(95, 100))] * 3
+    assert Outcome("a", failures=[f"x{why}"] * 50).why() == [*["a: x"] * 20, "a: 30 more"]
 
 
 def test_skips_are_compared_by_suite_and_reason() -> None:
@@ -203,8 +233,44 @@ def test_skips_are_compared_by_suite_and_reason() -> None:
     assert len(too_many(outcomes, {}, ["x"])) == 1
 
 
+TOO_HARD = ("x.py", 2, "Skipped: it is too hard")
+
+
+@dataclass
+class Terminal:
+    """What the end of pytest writes to."""
+
+    stats: Mapping[str, Sequence[pytest.TestReport]]
+    lines: list[str] = field(default_factory=list)
+
+    def section(self, title: str) -> None:
+        self.lines.append(title)
+
+    def write_line(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_a_run_of_pytest_ends_with_what_the_gate_would_say_of_its_skips() -> None:
+    where = ("x.py", 1, "Skipped: no Go toolchain is installed")
+    reports = [
+        pytest.TestReport("x", ("x.py", 1, "x"), {}, "skipped", longrepr, "setup") for longrepr in (where, where, TOO_HARD)
+    ]
+    terminal = Terminal({"skipped": reports})
+    pytest_terminal_summary(terminal)
+    assert terminal.lines == [
+        "skipped tests",
+        "1 × it is too hard (THE GATE FAILS: 0 are permitted by tests/gate/skips.toml)",
+        "2 × no Go toolchain is installed (the gate installs it and runs them)",
+    ]
+    assert conftest.pytest_terminal_summary is pytest_terminal_summary
+
+
+def test_as_many_skips_as_are_permitted_do_not_fail_the_gate() -> None:
+    assert sentences({"x": 2}, {"test": {"x": 1}, "slow": {"x": 1}}) == ["2 × x (permitted by tests/gate/skips.toml)"]
+
+
 def test_a_report_of_pytest_is_counted() -> None:
-    failures = [".test_c::c: no", ".test_c::d: "]
+    failures = [".test_c::c: no\n>  assert x\nE  no", ".test_c::d: "]
     assert by_report(REPORT) == (2, failures, {"helm-python-sdk is not installed; HELM_PYTHON": 1})
 
 
@@ -216,20 +282,28 @@ OUTPUTS = {
     "simulate": (
         "seeds 7-506\nseed 9:\n    lost r1\n    lost r2\n312 seeds, 9000 requests, 31 virtual minutes in 110 s\n"
         "2 broke an invariant; replay",
-        (310, 2, ["seed 9: lost r1 lost r2"]),
+        (310, 2, ["seed 9:\n    lost r1\n    lost r2"]),
     ),
     "fuzz": (
-        "gguf: ok; 12000 inputs, 200 a second\nhttp2: FAILED; 3 inputs, 1 a second\nfailed: http2\n",
-        (1, 1, ["http2: FAILED; 3 inputs, 1 a second"]),
+        "http2: FAILED; 3 inputs, 1 a second\nINFO\ngguf: ok; 12000 inputs, 200 a second\n"
+        "failed: http2: KeyError: 1\n      File x\n    TARGETS['http2'](b'a  b')\n",
+        (1, 1, ["failed: http2: KeyError: 1\n      File x\n    TARGETS['http2'](b'a  b')"]),
     ),
     "differential": (
         "status,words REST: no shape\n        Triton: 400 no\n        here:   500 oh\nfamily   cases\nmodel     12  12\n"
         "all      4600  4590\n3 requests differ\naccepted.toml: 'x' explains nothing\n",
-        (4597, 3, ["status,words REST: no shape Triton: 400 no here: 500 oh", "accepted.toml: 'x' explains nothing"]),
+        (
+            4597,
+            3,
+            [
+                "status,words REST: no shape\n        Triton: 400 no\n        here:   500 oh",
+                "accepted.toml: 'x' explains nothing",
+            ],
+        ),
     ),
     "triton-examples": (
         "a.py -d    Triton: runs; here: runs\nb.py  Triton: runs; here: 1: no\nc.py  Triton: 1: x; here: runs\n",
-        (2, 1, ["b.py Triton: runs; here: 1: no"]),
+        (2, 1, ["b.py  Triton: runs; here: 1: no"]),
     ),
     "drill": (
         "| fault | requests |\n| --- | --- |\n| SIGKILL of x | 900 | 0 |\nnot as promised: SIGKILL of x: memory grew\n"
@@ -268,6 +342,14 @@ def test_the_table_has_a_row_for_each_suite_and_the_closing_line_is_that_of_pyte
     assert closing_line(outcomes, 3893.1).strip("= ") == "1 failed, 6877 passed, 2 skipped in 3893.10s (1:04:53)"
 
 
+UNKNOWN = (
+    "ERROR: Could not find a version that satisfies the requirement A_package>=2 (from versions: none)\n"
+    "ERROR: No matching distribution found for A_package>=2"
+)
+NO_INDEX = (
+    "WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError(\"Failed to establish a new"
+    " connection: [Errno 111] Connection refused\")': /simple/a-package/"
+)
 NO_HOST = "fatal: unable to access 'https://…/client/': Could not resolve host: …"
 
 
@@ -276,12 +358,21 @@ NO_HOST = "fatal: unable to access 'https://…/client/': Could not resolve host
     [
         (line, line)
         for line in (
-            "ERROR: Could not find a version that satisfies the requirement x (from versions: none)",
-            "E: Unable to locate package golang-go",
+            "W: Failed to fetch http://…/InRelease  Temporary failure resolving '…'",
+            "fatal: unable to access 'https://…/': The requested URL returned error: 503",
             "E: Could not open lock file /var/lib/dpkg/lock-frontend, are you root?",
         )
     ]
     + [
+        (f"{NO_INDEX}\n{UNKNOWN}", NO_INDEX),
+        (UNKNOWN, ""),
+        (f"{NO_INDEX.replace('a-package', 'another')}\n{UNKNOWN}", ""),
+        (f"{NO_INDEX.replace('total=0', 'total=4')}\n{UNKNOWN}", ""),
+        (f"{NO_INDEX}\nerror: metadata-generation-failed", ""),
+        ("E: Unable to locate package golnag-go", ""),
+        ("fatal: unable to access 'https://…/': The requested URL returned error: 404", ""),
+        ("remote: Repository not found.\nfatal: repository 'https://…/' not found", ""),
+        ("ERROR: Could not install requirement x because of HTTP error 404 Client Error: Not Found", ""),
         (f"Setting up\n{NO_HOST}\nmake: *** [Makefile:1: x] Error 128\n", NO_HOST),
         ("ERROR: Could not find a version that satisfies the requirement x==9 (from versions: 1.0, 2.0)", ""),
         ("ERROR: Cannot install a and b because these package versions have conflicting dependencies.", ""),
@@ -295,7 +386,7 @@ def test_a_missing_download_is_told_from_a_mistake_in_what_is_installed(output: 
 
 def test_a_download_that_takes_too_long_is_a_mistake_unless_the_network_is() -> None:
     slow = Download("slow", "make slow", 1.0)
-    for output, had in (("Installing\n", Had("not within 1 s", is_mistake=True)), (f"{NO_HOST}\n", Had(NO_HOST))):
+    for output, error, is_mistake in (("Installing\n", "not within 1 s", True), (f"{NO_HOST}\n", NO_HOST, False)):
 
         class Slow(Commands):
             def run(self, command: str, limit_s: float, *arguments: Any, output: str = output, **options: Any) -> Finished:
@@ -304,7 +395,50 @@ def test_a_download_that_takes_too_long_is_a_mistake_unless_the_network_is() -> 
         with Slow() as commands, ThreadPoolExecutor(1) as pool:
             downloads = Downloads(commands, pool)
             downloads.begin([replace(LINES, needs=(slow,))])
-            assert downloads.result(slow, 120) == had
+            assert downloads.result(slow, 120) == Had(error, is_mistake, output)
+
+
+@contextmanager
+def index_without_packages() -> Iterator[int]:
+    """Yield the port of a server on this machine that knows no package."""
+
+    class Nothing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            """The test shows what matters."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever, 0.01)
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+def test_a_misspelt_package_fails_and_an_index_that_cannot_be_reached_is_a_missing_download(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    pip = f"{sys.executable} -m pip install -qq --no-cache-dir --retries 1 dynamo-misspelt --index-url http://127.0.0.1"
+    with index_without_packages() as port:
+        misspelt = _downloaded(commands, f"{pip}:{port}")
+    unreachable = _downloaded(commands, f"{pip}:{port}")
+    assert misspelt.is_mistake
+    assert "No matching distribution found for dynamo-misspelt" in misspelt.output
+    assert not unreachable.is_mistake
+    assert "refused" in unreachable.error
+
+
+def _downloaded(commands: Commands, command: str) -> Had:
+    download = Download("a package", command, 120.0)
+    with ThreadPoolExecutor(1) as pool:
+        downloads = Downloads(commands, pool)
+        downloads.begin([replace(LINES, needs=(download,))])
+        return downloads.result(download, 120)
 
 
 def test_the_drill_of_the_gate_has_every_fault_that_it_names() -> None:
