@@ -2,21 +2,21 @@
 # make test         unit and integration, all that a change should pass (8 minutes)
 # make unit         tests of single parts (2 minutes); pytest prints the seconds and the ten slowest
 # make integration  tests with real processes, a real etcd and a real nats-server (6 minutes)
-# make slow         tests marked slow: kills, outages, floods, thousands of streams, bombs, schemathesis, histories (6 minutes)
-# make test-all     test and slow (14 minutes)
-# make test-vllm    tests that need vLLM (about 3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
-# make test-backends  S3 with a real server, PyTorch and OpenVINO (half a minute), in .venv-backends (1.5 GB; the first time some minutes more)
-# make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, SDKs of OpenAI and Anthropic, and AIPerf (two minutes), in .venv-clients
+# make slow         tests marked slow: kills, outages, floods, thousands of streams, bombs, schemathesis, histories (4 minutes)
+# make test-all     test and slow (11 minutes)
+# make test-vllm    tests that need vLLM (3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
+# make test-backends  S3 with a real server, PyTorch and OpenVINO (1 minute), in .venv-backends (1.5 GB; the first time some minutes more)
+# make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, SDKs of OpenAI and Anthropic, and AIPerf (1 minute), in .venv-clients
 # make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
-# make fuzz         a million inputs for each decoder of untrusted input, guided by coverage; FLAGS="--seconds 20 gguf" for less
+# make fuzz         a million inputs for each decoder of untrusted input, guided by coverage (at most 85 minutes); FLAGS="--seconds 20 gguf" for less
 # make drill        one fault after the other in real processes under load, and what callers see (25 minutes); FLAGS="nats etcd" for a part
-# make kills        processes that share memory are killed at 400 random moments of requests (a minute); KILLS=1000 for more of each
-# make differential the same 4,600 requests to a real Triton and to this project (5 minutes), in .venv-triton; TRITON names another one
-# make triton-examples  Triton's own Python client examples, unmodified, against both (a minute); they are cloned; EXAMPLES names another folder
-# make lint         format, rules, types, import contracts
+# make kills        processes that share memory are killed at 400 random moments of requests (1 minute); KILLS=1000 for more of each
+# make differential the same 4,600 requests to a real Triton and to this project (6 minutes), in .venv-triton; TRITON names another one
+# make triton-examples  Triton's own Python client examples, unmodified, against both (1 minute); they are cloned; EXAMPLES names another folder
+# make lint         format, rules, types, import contracts (1 minute)
 # make docs         pages and tables that are generated from the code
 # make bench        benchmarks, ten minutes; FLAGS="kserve --help" for one of them
-# make costs        what a request of each path takes, in calls, system calls and messages, beside the figures of the repository (a minute)
+# make costs        what a request of each path takes, in calls, allocations, system calls and messages, beside the figures of the repository (1 minute)
 # make compare      rates and CPU time beside another commit, in ten minutes; BASE=HEAD~5, FLAGS="--case stream" for less
 # make soak         mixed load of all sizes for an hour, and what each process holds by the minute; FLAGS="--minutes 5" for less
 # make profile      a flame graph of the frontend during a benchmark, half a minute; FLAGS="worker --help"
