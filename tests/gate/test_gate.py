@@ -276,8 +276,8 @@ def test_a_report_of_pytest_is_counted() -> None:
 
 OUTPUTS = {
     "costs": (
-        "120 figures\nGREW: x | calls: 3 → 4\n      9.00 calls of f\nNOT IN THE FILE: y\n12 passed, 2 failed\n",
-        (12, 2, ["GREW: x | calls: 3 → 4", "NOT IN THE FILE: y"]),
+        "120 kept\nGREW: x | calls: 3 → 4\n      9.00 calls of f\nNOT IN THE FILE: y\nNOT KEPT: z: 4 → 3\n12 passed, 3 failed\n",
+        (12, 3, ["GREW: x | calls: 3 → 4", "NOT IN THE FILE: y", "NOT KEPT: z: 4 → 3"]),
     ),
     "simulate": (
         "seeds 7-506\nseed 9:\n    lost r1\n    lost r2\n312 seeds, 9000 requests, 31 virtual minutes in 110 s\n"
@@ -321,6 +321,30 @@ OUTPUTS = {
 def test_lines_of_suites_that_run_no_pytest_are_counted_and_those_that_say_what_failed_are_kept(name: str) -> None:
     output, expected = OUTPUTS[name]
     assert by_lines(next(suite for suite in SUITES if suite.name == name), output) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "expected"),
+    [
+        (
+            "costs",
+            "| path |\nNO FIGURES of this version of Python: python3.12.json does not exist\n0 passed, 1 failed\n",
+            (0, 1, ["NO FIGURES of this version of Python: python3.12.json does not exist"]),
+        ),
+        (
+            "simulate",
+            "40 seeds, 900 requests, 3 virtual minutes in 110 s\ntoo few: 40 histories of at least 100\n",
+            (39, 1, ["too few: 40 histories of at least 100"]),
+        ),
+    ],
+)
+def test_what_proves_too_little_fails_with_its_reason(name: str, output: str, expected: object) -> None:
+    assert by_lines(next(suite for suite in SUITES if suite.name == name), output) == expected
+
+
+def test_the_simulation_of_the_gate_has_a_least_number_of_histories() -> None:
+    [simulate] = [suite for suite in SUITES if suite.name == "simulate"]
+    assert "--within-s 110 --at-least 100" in simulate.command
 
 
 def test_each_suite_counts_cases_or_is_pytest() -> None:
