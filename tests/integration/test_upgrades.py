@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,41 @@ def imported_from(module: str, roots: Sequence[Path]) -> Path:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     return Path(done.stdout.strip())
+
+
+def names_in(page: str) -> set[tuple[str, str]]:
+    """Return each flag, variable, file key and `flag value` of docs/configuration.md, with its program."""
+    names = set[tuple[str, str]]()
+    for section in page.split("\n## ")[1:]:
+        program = section.partition("\n")[0]
+        for row in re.findall(r"^\| `--.*", section, re.MULTILINE):
+            *cells, _, text = row.split(" | ", 4)
+            flag, *_ = given = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+            values = re.findall(r"`([^`]+)`", text.rpartition("One of: ")[2]) if "One of: " in text else []
+            names |= {(program, name) for name in (*given, *(f"{flag} {value}" for value in values))}
+    return names
+
+
+def gone(before: str, now: str, upgrades: str) -> set[tuple[str, str]]:
+    """Return what the configuration of before had and now has not, without a successor in docs/operations.md."""
+    replaced = set(re.findall(r"^\| (\S+) \| `([^`]+)` \| `[^`]+` \|", upgrades, re.MULTILINE))
+    return names_in(before) - names_in(now) - replaced
+
+
+def test_no_flag_or_value_of_the_released_version_has_gone_without_a_successor(released: Sequence[Path]) -> None:
+    docs = HERE.parents[1] / "docs"
+    before, now = (folder / "configuration.md" for folder in (released[0].parent / "docs", docs))
+    assert len(names_in(before.read_text())) > 500
+    assert gone(before.read_text(), now.read_text(), (docs / "operations.md").read_text()) == set()
+
+
+def test_a_flag_and_a_value_that_are_gone_are_found() -> None:
+    row = "| `--server` | `DYN_SERVER` | `server` | `auto` | Which one runs. One of: {} |"
+    before, now = (f"\n## dynamo\n{row.format(values)}" for values in ("`auto`, `native`.", "`auto`, `http2`."))
+    assert gone(before, now, "") == {("dynamo", "--server native")}
+    assert gone(before, now, "| dynamo | `--server native` | `--server http2` |") == set()
+    assert gone(before, "", "") == names_in(before)
+    assert ("dynamo", "DYN_SERVER") in names_in(before)
 
 
 @pytest.fixture
