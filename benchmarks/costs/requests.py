@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ _LEAST = 8
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
 _PROMPT = " ".join(random.Random(1).choices(_WORDS, k=100))
 _PHASE_S = 15.0
-"""The clients of a request connect at a multiple of it, so that beats meet them alike whatever was counted before."""
+"""The clients of a request connect at a multiple of it, so that beats meet them alike however long the fleet takes to start."""
 _REPOSITORY = Path(__file__).parents[1] / "repository"
 
 
@@ -166,10 +167,18 @@ def _sim(name: str, settings: str) -> Callable[[], SimEngine]:
     return lambda: SimEngine(sim_config(settings, name, None, None))
 
 
-async def count_requests(loop: Loop, recorder: Recorder) -> None:
-    """Count the requests, each against a frontend with a worker, in the modes that are the defaults."""
-    requests = [each for each in _requests() if recorder.wants(each[0])]
-    if not requests:
+Part = Callable[[Loop, Recorder], Awaitable[None]]
+
+
+def request_parts() -> Iterator[Part]:
+    """Yield what counts each of the requests, on a loop and with a fleet of its own: none depends on those before it."""
+    for name, request, number in _requests():
+        yield partial(_count, name, request, number)
+
+
+async def _count(name: str, request: Request, number: int, loop: Loop, recorder: Recorder) -> None:
+    """Count a request against a frontend with a worker, in the modes that are the defaults."""
+    if not recorder.wants(name):
         return
     engines = (
         *(_sim("sim", "speedup=0"), _sim("paced", "speedup=1"), _sim("tools", "speedup=1,calls=1")),
@@ -177,15 +186,13 @@ async def count_requests(loop: Loop, recorder: Recorder) -> None:
         lambda: make_repository(RepositoryOptions(repositories=(str(_REPOSITORY),)), (), 0.0),
     )
     async with open_fleet(loop, recorder.count, Plan(engines, ("sim", "paced", "tools", "tensor", "echo"))) as fleet:
-        for name, request, number in requests:
-            await asyncio.sleep(-loop.time() % _PHASE_S)
-            clients = await request.clients(fleet, number)
+        await asyncio.sleep(-loop.time() % _PHASE_S)
+        clients = await request.clients(fleet, number)
+        rows = max(1, _LEAST // number)
 
-            rows = max(1, _LEAST // number)
+        async def once() -> None:
+            for _ in range(rows):
+                await asyncio.gather(*(client() for client in clients))
+                await asyncio.sleep(_AFTER_S)
 
-            async def once(clients: Sequence[Callable[[], Awaitable[None]]] = clients, rows: int = rows) -> None:
-                for _ in range(rows):
-                    await asyncio.gather(*(client() for client in clients))
-                    await asyncio.sleep(_AFTER_S)
-
-            await recorder.record(name, once, times=rows * number)
+        await recorder.record(name, once, times=rows * number)

@@ -198,6 +198,19 @@ def test_two_counts_of_a_routing_decision_are_equal() -> None:
     assert first["routing decision among 8 instances | frontend | allocations"] > 10
 
 
+def test_what_was_counted_before_does_not_change_a_figure() -> None:
+    path = "tensor of 64 B, REST, JSON, c1"
+    alone, after_another = (_row(path, only) for only in (path, f"{path}|tensor of 64 KiB, gRPC, c16"))
+    assert path in alone
+    assert alone == after_another
+
+
+def _row(path: str, only: str) -> str:
+    command = [sys.executable, "-m", "benchmarks.costs", "--only", only]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return next(line for line in done.stdout.splitlines() if line.startswith(f"| {path} |"))
+
+
 def _decisions() -> dict[str, float]:
     count = Count()
     recorder, loop = Recorder(count, re.compile("among 8")), Loop(count)
