@@ -1,7 +1,8 @@
 """`python -m tests.drill [NAME …]`: what callers see of each fault, in real processes under load, as a table in Markdown.
 
-Exit status 1 if a request failed that some live instance could have served, if one took longer than its fault and two seconds, or
-if the fleet holds more afterwards than before.
+Exit status 1 if a request failed that some live instance could have served, as one does without a response before its deadline,
+or if the fleet holds more afterwards than before. That a request took longer than its fault and two seconds is only printed: on
+a busy machine it does.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from tests.drill.engines import UnexpectedResponse
 from tests.drill.faults import FAULTS, Fault
 from tests.drill.fleet import DrilledFleet, Held
 from tests.drill.load import Load, expected_texts
+from tests.support.waiting import WAIT_S
 
 _GRACE_S = 2.0
 _WARM_S = 3.0
 _BEFORE_S = 2.0
 _AFTER_S = 6.0
-_SETTLE_S = 15.0
 _MEMORY_GROWTH = 1.3
 _COLUMNS = (
     *(
@@ -71,14 +72,9 @@ class Drilled:
         return _line(cells)
 
     def broken_promises(self) -> Iterator[str]:
-        limit_s = self.fault.seconds + _GRACE_S
         if self.unexpected:
             yield self.unexpected
         yield from sorted(set(self.failures))[:3]
-        if self.load.longest_s > limit_s:
-            yield f"a request took {self.load.longest_s:.2f} s, more than {limit_s:g}"
-        if self.load.longest_silence_s > limit_s:
-            yield f"a stream paused for {self.load.longest_silence_s:.2f} s, more than {limit_s:g}"
         if self.after.memory_mib > self.before.memory_mib * _MEMORY_GROWTH:
             yield f"memory grew from {self.before.memory_mib} to {self.after.memory_mib} MiB"
         if self.after.files > self.before.files + self.fault.more_files:
@@ -87,6 +83,14 @@ class Drilled:
             yield f"{self.after.open_requests} requests stayed open"
         if self.after.credit_mib < self.before.credit_mib:
             yield f"credit fell from {self.before.credit_mib} to {self.after.credit_mib} MiB"
+
+    def delays(self) -> Iterator[str]:
+        """Yield what took longer than the fault explains on a machine that does nothing else."""
+        limit_s = self.fault.seconds + _GRACE_S
+        if self.load.longest_s > limit_s:
+            yield f"a request took {self.load.longest_s:.2f} s, more than {limit_s:g}"
+        if self.load.longest_silence_s > limit_s:
+            yield f"a stream paused for {self.load.longest_silence_s:.2f} s, more than {limit_s:g}"
 
     def _is_allowed(self, failure: str) -> bool:
         return bool(self.fault.may_fail) and failure.endswith(self.fault.may_fail)
@@ -121,6 +125,8 @@ async def _drill_all(faults: Sequence[Fault], arguments: argparse.Namespace) -> 
             sentences = [f"the drill did not end: {error!r}"]
         else:
             print(drilled.row(), flush=True)
+            for delay in drilled.delays():
+                print(f"slow: {fault.name}: {delay}", file=sys.stderr, flush=True)
             sentences = list(drilled.broken_promises())
         for sentence in sentences:
             print(f"not as promised: {fault.name}: {sentence}", file=sys.stderr, flush=True)
@@ -137,10 +143,10 @@ async def _drill(fault: Fault, arguments: argparse.Namespace) -> Drilled:
             await fleet.start(workers=arguments.workers, frontends=arguments.frontends)
             texts = await expected_texts(fleet, arguments.streams)
             await _run(Load(fleet, arguments.rate, texts), _WARM_S)
-            before = await fleet.idle(_SETTLE_S)
+            before = await fleet.idle(WAIT_S)
             load = Load(fleet, arguments.rate, texts)
             unexpected = await _run(load, _BEFORE_S, fault)
-            return Drilled(fault, load, before, await fleet.idle(_SETTLE_S, before), unexpected)
+            return Drilled(fault, load, before, await fleet.idle(WAIT_S, before), unexpected)
 
 
 async def _run(load: Load, seconds: float, fault: Fault | None = None) -> str:

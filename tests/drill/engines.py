@@ -10,6 +10,7 @@ import grpc
 from tests.drill.fleet import DrilledFleet
 from tests.drill.model import HANG_S, Fault
 from tests.support.fleet import Client, connect, echo_request
+from tests.support.waiting import WAIT_S
 
 _RAISING = 100
 _HANGING = 12
@@ -46,7 +47,7 @@ async def ends(fleet: DrilledFleet) -> None:
             await fleet.replace_worker(number)
 
 
-async def _expect(client: Client, fault: Fault, expected: grpc.StatusCode, timeout_s: float = 30.0) -> None:
+async def _expect(client: Client, fault: Fault, expected: grpc.StatusCode, timeout_s: float = WAIT_S) -> None:
     try:
         await client.infer(echo_request(model="faulty", fault=fault), timeout_s)
     except grpc.aio.AioRpcError as error:

@@ -17,6 +17,7 @@ from tests.drill.backends import Backends, Links, open_links
 from tests.support.fleet import Fleet, FleetFrontend, FleetWorker
 from tests.support.processes import Process
 from tests.support.servers import free_ports
+from tests.support.waiting import WAIT_S
 
 _POLL_S = 0.5
 MODELS = ("echo", "sim", "faulty", "stream")
@@ -102,7 +103,7 @@ class DrilledFleet(Fleet):
         pids = [process.process.pid for process in self.processes]
         urls = [f"http://127.0.0.1:{front.process.http_port}/metrics" for front in self.frontends]
         urls += [f"http://127.0.0.1:{self._status_ports[worker.pid]}/metrics" for worker in self.workers]
-        async with httpx2.AsyncClient(timeout=10.0) as client:
+        async with httpx2.AsyncClient(timeout=WAIT_S) as client:
             texts = [(await client.get(url)).text for url in urls]
         return Held(
             memory_mib=sum(map(_resident_kib, pids)) // 1024,
