@@ -14,7 +14,6 @@ from dynamo.common.discovery import Instance
 from dynamo.common.messaging.nats.connection import Connection, connect_nats
 from dynamo.common.messaging.request_plane.client import open_client
 from dynamo.common.messaging.request_plane.incoming import Incoming
-from dynamo.common.messaging.request_plane.limits import PlaneLimits
 from dynamo.common.messaging.request_plane.server import serve_requests
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import NatsOptions
@@ -25,8 +24,7 @@ from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from tests.support.fakes import FakeDirectory, tensor_card
 from tests.support.servers import NatsServer, start_nats
-
-QUICK = PlaneLimits(beat_s=0.05, probe_after_s=0.2, gone_after_s=0.5, reconnect_grace_s=2.0)
+from tests.support.waiting import WAIT_S
 
 
 @dataclass
@@ -53,7 +51,7 @@ class Fleet:
 
     async def call(self, body: bytes = b"?") -> int:
         work = Work(model="adder", verb="infer", body=body, metrics=self.metrics.for_model("adder"))
-        deadline = asyncio.get_running_loop().time() + 20
+        deadline = asyncio.get_running_loop().time() + WAIT_S
         response = await self.dispatcher.call(work, Call(account=ANONYMOUS, request_id="r", deadline=deadline))
         return int(bytes(response), 16)
 
@@ -65,11 +63,11 @@ async def fleet(url: str, size: int) -> AsyncIterator[Fleet]:
     workers: list[Worker] = []
     async with AsyncExitStack() as stack:
         ours = await stack.enter_async_context(connect_nats(config, "frontend"))
-        client = await stack.enter_async_context(open_client(ours, endpoint.namespace, QUICK))
+        client = await stack.enter_async_context(open_client(ours, endpoint.namespace))
         for _ in range(size):
             theirs = await stack.enter_async_context(connect_nats(config, "worker"))
             worker = Worker(new_instance_id(), theirs, asyncio.Event(), asyncio.Event())
-            await stack.enter_async_context(serve_requests(theirs, endpoint, worker.id, {"infer": worker.infer}, QUICK))
+            await stack.enter_async_context(serve_requests(theirs, endpoint, worker.id, {"infer": worker.infer}))
             workers.append(worker)
         registered = (
             Instance(

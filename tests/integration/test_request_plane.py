@@ -36,8 +36,14 @@ from dynamo.common.messaging.request_plane.server import RequestServer, serve_re
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import NatsOptions
 from tests.support.servers import NatsServer, start_nats
+from tests.support.waiting import WAIT_S, expiring
 
-QUICK = PlaneLimits(beat_s=0.05, probe_after_s=0.2, gone_after_s=0.5, reconnect_grace_s=2.0)
+LIMITS = PlaneLimits()
+"""Production's."""
+PROBING = replace(LIMITS, beat_s=0.05, probe_after_s=0.2)
+"""Instances are soon probed, and have production's time to respond."""
+QUICK = replace(PROBING, gone_after_s=0.5)
+"""For instances that are gone: one that lives may be taken for gone where the machine is busy."""
 
 
 class Plane:
@@ -66,7 +72,7 @@ class Plane:
 
 @asynccontextmanager
 async def plane(
-    url: str, handlers: Mapping[str, Handler], *, client: PlaneLimits = QUICK, server: PlaneLimits = QUICK
+    url: str, handlers: Mapping[str, Handler], *, client: PlaneLimits = LIMITS, server: PlaneLimits = LIMITS
 ) -> AsyncIterator[Plane]:
     endpoint, instance = Endpoint(namespace=f"t{new_instance_id():x}"), new_instance_id()
     config = NatsOptions(servers=(url,), reconnect_wait_s=0.05)
@@ -194,7 +200,7 @@ async def test_responses_in_pieces_wait_for_their_reader_as_well(nats_server: Na
             if not request.send_nowait(bytes(48 * KIB)):  # the second one exceeds what is left of the window
                 await request.ready()
 
-    limits = replace(QUICK, window_bytes=64 * KIB)
+    limits = PlaneLimits(window_bytes=64 * KIB)
     async with plane(nats_server.url, {"flood": flood, "echo": echo}, client=limits) as p:
         slow = p.open("flood")
         for _ in range(50):
@@ -282,7 +288,7 @@ async def test_several_answers_to_a_unary_request_are_an_error(nats_server: Nats
 
 
 async def test_a_missing_instance_is_noticed_at_once(nats_server: NatsServer) -> None:
-    async with plane(nats_server.url, {}, client=replace(QUICK, probe_after_s=600)) as p:
+    async with plane(nats_server.url, {}, client=PlaneLimits(probe_after_s=600)) as p:
         unknown = new_instance_id()
         stream = p.client.open(unknown, "dynamo.nothing.here.rpc", "echo", b"")
         with pytest.raises(InstanceGone) as gone:
@@ -304,7 +310,7 @@ async def test_requests_under_way_fail_when_their_instance_vanishes(nats_server:
 
 
 async def test_an_instance_that_hangs_is_given_up(nats_server: NatsServer) -> None:
-    async with plane(nats_server.url, {}) as p:
+    async with plane(nats_server.url, {}, client=QUICK) as p:
         hung = new_instance_id()
         await p.workers_connection.subscribe("dynamo.hung.rpc", lambda subject, reply, payload, no_responders: None)
         stream = p.client.open(hung, "dynamo.hung.rpc", "held", b"")
@@ -314,7 +320,7 @@ async def test_an_instance_that_hangs_is_given_up(nats_server: NatsServer) -> No
 
 
 async def test_an_instance_that_was_given_up_gives_a_sign_of_life_by_its_next_frame(nats_server: NatsServer) -> None:
-    async with plane(nats_server.url, {}) as p:
+    async with plane(nats_server.url, {}, client=QUICK) as p:
         hung, other = new_instance_id(), new_instance_id()
         await p.workers_connection.subscribe("dynamo.hung.rpc", lambda subject, reply, payload, no_responders: None)
         alive: asyncio.Queue[InstanceId] = asyncio.Queue()
@@ -326,15 +332,15 @@ async def test_an_instance_that_was_given_up_gives_a_sign_of_life_by_its_next_fr
             p.workers_connection.publish_nowait(f"{p.client.prefix}.{subject}", beat)
         assert await asyncio.wait_for(alive.get(), 120) == hung
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(alive.get(), 0.1)
+            await asyncio.wait_for(alive.get(), expiring(0.1))
 
 
 async def test_a_silent_but_living_request_is_waited_for(nats_server: NatsServer) -> None:
-    held = Held()
-    async with plane(nats_server.url, {"held": held}) as p:
+    held, limits = Held(), replace(PROBING, gone_after_s=2.0)
+    async with plane(nats_server.url, {"held": held}, client=limits, server=limits) as p:
         stream = p.open("held")
         reading = asyncio.ensure_future(read_all(stream))
-        done, _ = await asyncio.wait([reading], timeout=3 * QUICK.gone_after_s)
+        done, _ = await asyncio.wait([reading], timeout=expiring(2 * limits.gone_after_s))
         assert not done
         held.release.set()
         assert await reading == []
@@ -343,8 +349,8 @@ async def test_a_silent_but_living_request_is_waited_for(nats_server: NatsServer
 
 async def test_asking_after_a_silent_request_harms_no_younger_one(nats_server: NatsServer) -> None:
     held = Held()
-    silent = replace(QUICK, beat_s=60)
-    async with plane(nats_server.url, {"held": held}, client=QUICK, server=silent) as p:
+    silent = replace(PROBING, beat_s=60)
+    async with plane(nats_server.url, {"held": held}, client=PROBING, server=silent) as p:
         streams = [p.open("held")]
         await held.started.wait()
         questions: list[frames.Known] = []
@@ -356,7 +362,7 @@ async def test_asking_after_a_silent_request_harms_no_younger_one(nats_server: N
         async with asyncio.timeout(120):
             while len(questions) < 3:  # each question names the streams that are old enough, and not the newer ones
                 streams.append(p.open("held"))
-                await asyncio.sleep(QUICK.probe_after_s / 10)
+                await asyncio.sleep(PROBING.probe_after_s / 10)
         assert any(len(frame.streams) < len(streams) - 1 for frame in questions)
         held.release.set()
         assert [bytes(await stream.result()) for stream in streams] == [b"released"] * len(streams)
@@ -413,7 +419,7 @@ async def test_a_draining_instance_refuses_and_finishes(nats_server: NatsServer)
 
 async def test_too_many_open_requests_are_refused_as_overload(nats_server: NatsServer) -> None:
     held = Held()
-    async with plane(nats_server.url, {"held": held}, server=replace(QUICK, max_open_requests=3)) as p:
+    async with plane(nats_server.url, {"held": held}, server=PlaneLimits(max_open_requests=3)) as p:
         streams = [p.open("held") for _ in range(5)]
         for refused in streams[3:]:
             with pytest.raises(Overloaded, match="3 requests open"):
@@ -423,7 +429,7 @@ async def test_too_many_open_requests_are_refused_as_overload(nats_server: NatsS
 
 
 async def test_bodies_above_the_limit_are_refused_on_either_side(nats_server: NatsServer) -> None:
-    small = replace(QUICK, max_body_bytes=100 * KIB)
+    small = PlaneLimits(max_body_bytes=100 * KIB)
     async with plane(nats_server.url, {"echo": echo}, client=small) as p:
         with pytest.raises(PayloadTooLarge, match="at most 102400"):
             p.open("echo", bytes(101 * KIB))
@@ -452,7 +458,7 @@ async def test_requests_wait_for_the_connection_and_are_then_answered(tmp_path: 
         await p.open("echo").result()
         await server.stop()
         await asyncio.wait_for(p.connection.lost(), 120)
-        waiting = p.open("echo", b"patient", deadline_s=20)
+        waiting = p.open("echo", b"patient", deadline_s=WAIT_S)
         too_late = p.open("echo", b"hasty", deadline_s=0.05)
         with pytest.raises(DeadlineExceeded):
             await too_late.result()
@@ -462,7 +468,7 @@ async def test_requests_wait_for_the_connection_and_are_then_answered(tmp_path: 
         except InstanceGone:  # we were back before the instance was: `dispatcher` asks again inside the grace
             while True:
                 try:
-                    response = await p.open("echo", b"patient", deadline_s=10).result()
+                    response = await p.open("echo", b"patient", deadline_s=WAIT_S).result()
                     break
                 except InstanceGone:
                     await asyncio.sleep(0.02)
