@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from dynamo.common.generation import Stop
 from dynamo.common.kv.events import KvMessage, KvUpdate, message_encoder
@@ -15,12 +16,12 @@ from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
 from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.call import Call
 from tests.support.servers import EtcdServer, NatsServer
-from tests.support.sim_fleet import prompt, sim_fleet
+from tests.support.sim_fleet import KV, prompt, sim_fleet
 from tests.support.waiting import until
 
 
 async def test_a_prompt_goes_where_its_prefix_lies(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
-    async with sim_fleet(etcd_server, nats_server, namespace) as f:
+    async with sim_fleet(etcd_server, nats_server, namespace, routing=KV) as f:
         first = [await f.generate(prompt(number)) for number in range(6)]
         assert all(overlap == 0 for _, overlap, _ in first)
         await until(f.is_exact)
@@ -35,7 +36,7 @@ async def test_a_key_neither_uses_nor_notices_what_is_cached_for_another(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     alice, bob = (KeyAccount(ApiKey(name=name, salt=b"", digest=b"")) for name in ("alice", "bob"))
-    async with sim_fleet(etcd_server, nats_server, namespace) as f:
+    async with sim_fleet(etcd_server, nats_server, namespace, routing=KV) as f:
         first, _, _ = await f.generate(prompt(1), account=alice)
         await until(f.is_exact)
         again, overlap, summary = await f.generate(prompt(1), account=alice)
@@ -51,7 +52,7 @@ async def test_a_key_neither_uses_nor_notices_what_is_cached_for_another(
 async def test_lost_repeated_and_stale_updates_are_made_up_for(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
-    async with sim_fleet(etcd_server, nats_server, namespace, workers=1) as f:
+    async with sim_fleet(etcd_server, nats_server, namespace, routing=KV, workers=1) as f:
         (instance,) = f.engines
         await f.generate(prompt(1))
         await until(f.is_exact)
@@ -76,7 +77,7 @@ async def test_lost_repeated_and_stale_updates_are_made_up_for(
 async def test_a_frontend_that_starts_late_learns_everything(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
-    async with sim_fleet(etcd_server, nats_server, namespace, frontends=2) as f:
+    async with sim_fleet(etcd_server, nats_server, namespace, routing=KV, frontends=2) as f:
         instance, _, _ = await f.generate(prompt(1), frontend=0)
         await until(lambda: f.is_exact(0) and f.is_exact(1))
         again, overlap, _ = await f.generate(prompt(1), frontend=1)
@@ -85,7 +86,7 @@ async def test_a_frontend_that_starts_late_learns_everything(
 
 
 async def test_an_instance_that_left_is_forgotten(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
-    async with AsyncExitStack() as leaving, sim_fleet(etcd_server, nats_server, namespace, workers=1) as f:
+    async with AsyncExitStack() as leaving, sim_fleet(etcd_server, nats_server, namespace, routing=KV, workers=1) as f:
         worker = await leaving.enter_async_context(f.worker())
         await until(lambda: len(f.frontends[0].plane.models.instances("sim")) == 2)
         placed = [(await f.generate(prompt(number)))[0] for number in range(8)]
@@ -98,7 +99,7 @@ async def test_an_instance_that_left_is_forgotten(etcd_server: EtcdServer, nats_
 
 
 async def test_bookings_are_shared_between_frontends(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
-    async with sim_fleet(etcd_server, nats_server, namespace, frontends=2, replica_sync=True) as f:
+    async with sim_fleet(etcd_server, nats_server, namespace, routing=replace(KV, replica_sync=True), frontends=2) as f:
         other = f.router(1).loads
         request = TextRequest(model="sim", prompt=prompt(1), stop=Stop(max_tokens=20_000, ignore_eos=True))
         async with f.frontends[0].plane.generate(request, Call(account=ANONYMOUS, request_id="long")) as generation:
@@ -110,7 +111,7 @@ async def test_bookings_are_shared_between_frontends(etcd_server: EtcdServer, na
 async def test_without_replica_sync_a_frontend_knows_the_others_requests_from_reports_only(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
-    async with sim_fleet(etcd_server, nats_server, namespace, frontends=2) as f:
+    async with sim_fleet(etcd_server, nats_server, namespace, routing=KV, frontends=2) as f:
         other = f.router(1).loads
         rows = other.rows(f.frontends[1].plane.models.instances("sim"))
         request = TextRequest(model="sim", prompt=prompt(1), stop=Stop(max_tokens=20_000, ignore_eos=True))

@@ -34,8 +34,8 @@ from dynamo.common.options import NatsOptions
 from dynamo.worker.config import WorkerConfig
 from tests.support.certificates import issue, write_ca
 from tests.support.servers import EtcdServer, NatsServer, ServerTls, start_nats
-from tests.support.sim_fleet import SimFleet
-from tests.support.waiting import until
+from tests.support.sim_fleet import KV, SimFleet
+from tests.support.waiting import WAIT_S, expiring, until
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "k8s" / "base" / "platform" / "nats" / "nats.conf"
 
@@ -354,7 +354,7 @@ async def test_a_role_of_the_deployment_is_refused_what_it_does_not_need(tmp_pat
 async def deployed(folder: Path, etcd: EtcdServer, namespace: str) -> AsyncIterator[tuple[NatsServer, SimFleet]]:
     """Start a NATS with the permissions of a deployment, for a fleet with durable KV events of which nothing runs yet."""
     async with start_nats(folder, config=deployed_permissions()) as server:
-        yield server, SimFleet(etcd, server, namespace, durable=True, logins=LOGINS)
+        yield server, SimFleet(etcd, server, namespace, durable=True, logins=LOGINS, routing=KV)
 
 
 async def test_a_deployment_serves_with_the_permissions_of_its_roles(
@@ -453,7 +453,7 @@ async def test_a_worker_makes_no_stream_into_which_those_of_frontends_are_copied
     """The login that makes a stream says what is copied into it, and a worker's login may read what it writes."""
     async with start_nats(tmp_path, config=deployed_permissions()) as server:
         worker = await nats.connect(server.url, inbox_prefix="_INBOX_worker", error_cb=ignore, **LOGINS["worker"])
-        context, patient = worker.jetstream(timeout=0.5), worker.jetstream(timeout=120)
+        context, patient = worker.jetstream(timeout=expiring(0.5)), worker.jetstream(timeout=WAIT_S)
         for name in ("OBJ_dynamo-models", "dynamo-kv"):
             with pytest.raises(NatsTimeoutError):
                 await context.add_stream(name=name, sources=[StreamSource(name="KV_dynamo-responses")])
@@ -514,7 +514,7 @@ async def test_a_role_may_not_act_as_the_other(tmp_path: Path, etcd_server: Etcd
     """A process that logs in with the password of the other role cannot serve; nats-server refuses what it tries."""
     other = {"frontend": "worker", "worker": "frontend"}[role]
     async with start_nats(tmp_path, config=deployed_permissions()) as server:
-        fleet = SimFleet(etcd_server, server, namespace, logins=LOGINS | {role: LOGINS[other]})
+        fleet = SimFleet(etcd_server, server, namespace, logins=LOGINS | {role: LOGINS[other]}, routing=KV)
 
         async def serve() -> None:
             async with fleet.worker(), fleet.frontend():
@@ -523,5 +523,5 @@ async def test_a_role_may_not_act_as_the_other(tmp_path: Path, etcd_server: Etcd
         serving = asyncio.create_task(serve())
         await until(lambda: "Violation" in server.log_file.read_text())
         with pytest.raises((DynamoError, TimeoutError)):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(expiring(5)):
                 await serving

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from itertools import count
+from typing import Any
 
 import httpx2
 import pytest
@@ -22,19 +23,19 @@ from dynamo.worker.config import StatusOptions
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import sim_config
 from tests.support.servers import EtcdServer, NatsServer
-from tests.support.sim_fleet import SimFleet, prompt
+from tests.support.sim_fleet import KV, SimFleet, prompt
 from tests.support.waiting import until
 
 SIM = "blocks=400,block_size=16,speedup=5"
 
 
-def fleet(etcd: EtcdServer, nats: NatsServer, namespace: str, drain_timeout_s: float = 20) -> SimFleet:
+def fleet(etcd: EtcdServer, nats: NatsServer, namespace: str, **options: Any) -> SimFleet:
     status = StatusOptions(port=0, allow_sleep=True)
 
     def make() -> SimEngine:
         return SimEngine(sim_config(SIM, "sim", None, None))
 
-    return SimFleet(etcd, nats, namespace, status=status, drain_timeout_s=drain_timeout_s, make=make)
+    return SimFleet(etcd, nats, namespace, status=status, worker_options=options, make=make, routing=KV)
 
 
 async def order(worker: Worker, path: str) -> None:

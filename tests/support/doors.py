@@ -150,7 +150,7 @@ async def open_doors(
     access: AccessOptions | None = None,
     logins: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> AsyncIterator[Doors]:
-    """A frontend with one worker that serves `echo` (tensors) and `echo-llm` (text).
+    """A frontend with one worker that serves `echo` (tensors) and `echo-llm` (text), with production's defaults.
 
     `logins`: `user` and `password` of the `frontend` and the `worker` at etcd.
     """
@@ -158,17 +158,13 @@ async def open_doors(
     bus = NatsOptions(servers=(nats.url,))
     config = FrontendConfig(
         namespace=namespace,
-        settle_s=0,
-        drain_timeout_s=1,
         http=HttpOptions(port=0),
         grpc=GrpcOptions(enabled=True, port=0),
         access=access or AccessOptions(),
         nats=bus,
         etcd=EtcdOptions(endpoints=(etcd.endpoint,), **logins["frontend"]),
     )
-    worker_config = WorkerConfig(
-        namespace=namespace, drain_timeout_s=1, nats=bus, etcd=EtcdOptions(endpoints=(etcd.endpoint,), **logins["worker"])
-    )
+    worker_config = WorkerConfig(namespace=namespace, nats=bus, etcd=EtcdOptions(endpoints=(etcd.endpoint,), **logins["worker"]))
     async with (
         open_worker([EchoTensors(), EchoTokens()], worker_config) as worker,
         serve_frontend(config) as frontend,

@@ -69,9 +69,12 @@ def ensemble(repository: Path, *steps: str, more: str = "", name: str = "both") 
 async def opened(
     repository: Path, *load: str, also: Sequence[Path] = (), memory: SharedMemory | None = None, **settings: Any
 ) -> AsyncIterator[RepositoryModels]:
-    """Open the models of `repository` and of those in `also`, and load some; raises if one does not load."""
+    """Open the models of `repository` and of those in `also`, and load some; raises if one does not load.
+
+    `settings` are those that differ from production's.
+    """
     copies = repository.with_name(f"{repository.name}-copies")
-    models = RepositoryModels(RepositorySettings(folders=(repository, *also), copies=copies, drain_s=5.0, **settings))
+    models = RepositoryModels(RepositorySettings(folders=(repository, *also), copies=copies, **settings))
     if memory is not None:
         models.use_shared_memory(memory)
     try:

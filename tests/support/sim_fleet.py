@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dynamo.common.generation import Sampling, Stop, Summary
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
-from dynamo.frontend.config import FrontendConfig, HttpOptions, KvCost, KvRouterOptions, RouterMode, RouterOptions
+from dynamo.frontend.config import FrontendConfig, HttpOptions, KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouterWrapper
 from dynamo.frontend.router.kv import KvRouter
@@ -27,12 +27,16 @@ from tests.support.waiting import until
 if TYPE_CHECKING:  # its package is not everywhere
     from dynamo.worker.engine.llama.engine import LlamaEngine
 
+KV = RouterOptions(mode=RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0))
+"""Choose by KV caches, and by nothing but what workers have said of them."""
 SIM = "blocks=200,block_size=16,speedup=0"
 
 
 @dataclass
 class SimFleet:
-    """`durable`: workers record their KV events, and frontends begin with the record.
+    """Frontends and workers with production's defaults, but for what the fields and arguments say.
+
+    `durable`: workers record their KV events, and frontends begin with the record.
 
     `make` makes each worker's engine, which calls its model `model`.
     """
@@ -42,7 +46,8 @@ class SimFleet:
     namespace: str
     durable: bool = False
     status: StatusOptions = field(default_factory=StatusOptions)
-    drain_timeout_s: float = 5
+    worker_options: Mapping[str, Any] = field(default_factory=dict)
+    routing: RouterOptions = field(default_factory=RouterOptions)
     logins: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"frontend": {}, "worker": {}})
     """Options of each role for its connection to NATS."""
     model: str = "sim"
@@ -57,7 +62,7 @@ class SimFleet:
         engine = self.make()
         config = WorkerConfig(
             endpoint=Endpoint(namespace=self.namespace),
-            drain_timeout_s=self.drain_timeout_s,
+            **self.worker_options,
             durable_kv_events=self.durable,
             status=self.status,
             log=LogOptions(),
@@ -74,28 +79,12 @@ class SimFleet:
                 del self.engines[worker.instance]
 
     @asynccontextmanager
-    async def frontend(
-        self,
-        *,
-        replica_sync: bool = False,
-        snapshot_threshold: int = 10_000,
-        reset_states: bool = False,
-        cost: KvCost | None = None,
-    ) -> AsyncIterator[int]:
-        """One more frontend for the body; its position."""
-        options = RouterOptions(
-            mode=RouterMode.KV,
-            replica_sync=replica_sync,
-            kv=KvRouterOptions(speculative_ttl_s=0, cost=cost),
-            durable_kv_events=self.durable,
-            snapshot_threshold=snapshot_threshold,
-            reset_states=reset_states,
-        )
+    async def frontend(self, **router: Any) -> AsyncIterator[int]:
+        """One more frontend for the body, with these changes to the options of its router; its position."""
         config = FrontendConfig(
             namespace=self.namespace,
-            router=options,
+            router=replace(self.routing, durable_kv_events=self.durable, **router),
             http=HttpOptions(port=0),
-            settle_s=0,
             log=LogOptions(),
             etcd=EtcdOptions(endpoints=(self.etcd.endpoint,)),
             nats=NatsOptions(servers=(self.nats.url,), **self.logins["frontend"]),
@@ -142,15 +131,21 @@ class SimFleet:
 
 @asynccontextmanager
 async def sim_fleet(
-    etcd: EtcdServer, nats: NatsServer, namespace: str, *, workers: int = 2, frontends: int = 1, replica_sync: bool = False
+    etcd: EtcdServer,
+    nats: NatsServer,
+    namespace: str,
+    *,
+    workers: int = 2,
+    frontends: int = 1,
+    routing: RouterOptions | None = None,
 ) -> AsyncIterator[SimFleet]:
     """A fleet that is ready."""
-    fleet = SimFleet(etcd, nats, namespace)
+    fleet = SimFleet(etcd, nats, namespace, routing=routing or RouterOptions())
     async with AsyncExitStack() as stack:
         for _ in range(workers):
             await stack.enter_async_context(fleet.worker())
         for _ in range(frontends):
-            await stack.enter_async_context(fleet.frontend(replica_sync=replica_sync))
+            await stack.enter_async_context(fleet.frontend())
         yield fleet
 
 

@@ -60,7 +60,7 @@ def bucket() -> Iterator[Bucket]:
 @asynccontextmanager
 async def engine_of(tmp_path: Path, mode: ControlMode = ControlMode.EXPLICIT, **settings: Any) -> Any:
     engine = RepositoryEngine(
-        RepositorySettings(folders=(), stores=(URL,), copies=tmp_path / "copies", drain_s=5.0, **settings),
+        RepositorySettings(folders=(), stores=(URL,), copies=tmp_path / "copies", **settings),
         mode,
         exit_on_error=False,
     )
