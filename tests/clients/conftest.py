@@ -44,7 +44,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
             yield Deployment(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
         finally:
             process.terminate()
-            process.communicate(timeout=60)
+            process.communicate(timeout=120)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -50,7 +50,7 @@ def test_aiperf_measures_streams_of_a_deployment(url: str, tokenizer: Path, tmp_
     }
     command = [Path(sys.executable).with_name("aiperf"), "profile", "--streaming", "--use-server-token-count"]
     command += [str(word) for option in options.items() for word in option]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stdout + run.stderr
     measured = json.loads((results / "profile_export_aiperf.json").read_text())
     assert (measured["request_count"]["avg"], measured["error_summary"]) == (REQUESTS, [])

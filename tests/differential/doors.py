@@ -12,8 +12,8 @@ import grpc
 from google.protobuf.message import Message
 
 from dynamo.protos import inference_pb2 as pb
+from tests.support.waiting import WAIT_S
 
-TIMEOUT_S = 30.0
 _SERVICE = "/inference.GRPCInferenceService/"
 _BROKEN = "broken connection"
 _BROKEN_TEXTS = ("failed to connect", "Socket closed", "Connection reset", "Broken pipe", "recvmsg")
@@ -61,7 +61,7 @@ class Door:
         data = request if isinstance(request, bytes) else request.SerializeToString()
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(f"{_SERVICE}{method}", None, None)
         try:
-            received = call(data, timeout=TIMEOUT_S, metadata=tuple((metadata or {}).items()))
+            received = call(data, timeout=WAIT_S, metadata=tuple((metadata or {}).items()))
         except grpc.RpcError as error:
             return Response(error.code().name, error.details() or "")
         return Response("OK", body=to_json(getattr(pb, f"{method}Response").FromString(received)))
@@ -80,7 +80,7 @@ class Door:
         try:
             received = call(
                 iter([request.SerializeToString() for request in requests]),
-                timeout=TIMEOUT_S,
+                timeout=WAIT_S,
                 metadata=tuple((metadata or {}).items()),
             )
             responses.extend(to_json(pb.ModelStreamInferResponse.FromString(message)) for message in received)
@@ -93,7 +93,7 @@ class Door:
     ) -> Response:
         """Make an HTTP request. A body that is neither bytes nor text is sent as JSON."""
         data = body if isinstance(body, bytes) else body.encode() if isinstance(body, str) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self._http_port, timeout=WAIT_S)
         try:
             connection.request(method, path, data or None, dict(headers or {}))
             response = connection.getresponse()
@@ -105,7 +105,7 @@ class Door:
 
     def metrics(self) -> str:
         """Return the text of the metrics."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._metrics_port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self._metrics_port, timeout=WAIT_S)
         try:
             connection.request("GET", "/metrics")
             return connection.getresponse().read().decode()

@@ -25,8 +25,9 @@ from PIL import Image
 from benchmarks.tritonserver import add_triton_flag, packages_of
 from tests.differential.example_models import write_eight_models, write_other_models, write_seven_models
 from tests.differential.servers import Server, here, triton
+from tests.support.waiting import WAIT_S, expiring
 
-TIMEOUT_S = 60
+TIMEOUT_S = WAIT_S
 FIXED_HTTP, FIXED_GRPC = 8000, 8001
 RUNS = "runs"
 IMAGE = "IMAGE"
@@ -118,7 +119,7 @@ async def _outcomes(
                 url = ("-u", f"127.0.0.1:{server.http if run.http else server.grpc}") if run.url else ()
                 flags = [str(picture) if flag == IMAGE else flag for flag in run.flags]
                 outcome = await _outcome([arguments.python, str(arguments.examples / run.script), *url, *flags])
-                if outcome != RUNS and await server.has_ended(1):
+                if outcome != RUNS and await server.has_ended(expiring(1)):
                     outcomes.append((run, "ends the server"))
                     break
                 outcomes.append((run, outcome))

@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.deployment import ours
 from benchmarks.tritonserver import tritonserver
 from dynamo.local.servers import free_ports
+from tests.support.waiting import expiring
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Server:
     process: asyncio.subprocess.Process | None = None
     """Its process, if a request may end it."""
 
-    async def has_ended(self, within_s: float = 10) -> bool:
+    async def has_ended(self, within_s: float = expiring(10)) -> bool:
         """Return whether the server has ended, after a connection to it broke."""
         if self.process is None:
             return False

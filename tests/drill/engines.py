@@ -10,7 +10,7 @@ import grpc
 from tests.drill.fleet import DrilledFleet
 from tests.drill.model import HANG_S, Fault
 from tests.support.fleet import Client, connect, echo_request
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import WAIT_S, expiring
 
 _RAISING = 100
 _HANGING = 12
@@ -31,7 +31,7 @@ async def hangs(fleet: DrilledFleet) -> None:
     """The requests end at their deadline; their threads later."""
     async with connect(fleet.frontends[0].target) as client, asyncio.TaskGroup() as tasks:
         for _ in range(_HANGING):
-            tasks.create_task(_expect(client, Fault.HANG, grpc.StatusCode.DEADLINE_EXCEEDED, _HANG_DEADLINE_S))
+            tasks.create_task(_expect(client, Fault.HANG, grpc.StatusCode.DEADLINE_EXCEEDED, expiring(_HANG_DEADLINE_S)))
     await asyncio.sleep(HANG_S)
 
 

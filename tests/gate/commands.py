@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Self
 
-_TERM_S = 20.0
+from tests.support.waiting import expiring
+
+_TERM_S = expiring(20.0)
 """Seconds that a command has to end by itself after SIGTERM."""
 _BACKGROUND = ("nice", "-n", "19", *(("ionice", "-c", "idle") if shutil.which("ionice") else ()))
 

@@ -36,7 +36,7 @@ class Fleet:
     async def add_worker(self, root: Path | None = None, speedup: float = 0) -> Worker:
         engine = SimEngine(sim_config("adapters=2,block_size=16,blocks=4000", "base", None, None, None, speedup))
         adapters = AdapterOptions(allow=True, path_roots=(root or self.folder,))
-        config = WorkerConfig(endpoint=Endpoint(namespace=self.namespace), adapters=adapters, drain_timeout_s=10, **self.links)
+        config = WorkerConfig(endpoint=Endpoint(namespace=self.namespace), adapters=adapters, **self.links)
         return await self.stack.enter_async_context(open_worker(engine, config))
 
     def adapter(self, name: str, **settings: object) -> str:
@@ -85,8 +85,6 @@ async def fleet_of(etcd: EtcdServer, nats: NatsServer, namespace: str, folder: P
         for _ in range(2):
             config = FrontendConfig(
                 namespace=namespace,
-                settle_s=0,
-                drain_timeout_s=1,
                 http=HttpOptions(port=0),
                 router=RouterOptions(mode=RouterMode.KV),
                 **links,

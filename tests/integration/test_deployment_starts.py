@@ -44,6 +44,7 @@ from tests.support.manifests import (
     workloads,
 )
 from tests.support.repositories import python_model
+from tests.support.waiting import WAIT_S
 
 PASSWORDS = {"frontend-password": "p4frontends", "worker-password": "p4workers"}
 OVERLAYS = DEPLOY / "k8s" / "overlays"
@@ -98,7 +99,7 @@ class Pod:
             except httpx2.TransportError:
                 return 0
 
-    async def succeeds(self, kind: str, within_s: float) -> None:
+    async def succeeds(self, kind: str, within_s: float = WAIT_S) -> None:
         """Returns when a probe succeeds. Without such a probe the pod counts as soon as it runs."""
         if kind not in self.placed.container.spec:
             return
@@ -218,11 +219,9 @@ def one_of_each(manifest: Manifest) -> Manifest:
 
 
 async def ready(pod: Pod) -> None:
-    """As the kubelet goes about it, and in the time that it would give."""
-    startup = pod.placed.container.spec.get("startupProbe", {})
-    await pod.succeeds("startupProbe", startup.get("periodSeconds", 10) * startup.get("failureThreshold", 3))
-    await pod.succeeds("livenessProbe", 5)
-    await pod.succeeds("readinessProbe", 60)
+    """As the kubelet goes about it."""
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        await pod.succeeds(kind)
 
 
 def certificates(net: str) -> dict[str, Files]:

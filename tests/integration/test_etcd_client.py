@@ -27,9 +27,10 @@ from dynamo.common.etcd import (
 from dynamo.common.options import EtcdOptions
 from tests.support.proxy import start_proxy
 from tests.support.servers import EtcdServer, ServerTls, etcdctl, free_ports, start_etcd
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, expiring, until
 
-WAIT_S = 120
+LEASE_S = 5.0
+"""A third of it passes between two signs of life, which a busy machine still gives in time."""
 
 
 def config_for(*endpoints: str, **settings: object) -> EtcdOptions:
@@ -248,7 +249,7 @@ async def test_a_call_waits_for_etcd_inside_its_timeout(tmp_path: Path) -> None:
 
 async def test_without_etcd_a_call_fails_in_its_timeout_and_says_why() -> None:
     (port,) = free_ports(1)
-    config = config_for(f"127.0.0.1:{port}", timeout_s=1.0, connect_timeout_s=0.3)
+    config = config_for(f"127.0.0.1:{port}", timeout_s=expiring(1.0), connect_timeout_s=0.3)
     async with asyncio.timeout(120), connect_etcd(config) as etcd:
         with pytest.raises(EtcdUnavailable, match="refused"):
             await etcd.range("/k")
@@ -259,7 +260,7 @@ async def test_dead_and_silent_endpoints_do_not_matter_while_one_is_alive(etcd_s
     async with start_proxy(etcd_server.port) as silent:
         silent.blackhole()
         endpoints = (f"127.0.0.1:{dead}", f"127.0.0.1:{silent.port}", f"localhost:{etcd_server.port}")
-        async with connect_etcd(config_for(*endpoints, timeout_s=3.0)) as etcd:
+        async with connect_etcd(config_for(*endpoints, timeout_s=WAIT_S)) as etcd:
             await etcd.put(f"/{namespace}", b"1")
             assert etcd.endpoint == endpoints[2]
 
@@ -292,7 +293,7 @@ async def test_streams_that_outlive_a_failed_call_follow_to_the_connection_that_
     prefix, held = f"/{namespace}/", Held()
     async with (
         start_proxy(etcd_server.port) as proxy,
-        connect_etcd(config_for(f"127.0.0.1:{proxy.port}", keepalive_s=4.0, timeout_s=2.0)) as through,
+        connect_etcd(config_for(f"127.0.0.1:{proxy.port}", keepalive_s=4.0, timeout_s=expiring(2.0))) as through,
         watching(through, prefix) as first,
         watching(through, prefix) as second,
         through.session(10, held.on_held),
@@ -338,12 +339,12 @@ class Held:
 async def test_a_lease_is_kept_alive_past_its_time_and_revoked_at_the_end(tmp_path: Path) -> None:
     held = Held()
     async with start_etcd(tmp_path) as server, connect_etcd(config_for(server.endpoint)) as etcd:
-        async with etcd.session(3.0, held.on_held, held.on_lost) as session:
+        async with etcd.session(LEASE_S, held.on_held, held.on_lost) as session:
             await held.until(lambda: held.leases)
             await etcd.put("/k", b"1", lease=session.lease)
             async with watching(etcd, "/k") as seen:
                 with pytest.raises(TimeoutError):  # the time that is watched is the point here
-                    async with asyncio.timeout(6.0):
+                    async with asyncio.timeout(expiring(LEASE_S + 2)):
                         await held.until(lambda: held.losses)
                 assert seen.changes == []
         assert (await etcd.range("/k")).kvs == ()
@@ -356,7 +357,7 @@ async def test_a_lease_that_was_revoked_is_granted_again(tmp_path: Path) -> None
     async with (
         start_etcd(tmp_path) as server,
         connect_etcd(config_for(server.endpoint)) as etcd,
-        etcd.session(1.0, held.on_held, held.on_lost) as session,
+        etcd.session(LEASE_S, held.on_held, held.on_lost) as session,
     ):
         await held.until(lambda: held.leases)
         etcdctl(server.endpoint, "lease", "revoke", f"{session.lease:x}")
@@ -370,7 +371,7 @@ async def test_a_lease_outlives_a_restart_of_etcd(tmp_path: Path) -> None:
     async with (
         start_etcd(tmp_path, fsync=True) as server,
         connect_etcd(config_for(server.endpoint)) as etcd,
-        etcd.session(1.0, held.on_held, held.on_lost) as session,
+        etcd.session(LEASE_S, held.on_held, held.on_lost) as session,
     ):
         await held.until(lambda: held.leases)
         await etcd.put("/k", b"1", lease=session.lease)
@@ -386,8 +387,8 @@ async def test_a_lease_outlives_a_restart_of_etcd(tmp_path: Path) -> None:
 async def test_a_lease_is_granted_when_etcd_comes_late(tmp_path: Path) -> None:
     held = Held()
     (port,) = free_ports(1)
-    config = config_for(f"127.0.0.1:{port}", timeout_s=0.5, connect_timeout_s=0.3)
-    async with connect_etcd(config) as etcd, etcd.session(1.0, held.on_held, held.on_lost) as session:
+    config = config_for(f"127.0.0.1:{port}", timeout_s=expiring(0.5), connect_timeout_s=0.3)
+    async with connect_etcd(config) as etcd, etcd.session(LEASE_S, held.on_held, held.on_lost) as session:
         assert session.lease == 0
         async with start_etcd(tmp_path, port=port):
             await held.until(lambda: held.leases)
@@ -428,7 +429,7 @@ async def test_a_login_is_renewed_when_its_token_has_expired(tmp_path: Path) -> 
             held = Held()
             async with (
                 connect_etcd(config_for(endpoint, user="dynamo", password="sesame")) as etcd,
-                etcd.session(1.0, held.on_held, held.on_lost) as session,
+                etcd.session(LEASE_S, held.on_held, held.on_lost) as session,
             ):
                 await held.until(lambda: held.leases)
                 await etcd.put("/dynamo/k", b"1", lease=session.lease)

@@ -23,6 +23,7 @@ from tests.support.fleet import Fleet, FleetWorker, Text, echo_request, text_req
 from tests.support.processes import At
 from tests.support.proxy import start_proxy
 from tests.support.servers import EtcdServer, NatsServer, etcdctl, start_etcd, start_etcd_cluster, start_nats
+from tests.support.waiting import WAIT_S, expiring
 
 pytestmark = pytest.mark.slow
 
@@ -49,9 +50,10 @@ async def test_nats_away_for_two_seconds_fails_no_request_that_has_time_and_all_
                     os.kill(nats.pid, signal.SIGKILL)
                 else:
                     os.kill(nats.pid, signal.SIGSTOP)
-                hasty = [tasks.create_task(fails(client.infer(echo_request(model="echo"), 0.3))) for _ in range(10)]
+                hasty = [tasks.create_task(fails(client.infer(echo_request(model="echo"), expiring(0.3)))) for _ in range(10)]
                 await asyncio.sleep(2.0)  # the outage itself
-                assert all(task.done() for task in hasty)
+                _, waiting = await asyncio.wait(hasty, timeout=WAIT_S)
+                assert not waiting
                 if how == "hung":
                     os.kill(nats.pid, signal.SIGCONT)
                 else:

@@ -14,6 +14,7 @@ import pytest
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fleet import Fleet, echo_request
 from tests.support.servers import EtcdServer, NatsServer
+from tests.support.waiting import WAIT_S
 
 REQUESTS = "dynamo_frontend_requests_total"
 
@@ -61,8 +62,8 @@ async def test_all_processes_of_a_frontend_finish_what_they_have_and_end_togethe
             async with asyncio.timeout(120):
                 while await front.metric(REQUESTS, model="echo") != 4:  # what other processes counted is seen a bit late
                     await asyncio.sleep(0.02)
-            async with asyncio.TaskGroup() as tasks:
-                slow = [tasks.create_task(client.infer(echo_request(delay_ms=1500))) for client in (a, b, c, d)]
+            async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+                slow = [tasks.create_task(client.infer(echo_request(delay_ms=5000))) for client in (a, b, c, d)]
                 while await front.metric("dynamo_frontend_inflight_requests", model="echo") < 4:
                     await asyncio.sleep(0.02)
                 front.process.terminate()
@@ -79,8 +80,8 @@ async def test_processes_whose_supervisor_was_killed_leave_in_order(
         [front] = fleet.frontends
         await front.process.logged("gRPC on", times=2)
         children = serving_children(front.process.process.pid)
-        async with front.client() as client, asyncio.TaskGroup() as tasks:
-            slow = tasks.create_task(client.infer(echo_request(delay_ms=1000)))
+        async with front.client() as client, asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+            slow = tasks.create_task(client.infer(echo_request(delay_ms=5000)))
             while await front.metric("dynamo_frontend_inflight_requests", model="echo") < 1:
                 await asyncio.sleep(0.02)
             front.process.process.send_signal(signal.SIGKILL)
@@ -104,7 +105,7 @@ async def test_large_tensors_pass_a_bus_with_default_limits(
             large = os.urandom(64 * 2**20)
             assert (await client.infer(echo_request(large))).raw_output_contents[0] == large
             raw = os.urandom(2**20)
-            responses = await asyncio.gather(*(client.infer(echo_request(raw), 60.0) for _ in range(64)))
+            responses = await asyncio.gather(*(client.infer(echo_request(raw), WAIT_S) for _ in range(64)))
             assert all(response.raw_output_contents[0] == raw for response in responses)
         assert not any("NATS connection is lost" in line for each in fleet.processes for line in each.lines)
 

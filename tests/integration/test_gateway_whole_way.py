@@ -74,12 +74,10 @@ async def fleet_of(etcd: EtcdServer, nats: NatsServer, namespace: str, keys: Pat
         for model, engine_options in MODELS.items():
             workers[model] = await stack.enter_async_context(AsyncExitStack())
             engine = SimEngine(sim_config(engine_options, model, None, None))
-            config = WorkerConfig(endpoint=Endpoint(namespace=namespace), drain_timeout_s=1, **links)
+            config = WorkerConfig(endpoint=Endpoint(namespace=namespace), **links)
             await workers[model].enter_async_context(open_worker(engine, config))
         config = FrontendConfig(
             namespace=namespace,
-            settle_s=0,
-            drain_timeout_s=1,
             http=HttpOptions(port=0),
             grpc=GrpcOptions(enabled=True, port=0),
             access=AccessOptions(keys_file=keys),
@@ -382,7 +380,7 @@ async def test_another_frontend_goes_on_when_the_one_with_the_batch_is_killed(
         "log": LogOptions(),
     }
     engine = SimEngine(sim_config(MODELS["large"], "large", None, None))
-    config = WorkerConfig(endpoint=Endpoint(namespace=namespace), drain_timeout_s=1, **links)
+    config = WorkerConfig(endpoint=Endpoint(namespace=namespace), **links)
     async with (
         open_worker(engine, config),
         frontend_process(etcd_server.endpoint, nats_server.url, namespace) as killed,

@@ -19,6 +19,8 @@ from typing import Self
 import hpack
 import pytest
 
+from tests.support.waiting import WAIT_S, expiring
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
 END_STREAM, END_HEADERS, PADDED, PRIORITY_FLAG = 1, 4, 8, 32
@@ -78,7 +80,7 @@ class Client:
             return False
         return True
 
-    def is_closed_by_server(self, within_s: float = 120) -> bool:
+    def is_closed_by_server(self, within_s: float = WAIT_S) -> bool:
         """Whether the server ends the connection, however late it gets to it."""
         self.socket.settimeout(within_s)
         try:
@@ -90,9 +92,9 @@ class Client:
             return True
         return True
 
-    def frames(self, until_s: float = 10.0) -> Iterator[tuple[int, int, int, bytes]]:
+    def frames(self, within_s: float = WAIT_S) -> Iterator[tuple[int, int, int, bytes]]:
         """(kind, flags, stream, payload) until the server closes or is silent. Acknowledges settings and pings."""
-        self.socket.settimeout(until_s)
+        self.socket.settimeout(within_s)
         while True:
             while len(self._data) >= 9 and len(self._data) >= 9 + int.from_bytes(self._data[:3], "big"):
                 size = int.from_bytes(self._data[:3], "big")
@@ -112,9 +114,9 @@ class Client:
                 return
             self._data += more
 
-    def status_of(self, stream: int, until_s: float = 10.0) -> str:
+    def status_of(self, stream: int, within_s: float = WAIT_S) -> str:
         """`grpc-status` of one call; `rst N`, `http N` or `closed` if the server ended it otherwise."""
-        for kind, flags, of, payload in self.frames(until_s):
+        for kind, flags, of, payload in self.frames(within_s):
             if kind == HEADERS:
                 headers = {str(name): str(value) for name, value in self._decoder.decode(payload)}
                 if of == stream and flags & END_STREAM:
@@ -421,7 +423,7 @@ def test_pings_and_settings_with_unread_responses_do_not_pile_up(target: Target)
     def attack() -> None:
         for flood in (frame(PING, 0, 0, bytes(8)), frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 70_000))):
             with target.connect() as connection:
-                connection.socket.settimeout(1.0)
+                connection.socket.settimeout(expiring(1.0))
                 for _ in range(500):
                     if not connection.send(flood * 1000):
                         break
@@ -449,7 +451,7 @@ def test_messages_begun_and_not_ended_are_bounded(target: Target) -> None:
 
     def attack() -> None:
         with target.connect() as connection:
-            connection.socket.settimeout(1.0)
+            connection.socket.settimeout(expiring(1.0))
             for stream in range(1, 401, 2):
                 data = frame(HEADERS, END_HEADERS, stream, start) + frame(DATA, 0, stream, message(b"", length=4 * MIB))
                 if not connection.send(data + frame(DATA, 0, stream, bytes(16_000)) * 4):
@@ -463,7 +465,7 @@ def pour(client: Client, headers: bytes, body: Iterator[bytes], most_bytes: int)
     """Sends one message as fast as the windows allow, until the server ends the call; how many bytes that were."""
     client.send(frame(HEADERS, END_HEADERS, 1, headers))
     connection, stream, sent = 65_535, 65_535, 0
-    for kind, flags, of, payload in client.frames(2.0):
+    for kind, flags, of, payload in client.frames():
         if kind == SETTINGS and not flags & 1:
             for offset in range(0, len(payload), 6):
                 key, value = struct.unpack(">HI", payload[offset : offset + 6])
@@ -515,7 +517,7 @@ def test_a_client_that_does_not_read_delays_no_other(target: Target) -> None:
 
     def attack() -> None:
         with target.connect(settings=struct.pack(">HI", 4, 0)) as connection:
-            connection.socket.settimeout(1.0)
+            connection.socket.settimeout(expiring(1.0))
             body = message(request)
             for stream in range(1, 41, 2):
                 data = start[:5] + struct.pack(">I", stream) + start[9:]

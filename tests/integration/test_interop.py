@@ -28,6 +28,7 @@ from tests.support.certificates import issue, write_ca
 from tests.support.compiled_clients import HAS_GO_GRPC, HAS_JAVA_GRPC, PROTOS, ROOT, build_go_client, build_java_client, run
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
+from tests.support.waiting import WAIT_S
 
 CLIENTS = Path(__file__).parent / "clients/interop"
 MIB = 2**20
@@ -139,7 +140,7 @@ def call_by_reflection(target: str) -> tuple[list[str], dict[str, object]]:
             request_serializer=request.SerializeToString,
             response_deserializer=response.FromString,
         )
-        return services, MessageToDict(call(ParseDict({"model_name": "echo", "inputs": [tensor]}, request()), timeout=60))
+        return services, MessageToDict(call(ParseDict({"model_name": "echo", "inputs": [tensor]}, request()), timeout=WAIT_S))
 
 
 async def test_a_client_learns_services_and_messages_by_reflection_and_calls_with_them(fleet: Fleet) -> None:
@@ -168,7 +169,7 @@ async def test_reflection_finds_files_by_symbol_and_by_name_and_says_what_it_doe
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
             request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
             response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-        )(iter(requests), timeout=60)
+        )(iter(requests), timeout=WAIT_S)
         listed, by_symbol, by_name, unknown = [response async for response in call]
     assert "inference.GRPCInferenceService" in [service.name for service in listed.list_services_response.service]
     assert by_symbol.file_descriptor_response.file_descriptor_proto

@@ -29,7 +29,6 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
         namespace=namespace,
         router=RouterOptions(mode=RouterMode.ROUND_ROBIN),
         http=HttpOptions(port=0),
-        settle_s=0,
         log=LogOptions(),
         etcd=EtcdOptions(endpoints=(etcd_server.endpoint,)),
         nats=NatsOptions(servers=(nats_server.url,)),

@@ -500,7 +500,7 @@ async def test_many_streams_under_a_restart_all_end(tmp_path: Path) -> None:
         request.end(b"all")
 
     async with start_nats(tmp_path) as server, plane(server.url, {"trickle": trickle}) as p:
-        streams = [p.open("trickle", deadline_s=30) for _ in range(50)]
+        streams = [p.open("trickle", deadline_s=WAIT_S) for _ in range(50)]
         outcomes = [asyncio.ensure_future(read_all(stream)) for stream in streams]
         first = p.open("trickle")
         await first.read()

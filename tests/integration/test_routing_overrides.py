@@ -121,13 +121,13 @@ class Deployment:
         return sorted(f"{worker.instance:x}" for worker in self.workers)
 
     async def add_worker(self, stack: AsyncExitStack) -> Worker:
-        config = WorkerConfig(endpoint=Endpoint(namespace=self.namespace), drain_timeout_s=1, **self.links)
+        config = WorkerConfig(endpoint=Endpoint(namespace=self.namespace), **self.links)
         engine = SimEngine(sim_config(SIM, "sim", None, None))
         self.workers.append(await stack.enter_async_context(open_worker(engine, config)))
         return self.workers[-1]
 
     async def add_door(self, router: RouterOptions, **options: Any) -> Door:
-        config = FrontendConfig(namespace=self.namespace, router=router, settle_s=0, drain_timeout_s=1, **self.links)
+        config = FrontendConfig(namespace=self.namespace, router=router, **self.links)
         config = replace(config, **{"http": HttpOptions(port=0), "grpc": GrpcOptions(enabled=True, port=0), **options})
         frontend = await self.stack.enter_async_context(serve_frontend(config))
         http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{frontend.http_port}", timeout=120)

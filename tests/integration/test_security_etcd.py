@@ -18,6 +18,7 @@ from dynamo.common.options import EtcdOptions
 from tests.support.certificates import issue, write_ca
 from tests.support.doors import TENSOR, Doors, open_doors
 from tests.support.servers import EtcdServer, NatsServer, ServerTls, etcdctl, start_etcd
+from tests.support.waiting import WAIT_S, expiring
 
 LOGINS = {
     "frontend": {"user": "frontend", "password": "f4sesame"},
@@ -40,7 +41,7 @@ def enable_roles(server: EtcdServer, namespace: str = "dynamo") -> None:
 
 
 def config_of(server: EtcdServer, role: str) -> EtcdOptions:
-    return EtcdOptions(endpoints=(server.endpoint,), timeout_s=5, **LOGINS[role])
+    return EtcdOptions(endpoints=(server.endpoint,), **LOGINS[role])
 
 
 async def may_put(etcd: Etcd, key: str) -> bool:
@@ -131,8 +132,7 @@ async def test_an_etcd_with_a_wrong_certificate_is_not_used(tmp_path: Path, wron
                 tls_ca_file=str(ca_file),
                 user="root",
                 password="r4sesame",
-                timeout_s=2,
-                connect_timeout_s=1,
+                timeout_s=WAIT_S if is_let_in else expiring(2),
             )
             async with connect_etcd(options) as client:
                 if is_let_in:

@@ -99,7 +99,7 @@ async def test_a_collector_that_is_away_harms_nothing(etcd_server: EtcdServer, n
                 await infer(echo_request())
         for process in (front, backend):
             process.terminate()
-            assert await process.ended(20) == 0
+            assert await process.ended() == 0
 
 
 async def test_log_lines_of_both_processes_name_the_request_and_the_trace(

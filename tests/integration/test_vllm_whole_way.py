@@ -60,7 +60,7 @@ async def test_two_workers_answer_and_a_prompt_goes_where_its_prefix_lies(
         await until(lambda: len(frontend.plane.models.instances("tiny")) == 1)
         assert (await generate(frontend, "more", "third"))[2].output_tokens == 8
         second.terminate()
-        assert await second.ended(60) == 0
+        assert await second.ended() == 0
 
 
 async def test_a_server_that_runs_already_is_routed_to_by_its_own_events_and_serves_again_after_a_restart(
@@ -119,7 +119,6 @@ def routed_by_cache(etcd: EtcdServer, nats: NatsServer, namespace: str) -> Front
         # By weights: so short a prompt costs next to nothing in seconds.
         router=RouterOptions(mode=RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0, cost=KvCost.WEIGHTS)),
         http=HttpOptions(port=0),
-        settle_s=0,
         log=LogOptions(),
         etcd=EtcdOptions(endpoints=(etcd.endpoint,)),
         nats=NatsOptions(servers=(nats.url,)),

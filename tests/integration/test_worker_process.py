@@ -103,7 +103,6 @@ def echo_request(delay_ms: int = 0) -> ModelInferRequest:
 def config(etcd: EtcdServer, nats: NatsServer, namespace: str) -> WorkerConfig:
     return WorkerConfig(
         namespace=namespace,
-        drain_timeout_s=5,
         etcd=EtcdOptions(endpoints=(etcd.endpoint,)),
         nats=NatsOptions(servers=(nats.url,)),
     )
@@ -125,7 +124,7 @@ async def test_one_process_serves_several_models_and_leaves_in_order(
         assert words.card.llm is not None
         tokenizer = await FileStore(caller.nats, tmp_path).get(words.card.llm.tokenizer)
         assert sha256(tokenizer).hexdigest() == words.card.llm.tokenizer
-        slow = asyncio.create_task(caller.infer(echo, echo_request(delay_ms=1000)))
+        slow = asyncio.create_task(caller.infer(echo, echo_request(delay_ms=6000)))
         response = await caller.infer(echo, echo_request())
         process.send_signal(signal.SIGTERM)
         await caller.instances("echo", 0)

@@ -52,7 +52,7 @@ async def test_a_worker_is_ready_from_registration_until_it_drains(
         await front.serves("echo")
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as client:
             tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1.0]}
-            slow_request = {"inputs": [tensor], "parameters": {"delay_ms": 3000}}
+            slow_request = {"inputs": [tensor], "parameters": {"delay_ms": 8000}}
             pending = asyncio.create_task(client.post("/v2/models/echo/infer", json=slow_request))
             await _metric(http, "dynamo_component_inflight_requests", 1)
             backend.terminate()

@@ -27,6 +27,7 @@ from tests.simulation.etcd_server import SimulatedEtcd, SimulatedTransport
 from tests.simulation.nats_server import SimulatedNats
 from tests.simulation.network import Network
 from tests.support.servers import EtcdServer, NatsServer, etcdctl
+from tests.support.waiting import WAIT_S
 
 CONNECT = b'CONNECT {"verbose":false,"pedantic":false,"headers":true,"no_responders":true}\r\n'
 
@@ -58,7 +59,7 @@ class Wire(asyncio.Protocol):
         self._transport.write(data)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while not condition():
                 self._news.clear()
                 await self._news.wait()
@@ -215,7 +216,7 @@ async def keys_of_a_lease_go_with_it_in_one_revision(world: World) -> None:
                 for name in ("a", "b"):
                     await etcd.put(world.prefix + name, b"1", lease=session.lease)
             events: list[tuple[str, int]] = []
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 while len(events) < 4:
                     batch = await anext(changes)
                     assert isinstance(batch, Events)
@@ -231,7 +232,7 @@ async def a_watch_begins_at_the_revision_that_it_names(world: World) -> None:
         await etcd.put(world.prefix + "b", b"3")
         async with aclosing(etcd.watch(world.prefix, start)) as changes:
             values: list[bytes] = []
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 while len(values) < 2:
                     batch = await anext(changes)
                     assert isinstance(batch, Events)
@@ -350,7 +351,7 @@ async def cancelled_at_each_step(read: Callable[[int], Coroutine[Any, Any, objec
         await asyncio.wait({reading}, timeout=step * 0.0005)
         reading.cancel()
         await asyncio.wait({reading})
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WAIT_S):
         while ordered_consumers():
             await asyncio.sleep(0.05)
 

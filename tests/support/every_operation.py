@@ -81,6 +81,7 @@ from tests.support.fake_records import FakeRecords
 from tests.support.fakes import ENDPOINT, FakeClient, FakeDirectory, FakeLink, FakeStream, echo_tensor, instance, tensor_card
 from tests.support.http_edge import FixedRules, Speaker, TextFiles, chat_card, send_delta
 from tests.support.storing import stored_responses
+from tests.support.waiting import WAIT_S
 
 ALLOWED: dict[Scope, set[Surface]] = {
     Scope.INFER: {Surface.METADATA, Surface.INFERENCE, Surface.MODEL_CONFIG, Surface.STATISTICS},
@@ -313,7 +314,7 @@ async def open_frontend(
     repositories = RepositoryView(etcd, "ns")
     worker = RepositoryInstance(id=InstanceId(1), endpoint=ENDPOINT, subject="s", mode=ControlMode.EXPLICIT)
     repositories.apply(Reset((KeyValue(worker.key, worker.encode(), 1),), 1))
-    adapters = Adapters(etcd, "ns", cast(Any, directory), timeout_s=10)
+    adapters = Adapters(etcd, "ns", cast(Any, directory), timeout_s=WAIT_S)
     async with (
         _memory_of_clients() as folder,
         open_text_files(TextFiles(), TextOptions()) as texts,

@@ -112,7 +112,7 @@ async def _following(process: Process) -> AsyncIterator[None]:
         if process.process.returncode is None:
             process.terminate()
             try:
-                await process.ended(20.0)
+                await process.ended()
             except TimeoutError:
                 process.process.kill()
         await reading

@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 import httpx2
 
 from dynamo.local.servers import EtcdServer, NatsServer, Server, ServerTls, etcd_binary, free_ports
+from tests.support.waiting import expiring
 
 __all__ = [
     "ETCD_FLAGS",
@@ -106,7 +107,7 @@ async def start_nats_cluster(folder: Path) -> AsyncIterator[Cluster[NatsServer]]
     ) as servers:
 
         async def find_leader() -> NatsServer:
-            async with asyncio.timeout(_LEADER_TIMEOUT_S), httpx2.AsyncClient(timeout=1.0) as client:
+            async with asyncio.timeout(_LEADER_TIMEOUT_S), httpx2.AsyncClient(timeout=expiring(1.0)) as client:
                 while True:
                     for server, port in zip(servers, monitors, strict=True):
                         with suppress(httpx2.TransportError):

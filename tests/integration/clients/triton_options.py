@@ -21,6 +21,8 @@ import tritonclient.http as by_http
 import tritonclient.http.auth
 from tritonclient.utils import InferenceServerException
 
+from tests.support.waiting import WAIT_S, expiring
+
 GRPC_PORT, HTTP_PORT, CA_FILE, KEY = sys.argv[1:]
 HALF_A_MINUTE = {"delay_ms": 30_000}
 
@@ -71,12 +73,12 @@ def refused(call: Callable[[], None], words: str) -> None:
 
 def unknown_authority() -> None:
     client = by_grpc.InferenceServerClient(f"localhost:{GRPC_PORT}", ssl=True)
-    refused(lambda: infer(by_grpc, client, client_timeout=5), "")
+    refused(lambda: infer(by_grpc, client, client_timeout=WAIT_S), "")
 
 
 def plain_text() -> None:
     client = by_grpc.InferenceServerClient(f"localhost:{GRPC_PORT}")
-    refused(lambda: infer(by_grpc, client, client_timeout=5), "")
+    refused(lambda: infer(by_grpc, client, client_timeout=WAIT_S), "")
 
 
 GRPC_LOGIN, HTTP_LOGIN = tritonclient.grpc.auth.BasicAuth("any", KEY), tritonclient.http.auth.BasicAuth("any", KEY)
@@ -87,7 +89,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "gRPC: gzip": lambda: infer(by_grpc, grpc_client(GRPC_LOGIN), compression_algorithm="gzip"),
     "gRPC: deflate": lambda: infer(by_grpc, grpc_client(GRPC_LOGIN), compression_algorithm="deflate"),
     "gRPC: client_timeout": lambda: refused(
-        lambda: infer(by_grpc, grpc_client(GRPC_LOGIN), client_timeout=0.3, parameters=HALF_A_MINUTE), "DEADLINE_EXCEEDED"
+        lambda: infer(by_grpc, grpc_client(GRPC_LOGIN), client_timeout=expiring(0.3), parameters=HALF_A_MINUTE),
+        "DEADLINE_EXCEEDED",
     ),
     "gRPC: an unknown authority": unknown_authority,
     "gRPC: without TLS": plain_text,
@@ -101,17 +104,17 @@ CHECKS: dict[str, Callable[[], None]] = {
         by_http, http_client(HTTP_LOGIN), request_compression_algorithm="deflate", response_compression_algorithm="deflate"
     ),
     "HTTP: network_timeout": lambda: refused(
-        lambda: infer(by_http, http_client(HTTP_LOGIN, network_timeout=0.3), parameters=HALF_A_MINUTE), ""
+        lambda: infer(by_http, http_client(HTTP_LOGIN, network_timeout=expiring(0.3)), parameters=HALF_A_MINUTE), ""
     ),
 }
 
 
 def await_model() -> None:
     """Return when the frontend serves the model."""
-    client, until = grpc_client(GRPC_LOGIN), time.monotonic() + 120
+    client, until = grpc_client(GRPC_LOGIN), time.monotonic() + WAIT_S
     while time.monotonic() < until:
         try:
-            if client.is_model_ready("types", client_timeout=5):
+            if client.is_model_ready("types", client_timeout=WAIT_S):
                 return
         except InferenceServerException:
             pass

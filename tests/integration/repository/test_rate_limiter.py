@@ -18,7 +18,7 @@ from dynamo.worker.repository.declared.model_config import instances_of
 from dynamo.worker.repository.scheduling.rate_limiter import ExecutionLimits, ProvidedResource, RateLimit, RateLimiter
 from dynamo.worker.repository.sessions.session import SessionModel
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 ALONE = """
 import os, time
@@ -42,8 +42,9 @@ class TritonPythonModel:
     def execute(self, requests):
         folder = os.path.dirname(os.path.dirname(pb_utils.get_model_dir()))
         open(os.path.join(folder, "lock"), "x").close()
-        until = time.monotonic() + 30
-        while not os.path.exists(os.path.join(folder, "go")) and time.monotonic() < until:
+        until = time.monotonic() + 120
+        while not os.path.exists(os.path.join(folder, "go")):
+            assert time.monotonic() < until, "the test has not let it go"
             time.sleep(0.005)
         os.unlink(os.path.join(folder, "lock"))
         return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
@@ -264,7 +265,7 @@ async def test_a_thread_holds_its_resource_until_it_returns_though_its_caller_ha
 
         def run(self, outputs: Sequence[str], inputs: Arrays) -> Sequence[Array]:
             self.begun += 1
-            self.go.wait(30)
+            assert self.go.wait(WAIT_S)
             return [inputs["x"]]
 
     group = f"instance_group [ {{ {needs('R', 1, instances=2)} }} ]"

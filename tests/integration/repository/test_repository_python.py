@@ -370,7 +370,7 @@ async def test_a_decoupled_model_sees_that_its_request_was_cancelled(tmp_path: P
         for r in requests:
             if r.inputs()[0].as_numpy()[0] < 0:
                 sender = r.get_response_sender()
-                sender.send(pb_utils.InferenceResponse([tensor(float(self.noticed.wait(20)))]), flags=1)
+                sender.send(pb_utils.InferenceResponse([tensor(float(self.noticed.wait(120)))]), flags=1)
             else:
                 threading.Thread(target=self.send, args=(r,)).start()
     def send(self, r):
@@ -818,7 +818,7 @@ async def test_responses_that_a_caller_leaves_unread_are_cancelled(tmp_path: Pat
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         self.cancelled.set()
     def wait(self, sender, state):
-        response = pb_utils.InferenceResponse([tensor(state.wait(20))])
+        response = pb_utils.InferenceResponse([tensor(state.wait(120))])
         sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
     )

@@ -27,7 +27,7 @@ from dynamo.worker.repository.scheduling.pipeline import NoProcess
 from dynamo.worker.repository.scheduling.sequences import SequenceModel, UnknownSequence
 from tests.support.repositories import infer, infer_all, opened, python_model
 from tests.support.virtual_time import run as run_in_virtual_time
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 CONTROLS = """
 control_input { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [ 0, 1 ] } }
@@ -135,7 +135,7 @@ async def test_sequences_may_have_names(tmp_path: Path) -> None:
 
 async def test_direct_sequences_keep_their_row_and_rows_below_it_are_not_ready(tmp_path: Path) -> None:
     folder = make_reporter(tmp_path, more="max_batch_size: 3")
-    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(WAIT_S):
         rows = [await send(models, id, "s") for id in (1, 2, 3)]
         assert [(about["row"], about["rows"]) for about in rows] == [(0, 1), (1, 2), (2, 3)]
         again = await send(models, 2)
@@ -154,7 +154,7 @@ async def test_a_sequence_without_a_slot_waits_for_the_end_of_another(tmp_path: 
     make_reporter(
         tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 60000000 }}", "instance_group { count: 2 }"
     )
-    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(WAIT_S):
         placed = [await send(models, id, "s") for id in (1, 2)]
         assert {about["on"] for about in placed} == {"reporter_0_0", "reporter_0_1"}
         third = asyncio.create_task(send(models, 3, "s"))
@@ -167,7 +167,7 @@ async def test_a_sequence_without_a_slot_waits_for_the_end_of_another(tmp_path: 
 
 async def test_an_idle_sequence_ends_and_frees_its_slot(tmp_path: Path) -> None:
     make_reporter(tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 20000 }}")
-    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(WAIT_S):
         await send(models, 1, "s")
         await send(models, 2, "s")  # waits until the first is idle
         with pytest.raises(UnknownSequence):
@@ -177,7 +177,7 @@ async def test_an_idle_sequence_ends_and_frees_its_slot(tmp_path: Path) -> None:
 async def test_the_oldest_requests_of_several_sequences_are_batched(tmp_path: Path) -> None:
     strategy = "oldest { max_candidate_sequences: 4 } max_sequence_idle_microseconds: 60000000"
     folder = make_reporter(tmp_path, f"sequence_batching {{ {strategy} {CONTROLS} }}", "max_batch_size: 2")
-    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(WAIT_S):
         busy = asyncio.create_task(send(models, 9, "s", value=1.0))
         while not (folder / "begun-reporter_0").exists():
             await asyncio.sleep(0.002)
@@ -193,7 +193,7 @@ async def test_the_death_of_a_process_ends_its_sequences_and_no_others(tmp_path:
     make_reporter(
         tmp_path, f"sequence_batching {{ {CONTROLS} max_sequence_idle_microseconds: 60000000 }}", "instance_group { count: 2 }"
     )
-    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(WAIT_S):
         first, second = [await send(models, id, "s") for id in (1, 2)]
         os.kill(first["pid"], signal.SIGKILL)
         await until_unknown(models, 1)
@@ -202,7 +202,7 @@ async def test_the_death_of_a_process_ends_its_sequences_and_no_others(tmp_path:
 
 async def test_a_request_whose_caller_leaves_does_not_hold_up_its_sequence(tmp_path: Path) -> None:
     folder = make_reporter(tmp_path)
-    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(WAIT_S):
         busy = asyncio.create_task(send(models, 1, "s", value=1.0))
         while not (folder / "begun-reporter_0").exists():
             await asyncio.sleep(0.002)
@@ -230,7 +230,7 @@ class TritonPythonModel:
 """
     config = TENSORS.replace("TYPE_STRING", "TYPE_FP32") + "model_transaction_policy { decoupled: true } sequence_batching { }"
     python_model(tmp_path, "many", code, config)
-    async with opened(tmp_path, "many") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "many") as models, asyncio.timeout(WAIT_S):
         for start, flags in ((True, 1.0), (False, 0.0)):
             parameters = {"sequence_id": 4, "sequence_start": start}
             responses = await infer_all(models, "many", {"x": np.zeros(1, np.float32)}, parameters=parameters)
@@ -413,7 +413,7 @@ async def test_onnx_models_get_the_state_that_their_last_response_of_the_sequenc
     (tmp_path / "sum" / "initial_state" / "ten").write_bytes(np.float32(10).tobytes())
     config = f"max_batch_size: 4 sequence_batching {{ state {{ {STATE} {initial} }} }}"
     (tmp_path / "sum" / "config.pbtxt").write_text(f'backend: "onnxruntime" {config}')
-    async with opened(tmp_path, "sum") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "sum") as models, asyncio.timeout(WAIT_S):
         card = models.find("sum").card
         assert [spec.name for spec in (*card.inputs, *card.outputs)] == ["x", "y"] and card.has_sequences
 
@@ -544,7 +544,7 @@ async def iterate(models: RepositoryModels, times: int) -> list[Any]:
 @pytest.mark.parametrize("strategy", ["direct { }", "oldest { max_candidate_sequences: 2 }"])
 async def test_iterative_sequences_run_together_until_each_has_ended(tmp_path: Path, decoupled: bool, strategy: str) -> None:
     folder = make_iterating(tmp_path, decoupled=decoupled, strategy=strategy)
-    async with opened(tmp_path, "iterating") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "iterating") as models, asyncio.timeout(WAIT_S):
         first = asyncio.create_task(iterate(models, 3))
         await until(lambda: "sequences=1" in repr(sequences_of(models, "iterating")))
         second = asyncio.create_task(iterate(models, 2))
@@ -560,7 +560,7 @@ async def test_iterative_sequences_run_together_until_each_has_ended(tmp_path: P
 @pytest.mark.parametrize("decoupled", [False, True])
 async def test_an_iterative_sequence_ends_when_its_caller_leaves(tmp_path: Path, decoupled: bool) -> None:
     folder = make_iterating(tmp_path, decoupled=decoupled)
-    async with opened(tmp_path, "iterating") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "iterating") as models, asyncio.timeout(WAIT_S):
         leaving = [asyncio.create_task(iterate(models, 10**9)) for _ in range(3)]
         await until(lambda: "sequences=3, waiting=1" in repr(sequences_of(models, "iterating")))
         (folder / "go").touch()
@@ -573,7 +573,7 @@ async def test_an_iterative_sequence_ends_when_its_caller_leaves(tmp_path: Path,
 @pytest.mark.parametrize("decoupled", [False, True])
 async def test_sequences_that_a_process_has_not_got_do_not_end_with_it(tmp_path: Path, decoupled: bool) -> None:
     folder = make_iterating(tmp_path, decoupled=decoupled)
-    async with opened(tmp_path, "iterating") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "iterating") as models, asyncio.timeout(WAIT_S):
         dying = asyncio.create_task(iterate(models, -1))
         await until(lambda: "sequences=1, waiting=0" in repr(sequences_of(models, "iterating")))
         others = [asyncio.create_task(iterate(models, 1)) for _ in range(3)]
@@ -587,7 +587,7 @@ async def test_sequences_that_a_process_has_not_got_do_not_end_with_it(tmp_path:
 
 async def test_no_request_joins_the_sequence_of_one_without_an_id(tmp_path: Path) -> None:
     folder = make_iterating(tmp_path, decoupled=False)
-    async with opened(tmp_path, "iterating") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "iterating") as models, asyncio.timeout(WAIT_S):
         first = asyncio.create_task(iterate(models, 3))
         await until(lambda: "sequences=1" in repr(sequences_of(models, "iterating")))
         parameters = {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
@@ -605,7 +605,7 @@ async def test_a_model_does_not_get_a_request_again_while_many_responses_are_unr
     async with (
         opened(tmp_path, "iterating") as models,
         aclosing(models.run("iterating", "", request)) as responses,  # type: ignore[type-var]
-        asyncio.timeout(60),
+        asyncio.timeout(WAIT_S),
     ):
         await anext(responses)
         for _ in range(3):
@@ -617,7 +617,7 @@ async def test_a_model_does_not_get_a_request_again_while_many_responses_are_unr
 
 async def test_a_start_that_is_cancelled_while_it_waits_frees_its_place(tmp_path: Path) -> None:
     folder = make_reporter(tmp_path)
-    async with opened(tmp_path, "reporter") as models, asyncio.timeout(60):
+    async with opened(tmp_path, "reporter") as models, asyncio.timeout(WAIT_S):
         busy = asyncio.create_task(send(models, 1, "s", value=1.0))
         await until((folder / "begun-reporter_0").exists)
         left = asyncio.create_task(send(models, 2, "s"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.short_limits import short_limits
 from tests.support.wall_time import upper_bounds
 
 ROOT = Path(__file__).parents[3]
@@ -142,6 +143,57 @@ def test_upper_bounds_of_time_are_found(source: str) -> None:
 )
 def test_what_takes_longer_on_a_busy_machine_without_failing_is_no_bound(source: str) -> None:
     assert upper_bounds({"x.test": ast.parse(source)}) == {}
+
+
+SIMULATED = {"tests.simulation.history", "tests.simulation.kept"}
+"""Modules in which no time passes but that of simulated clocks."""
+
+
+def test_no_limit_of_a_wait_is_reached_by_a_busy_machine(trees: dict[Path, ast.Module]) -> None:
+    found = short_limits({module_name(file): tree for file, tree in trees.items()})
+    assert {name: limits for name, limits in found.items() if name not in SIMULATED} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "async with asyncio.timeout(0.2):\n    await news.wait()",
+        "LIMIT_S = 0.2\nasync with asyncio.timeout_at(loop.time() + 2 * LIMIT_S):\n    await news.wait()",
+        "await asyncio.wait_for(queue.get(), 0.5)",
+        "done, _ = await asyncio.wait(tasks, timeout=5)",
+        "client = HttpClient(url, timeout_s=10)",
+        "httpx2.AsyncClient(timeout=1.0)",
+        "thread.join(10)",
+        "from x.limits import SHORT_S\nthread.join(SHORT_S)",
+        "def status(stream, within_s=10.0): ...",
+        "def status(self, stream, within_s): ...\nclient.status(1, 5)",
+        "async def ends(*, timeout_s: float = 2): ...",
+        "def test():\n    until = time.monotonic() + 5\n    while not is_done():\n        assert time.monotonic() < until",
+        "assert time.monotonic() < until",
+        "until = time.monotonic() + 500\nwhile not is_done() and time.monotonic() < until:\n    time.sleep(0.1)",
+        'MODEL = """\nimport time\nclass Model:\n    def execute(self):\n        self.go.wait(5)\n"""',
+    ],
+)
+def test_limits_that_a_busy_machine_reaches_are_found(source: str) -> None:
+    trees = {"x.limits": ast.parse("SHORT_S = 3"), "x.test": ast.parse(source)}
+    assert [len(limits) for limits in short_limits(trees).values()] == [1]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "async with asyncio.timeout(120):\n    await news.wait()",
+        "async with asyncio.timeout(0):\n    await news.wait()",
+        "with pytest.raises(TimeoutError):\n    await asyncio.wait_for(queue.get(), expiring(0.1))",
+        "LIMIT_S = expiring(0.1)\nthread.join(LIMIT_S)",
+        "@in_virtual_time\nasync def test():\n    await asyncio.wait_for(queue.get(), 5)",
+        "until = time.monotonic() + 120\nwhile not is_done():\n    assert time.monotonic() < until",
+        "', '.join(names)",
+        "pb_utils.InferenceRequest(model_name='m', timeout=7)",
+    ],
+)
+def test_a_limit_that_is_long_or_marked_is_none_that_a_busy_machine_reaches(source: str) -> None:
+    assert short_limits({"x.test": ast.parse(source)}) == {}
 
 
 UNNAMED = re.compile(r"(?i)(?<![a-z])(?:some|no|any|every)body|(?<![a-z])(?:whoever|anyone|everyone|someone|no one)(?![a-z])")

@@ -12,6 +12,7 @@ from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.worker.canary import Canary
 from dynamo.worker.engine.base import Context, EngineLoad
+from tests.support.waiting import expiring
 
 IDLE_S = 1000.0
 NOW = 0.0
@@ -119,6 +120,6 @@ async def test_a_hung_engine_keeps_probes_waiting_and_can_be_closed() -> None:
     engine.works.clear()
     canary = Canary("m", engine)
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
+        async with asyncio.timeout(expiring(0.05)):
             await canary.probe(NOW)
     await canary.close()

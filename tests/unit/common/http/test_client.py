@@ -10,6 +10,7 @@ import pytest
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.http.client import HttpClient
+from tests.support.waiting import expiring
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n8\r\ndata: a\n\r\n0\r\n\r\n"
@@ -103,7 +104,7 @@ async def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:
 
 async def test_a_request_is_not_sent_again_to_a_server_that_is_silent() -> None:
     server = Server(WHOLE, None, WHOLE)
-    async with server.client(timeout_s=0.05) as client:
+    async with server.client(timeout_s=expiring(0.05)) as client:
         await client.fetch("GET", "/")
         with pytest.raises(Unavailable, match="did not respond in time"):
             await client.fetch("GET", "/")

@@ -19,7 +19,7 @@ from dynamo.common.http.connection import HttpLimits
 from dynamo.common.http.request import CLIENT_WATCH, HIGH_WATER_BYTES, HttpRequest
 from dynamo.common.http.server import HttpServer, serve_asgi
 from dynamo.common.lifecycle import open_listener
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, expiring, until
 
 MIB = 2**20
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -178,9 +178,9 @@ class Side:
         """Send `piece` up to `most` times; return how many bytes were taken, and the response."""
         async with self.client() as client:
             sent = 0
-            response = asyncio.ensure_future(client.rest(30))
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(20):
+            response = asyncio.ensure_future(client.rest())
+            with contextlib.suppress(ConnectionError):
+                async with asyncio.timeout(WAIT_S):
                     await client.send(first)
                     for _ in range(most):
                         await client.send(piece)
@@ -415,7 +415,7 @@ async def test_a_head_that_does_not_come_in_time_is_cut(before: bytes) -> None:
             await client.send(before)
             await client.response()
         await client.send(b"GET / HTTP/1.1\r\nx-a: ")
-        while not await client.ends(0.05):
+        while not await client.ends(expiring(0.05)):
             with contextlib.suppress(ConnectionError):
                 await client.send(b"a")
     async with serving(head_timeout_s=0.2) as side, side.client() as client:
@@ -426,11 +426,11 @@ async def test_a_head_that_does_not_come_in_time_is_cut(before: bytes) -> None:
 async def test_a_connection_on_which_nothing_comes_is_closed() -> None:
     async with serving(head_timeout_s=0.2, idle_timeout_s=0.3) as side:
         async with side.client() as client:
-            assert await client.rest(5) == b""
+            assert await client.rest() == b""
         async with side.client() as client:
             await client.send(get("/"))
             await client.response()
-            assert await client.rest(5) == b""
+            assert await client.rest() == b""
 
 
 async def test_a_body_that_trickles_is_cut_and_one_that_is_merely_slow_is_not() -> None:
@@ -440,7 +440,7 @@ async def test_a_body_that_trickles_is_cut_and_one_that_is_merely_slow_is_not() 
             text = b""
             while not text:
                 with contextlib.suppress(TimeoutError, ConnectionError):
-                    text = await client.rest(0.1)
+                    text = await client.rest(expiring(0.1))
                     break
                 with contextlib.suppress(ConnectionError):
                     await client.send(b"a")
@@ -521,7 +521,7 @@ async def test_a_flood_of_tiny_requests_is_parsed_as_it_is_served() -> None:
             connection.setblocking(False)
             loop, flood = asyncio.get_running_loop(), get("/") * 2000
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(2):  # until the server reads no more, since the client does not
+                async with asyncio.timeout(expiring(2)):  # until the server reads no more, since the client does not
                     for _ in range(500):
                         await loop.sock_sendall(connection, flood)
             assert sum(isinstance(thing, HttpRequest) for thing in gc.get_objects()) < 2000

@@ -16,6 +16,7 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.security.accounts import ANONYMOUS
 from tests.support.fake_etcd import FakeEtcd
+from tests.support.waiting import WAIT_S
 
 
 def card(name: str, *, adapters: tuple[str, ...] = (), loads: bool = False) -> ModelCard:
@@ -47,7 +48,7 @@ class Directory:
 async def test_an_adapter_takes_no_name_of_a_model_even_in_place(name: str) -> None:
     etcd = FakeEtcd()
     directory = Directory(card("base", loads=True), card("other", adapters=("others-adapter",)))
-    adapters = Adapters(cast(Etcd, etcd), "ns", directory, timeout_s=10)
+    adapters = Adapters(cast(Etcd, etcd), "ns", directory, timeout_s=WAIT_S)
     with pytest.raises(AlreadyExists, match=f"the name '{name}' is taken by model"):
         await adapters.load(ANONYMOUS, LoadAdapter(name=name, path="/adapters/x", model="base", in_place=True))
     assert not etcd.kvs

@@ -21,6 +21,7 @@ from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, instance
 from tests.support.http_edge import chat_card
 from tests.support.virtual_time import in_virtual_time
+from tests.support.waiting import WAIT_S
 
 
 class QueriedFleet:
@@ -54,7 +55,7 @@ class Fleet:
         self.directory = FakeDirectory(*(instance(number, chat_card()) for number in range(1, count + 1)))
         self.queries = QueriedFleet(Dispatcher(self.directory, FakeClient(), FakeLink(), RoundRobin()))
         self.registry = CollectorRegistry()
-        self.canaries = Canaries(self.directory, self.queries, FrontendMetrics(self.registry), wait_s=0.01, timeout_s=1.0)
+        self.canaries = Canaries(self.directory, self.queries, FrontendMetrics(self.registry), wait_s=0.01, timeout_s=WAIT_S)
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.registry.get_sample_value(f"dynamo_frontend_{name}", {"model": "talker", **labels})
@@ -116,7 +117,7 @@ async def test_a_refusal_does_not_shorten_how_long_an_instance_is_left_out() -> 
 
 async def test_instances_are_queried_again_and_again_about_the_time_in_between() -> None:
     fleet = Fleet(1)
-    async with watching_instances(fleet.canaries), asyncio.timeout(5):
+    async with watching_instances(fleet.canaries), asyncio.timeout(WAIT_S):
         for _ in range(3):
             fleet.queries.queried.clear()
             await fleet.queries.queried.wait()

@@ -21,6 +21,7 @@ from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures, summary
 from dynamo.local.replay.fleet import Replay
 from dynamo.local.replay.trace import BLOCK_TOKENS, Row, Workload, expand, read_trace, synthesise
+from tests.support.waiting import WAIT_S
 
 SAMPLE = Path(__file__).parents[4] / "examples" / "trace.jsonl"
 FLEET = ReplayConfig(workers=4, blocks=400, rate=3.0)
@@ -175,7 +176,7 @@ def test_the_command_prints_a_row_per_mode_and_draws(tmp_path: Path) -> None:
         "--modes=kv,random",
         f"--plot={picture}",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert [line.split("|")[1].strip() for line in lines] == ["mode", "---", "kv", "random"]

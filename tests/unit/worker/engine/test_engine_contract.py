@@ -29,6 +29,7 @@ from tests.support.sglang_server import SglangServer
 from tests.support.tensorrt_server import TensorRtServer
 from tests.support.tiny_llama import make_tiny_llama
 from tests.support.vllm_server import MAX_LOGPROBS, VllmServer
+from tests.support.waiting import WAIT_S
 
 pytestmark = [pytest.mark.real_model, pytest.mark.asyncio(loop_scope="module")]
 
@@ -41,7 +42,6 @@ TRACK_KV = ["sim", "llama", *(["vllm"] if find_spec("vllm") else [])]
 """Engines that report what they have cached; servers and SGLang's engine, as used here, do not."""
 ENGINES = [*TRACK_KV, "sglang-engine", *REMOTE]
 GREEDY = Sampling(temperature=0.0)
-WAIT_S = 120
 
 
 @dataclass(frozen=True)

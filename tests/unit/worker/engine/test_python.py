@@ -16,6 +16,7 @@ from dynamo.common.tensors.tensors import bf16_to_float32, from_numpy, to_numpy
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.python import Batching, Declaration, InferContext, PythonEngine, Tensor
+from tests.support.waiting import WAIT_S, expiring
 
 
 def request(inputs: Mapping[str, Any], parameters: Mapping[str, Any] | None = None, datatype: str = "") -> TensorRequest:
@@ -154,11 +155,12 @@ async def test_calls_of_a_plain_function_overlap_only_with_declared_concurrency(
     class Model(Base):
         def __init__(self, concurrency: int) -> None:
             self.concurrency = concurrency
+            self.wait_s = WAIT_S if concurrency > 1 else expiring(0.3)
             self.meet = threading.Barrier(2)
 
         def infer(self, x: Any) -> Any:
             try:
-                self.meet.wait(0.3)
+                self.meet.wait(self.wait_s)
             except threading.BrokenBarrierError:
                 raise RuntimeError("alone") from None
             return x

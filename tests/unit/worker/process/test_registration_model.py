@@ -23,6 +23,7 @@ from dynamo.protos import etcd_pb2 as pb
 from dynamo.worker.process.registration import CHECK_S, LEASE_TTL_S, Registration, registered
 from tests.simulation.clock import Process, SimulatedLoop
 from tests.simulation.etcd_server import SimulatedEtcd, SimulatedTransport
+from tests.support.waiting import expiring
 
 OFFERS = st.sets(st.sampled_from(["a", "b", "c"]))
 AWAY_S = st.sampled_from([0.1, 4.0, 11.0, 25.0])
@@ -115,7 +116,7 @@ class Registrations(RuleBasedStateMachine):
         self.run(self._update(models))
 
     async def _update(self, models: set[str]) -> None:
-        update = self.registration.update([instance(model) for model in sorted(models)], timeout_s=2.0)
+        update = self.registration.update([instance(model) for model in sorted(models)], timeout_s=expiring(2.0))
         await self.process.context.copy().run(asyncio.get_running_loop().create_task, update)
 
     @rule()

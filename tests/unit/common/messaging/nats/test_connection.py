@@ -18,7 +18,7 @@ from dynamo.common.messaging.nats.socket_transport import SocketTransport
 from dynamo.common.options import NatsOptions
 from dynamo.common.process.background import running
 from tests.support.fake_nats import FakeNats, start_fake_nats
-from tests.support.waiting import until
+from tests.support.waiting import expiring, until
 
 
 def options(fake: FakeNats, **more: object) -> NatsOptions:
@@ -222,7 +222,7 @@ async def test_a_flush_of_nats_py_that_was_given_up_ends_neither_its_reading_nor
             async with asyncio.timeout(0):
                 await connection.client.flush()
         with pytest.raises(FlushTimeoutError):
-            await connection.client.flush(timeout=0.01)  # type: ignore[arg-type]  # passed to asyncio.wait_for
+            await connection.client.flush(timeout=expiring(0.01))  # type: ignore[arg-type]  # passed to asyncio.wait_for
         fake.thaw()
         await until(lambda: not vars(connection.client)["_pongs"])
         assert [record.getMessage() for record in caplog.records] == []

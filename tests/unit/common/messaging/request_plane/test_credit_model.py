@@ -22,6 +22,7 @@ from dynamo.common.messaging.request_plane.server import RequestServer, serve_re
 from dynamo.common.names import Endpoint, InstanceId
 from tests.support.fake_bus import FakeBus, FakeConnection
 from tests.support.virtual_time import VirtualTimeLoop
+from tests.support.waiting import WAIT_S, expiring
 
 LIMITS = PlaneLimits(
     chunk_bytes=4 * KIB,
@@ -195,7 +196,7 @@ class Plane(RuleBasedStateMachine):
 
         async def read() -> None:
             with suppress(DynamoError, TimeoutError):
-                async with asyncio.timeout(0.2):
+                async with asyncio.timeout(expiring(0.2)):
                     for _ in range(reads):
                         await stream.read()
 
@@ -258,7 +259,7 @@ class Plane(RuleBasedStateMachine):
                     while await stream.read():
                         pass
 
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(WAIT_S):
                 await asyncio.gather(*map(read, self.streams))
             await asyncio.sleep(10)
             assert self.client.credits.lent_bytes == self.server.uploads.lent_bytes == 0

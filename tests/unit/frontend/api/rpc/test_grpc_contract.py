@@ -37,7 +37,7 @@ from tests.support.certificates import issue, write_ca
 from tests.support.edge import Edge, Stream, open_edge, over
 from tests.support.fakes import FakeStream, echo_tensor, instance, tensor_card
 from tests.support.grpc_operations import ECHO, bidirectional, unary
-from tests.support.waiting import until_free
+from tests.support.waiting import WAIT_S, expiring, until_free
 
 Code = grpc.StatusCode
 INFER = f"/{SERVICE}/ModelInfer"
@@ -114,7 +114,7 @@ async def test_metadata_of_any_size_that_fits_is_harmless(edge: Edge, size: int)
 async def test_methods_that_do_not_exist_are_unimplemented(options: GrpcOptions) -> None:
     async with served(options, ECHO) as channel:
         paths = ("/test.Echo/Nothing", "/no.Service/At", "/x", "/test.Echo/Say")
-        codes = await asyncio.gather(*(status(channel, path, timeout=5.0) for path in paths))
+        codes = await asyncio.gather(*(status(channel, path, timeout=WAIT_S) for path in paths))
     assert codes == [Code.UNIMPLEMENTED] * 3 + [Code.OK]
 
 
@@ -169,7 +169,7 @@ async def test_calls_are_counted_with_their_status(edge: Edge) -> None:
 
 async def counts(edge: Edge, name: str, value: float, **labels: str) -> None:
     """Return once a sample has this value: a call is counted just after its client has heard of its end."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         while edge.registry.get_sample_value(name, labels) != value:
             await asyncio.sleep(0.005)
 
@@ -259,7 +259,7 @@ async def test_health_watch_reports_each_change_and_ends_when_draining(edge: Edg
 
 async def test_a_deadline_travels_and_ends_the_call(edge: Edge) -> None:
     held(edge)
-    call = asyncio.create_task(failure(edge.infer(infer_request(), timeout=0.3)))
+    call = asyncio.create_task(failure(edge.infer(infer_request(), timeout=expiring(0.3))))
     request = await edge.client.next_stream()
     assert (await call).code() is Code.DEADLINE_EXCEEDED
     await over(request)
@@ -336,7 +336,7 @@ async def test_a_response_is_compressed_as_both_sides_want(
     """`wbits` as in `zlib`: 31 demands gzip's header, 15 that of deflate; None: the response is not compressed."""
     async with serve_grpc(replace(options, compression=compression), ECHO) as server:
         connection = await connect("127.0.0.1", server.port)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             reply = connection.call(call_headers(accepted), message(PAYLOAD), keep=True)
             await reply.done
         connection.close()
@@ -349,7 +349,7 @@ async def test_a_response_is_compressed_as_both_sides_want(
 
 async def test_a_compressed_response_is_decompressed_by_grpcs_own_client(options: GrpcOptions) -> None:
     async with served(replace(options, compression=GrpcCompression.GZIP), ECHO) as channel:
-        assert await channel.unary_unary("/test.Echo/Say")(PAYLOAD, timeout=10) == PAYLOAD
+        assert await channel.unary_unary("/test.Echo/Say")(PAYLOAD, timeout=WAIT_S) == PAYLOAD
 
 
 # Ports and TLS
@@ -390,7 +390,7 @@ async def test_tls_serves_the_clients_of_a_ca_and_follows_its_files(options: Grp
             credentials = grpc.ssl_channel_credentials(roots.read_bytes(), *pair)
             own_connection = [("grpc.use_local_subchannel_pool", 1)]
             async with grpc.aio.secure_channel(f"127.0.0.1:{running.port}", credentials, own_connection) as channel:
-                return await status(channel, "/test.Echo/Say", timeout=5.0) is Code.OK
+                return await status(channel, "/test.Echo/Say", timeout=WAIT_S) is Code.OK
 
         known, unknown = (
             (client.key.read_bytes(), client.cert.read_bytes()),
@@ -400,7 +400,7 @@ async def test_tls_serves_the_clients_of_a_ca_and_follows_its_files(options: Grp
         assert not await serves()
         assert not await serves(*unknown)
         write_ca(other, trusted)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while not await serves(*unknown):
                 await asyncio.sleep(0.1)
         assert not await serves(*known)
@@ -433,7 +433,7 @@ async def test_a_call_without_a_key_is_refused_before_its_message_and_its_handle
         for name in (*SURFACES, "Act"):
             assert await status(channel, f"/test.Keys/{name}") is Code.UNAUTHENTICATED
             call = channel.stream_unary(f"/test.Keys/{name}")()  # sends headers, and no message
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(WAIT_S):
                 assert await call.code() is Code.UNAUTHENTICATED
         assert read == 0
         assert await status(channel, "/test.Keys/Health") is Code.OK

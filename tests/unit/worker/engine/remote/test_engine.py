@@ -48,7 +48,7 @@ from dynamo.worker.tokenizers.folder import read_folder
 from tests.support.engine_server import serving
 from tests.support.sglang_server import SglangServer
 from tests.support.vllm_server import SeeingServer, VllmServer, serve_vllm
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ async def server(tmp_path: Path) -> AsyncIterator[VllmServer]:
 
 @pytest.fixture
 async def engine(server: VllmServer) -> RemoteEngine:
-    engine = RemoteEngine(HttpClient(server.url, key="secret", timeout_s=10))
+    engine = RemoteEngine(HttpClient(server.url, key="secret", timeout_s=WAIT_S))
     await engine.start()
     return engine
 
@@ -138,7 +138,7 @@ async def test_a_server_that_dies_fails_its_requests_as_a_lost_instance_and_serv
 async def test_a_server_that_is_gone_is_unavailable_until_it_is_back(server: VllmServer) -> None:
     restarted = VllmServer(server.engine, server.folder)
     async with restarted.serving():
-        engine = RemoteEngine(HttpClient(restarted.url, timeout_s=10))
+        engine = RemoteEngine(HttpClient(restarted.url, timeout_s=WAIT_S))
         await engine.start()
     with pytest.raises(Unavailable, match="cannot be reached"):
         await generate(engine)
@@ -154,7 +154,7 @@ async def test_a_server_whose_engine_has_died_is_unavailable(server: VllmServer,
 
 async def test_a_worker_waits_for_its_server(server: VllmServer, caplog: pytest.LogCaptureFixture) -> None:
     server.is_ready = False
-    engine = RemoteEngine(HttpClient(server.url, timeout_s=10))
+    engine = RemoteEngine(HttpClient(server.url, timeout_s=WAIT_S))
     starting = asyncio.create_task(engine.start())
     await until(lambda: "waiting for the engine server" in caplog.text)
     server.is_ready = True
@@ -172,7 +172,7 @@ async def test_the_card_is_what_the_server_and_its_folder_say(server: VllmServer
 async def test_a_server_on_another_machine_needs_a_tokenizer(server: VllmServer, tmp_path: Path) -> None:
     server.folder = Path("org/model")
     with pytest.raises(InvalidRequest, match="--tokenizer"):
-        await RemoteEngine(HttpClient(server.url, timeout_s=10)).start()
+        await RemoteEngine(HttpClient(server.url, timeout_s=WAIT_S)).start()
     named = make_remote(server.url, RemoteOptions(tokenizer=tmp_path / "tokenizer.json"))
     await named.start()
     assert len(named.files()) == 1
@@ -181,12 +181,12 @@ async def test_a_server_on_another_machine_needs_a_tokenizer(server: VllmServer,
 async def test_a_server_that_refuses_tokens_is_refused_at_the_start(server: VllmServer) -> None:
     server.refusals.append((400, "prompt must be text"))
     with pytest.raises(InvalidRequest, match="cannot be used with token ids: prompt must be text"):
-        await RemoteEngine(HttpClient(server.url, timeout_s=10)).start()
+        await RemoteEngine(HttpClient(server.url, timeout_s=WAIT_S)).start()
 
 
 async def test_a_server_of_another_kind_gets_text_if_its_tokenizer_is_not_at_hand(server: VllmServer) -> None:
     server.owner, server.folder = "library", Path("llama3")
-    engine = RemoteEngine(HttpClient(server.url, timeout_s=10))
+    engine = RemoteEngine(HttpClient(server.url, timeout_s=WAIT_S))
     with pytest.raises(InvalidRequest, match="cannot be used with text"):  # this one has no chat completions
         await engine.start()
 
@@ -343,7 +343,7 @@ async def test_a_server_that_does_not_speak_http_is_an_engine_error(response: by
         writer.close()
 
     async with await asyncio.start_server(connected, "127.0.0.1", 0) as listener:
-        client = HttpClient(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", timeout_s=10)
+        client = HttpClient(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", timeout_s=WAIT_S)
         with pytest.raises(EngineError):
             await client.fetch("GET", "/v1/models")
 
@@ -353,7 +353,7 @@ async def test_a_server_that_does_not_speak_http_is_an_engine_error(response: by
 )
 def test_a_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="--url must be"):
-        HttpClient(url, timeout_s=1)
+        HttpClient(url, timeout_s=WAIT_S)
 
 
 def event(**choice: Any) -> bytes:
@@ -492,7 +492,7 @@ async def test_an_adapter_that_the_server_has_lost_is_loaded_again(server: VllmS
 
 async def test_an_adapter_that_another_worker_has_loaded_at_the_server_is_taken_over(server: VllmServer) -> None:
     server.changes_adapters, server.adapters = True, {"sql": "/adapters/sql"}
-    engine = RemoteEngine(HttpClient(server.url, key="secret", timeout_s=10))
+    engine = RemoteEngine(HttpClient(server.url, key="secret", timeout_s=WAIT_S))
     card = await engine.start()
     assert card.llm is not None
     assert card.llm.adapters == ("sql",)

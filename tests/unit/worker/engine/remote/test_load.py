@@ -18,7 +18,7 @@ from dynamo.worker.engine.remote.load import LoadFollower, Rank, ServerLoad, rea
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import make_remote, sim_config
 from tests.support.vllm_server import serve_vllm
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -100,7 +100,7 @@ async def test_requests_of_others_count_and_those_from_here_count_at_once(tmp_pa
     async with serve_vllm(SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
         server.metrics = VLLM
         requests = OpenRequests()
-        follower = LoadFollower(HttpClient(server.url, timeout_s=5), requests, None)
+        follower = LoadFollower(HttpClient(server.url, timeout_s=WAIT_S), requests, None)
         request = GenerateRequest(model="m", prompt=pack_tokens((1, 2)))
         with requests.opened(request):
             await follower.fetch()  # 9, one of which is from here

@@ -21,6 +21,7 @@ from dynamo.protos.model_config_pb2 import ModelConfig, ModelParameter
 from dynamo.worker.repository.python.environments import Environments, unpack
 from dynamo.worker.repository.stores.content_cache import ContentCache
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
+from tests.support.waiting import WAIT_S
 
 TEXT = X_TO_Y.replace('"y" data_type: TYPE_FP32', '"y" data_type: TYPE_STRING')
 MODEL = """
@@ -220,7 +221,7 @@ def test_an_entry_is_made_once_while_several_want_it(tmp_path: Path) -> None:
 
     def make(folder: Path) -> None:
         made.append(folder)
-        others_wait.wait(10)
+        assert others_wait.wait(WAIT_S)
         fill(folder)
 
     def use() -> None:

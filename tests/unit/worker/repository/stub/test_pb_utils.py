@@ -133,7 +133,16 @@ def request(**more: Any) -> InferenceRequest:
 
 
 def test_requests_to_other_models_keep_what_they_are_made_of() -> None:
-    made = request(request_id="id", correlation_id="abc", inputs=[Tensor("x", ONE)], flags=3, timeout=7, parameters={"a": True})
+    made = InferenceRequest(
+        model_name="m",
+        requested_output_names=["y"],
+        request_id="id",
+        correlation_id="abc",
+        inputs=[Tensor("x", ONE)],
+        flags=3,
+        timeout=7,
+        parameters={"a": True},
+    )
     made.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_ALL)
     assert (made.request_id(), made.correlation_id(), made.flags(), made.timeout()) == ("id", "abc", 3, 7)
     assert made.requested_output_names() == {"y"} and made.parameters() == '{"a": true}'

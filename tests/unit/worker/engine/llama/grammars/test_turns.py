@@ -9,6 +9,7 @@ import pytest
 from dynamo.common.errors import Overloaded
 from dynamo.worker.engine.llama.grammars.memory import MAX_BYTES, MAX_RESPONSE_BYTES, CompiledMemory
 from dynamo.worker.engine.llama.grammars.turns import Turns
+from tests.support.waiting import WAIT_S
 
 
 class Work:
@@ -95,7 +96,7 @@ async def test_one_that_leaves_at_any_time_passes_its_turn_on(steps: int) -> Non
     for _ in range(steps):
         await asyncio.sleep(0)
     leaving.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(first, last)
         await asyncio.wait([leaving])
         await work.of("another")
