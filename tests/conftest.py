@@ -4,16 +4,22 @@ import gc
 import os
 import secrets
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.gate.skips import pytest_terminal_summary as pytest_terminal_summary  # a hook
+from dynamo.common.process.memory import give_back
+from tests.gate.skips import pytest_terminal_summary as show_skips
 from tests.support.environments import files_of_other_environments
-from tests.support.memory import resident_bytes
+from tests.support.memory import peak_bytes, resident_bytes
 from tests.support.servers import ETCD_FLAGS, EtcdServer, NatsServer, Server, serving
 
 _GARBAGE_BYTES = 64 * 2**20
+_MOST_BYTES = 1400 * 2**20
+"""What a test process may have at its peak: 580 MiB are modules and tests; a model or the largest requests come on top."""
+_PEAKS = pytest.StashKey[list[int]]()
+"""The peak of each process that ran tests, in bytes."""
 _RESIDENT = pytest.StashKey[int]()
 """Bytes that the process held after garbage was collected last."""
 
@@ -52,12 +58,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
     What is left is exempt from then on: modules that tests import are a million objects, and each search would take 0.3 s. So it
     is after a test in which Python, or the test itself, searched all objects: the next search is of those that are new.
+
+    What was freed is given back: threads of a thousand tests leave arenas with holes, 130 MB in one file of tests.
     """
     searches = _full_collections()
     result = yield
     if _full_collections() > searches or resident_bytes() > item.config.stash[_RESIDENT] + _GARBAGE_BYTES:
         gc.collect()
         gc.freeze()
+        give_back()
         item.config.stash[_RESIDENT] = resident_bytes()
     return result
 
@@ -65,6 +74,31 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def _full_collections() -> int:
     collections: int = gc.get_stats()[2]["collections"]
     return collections
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Notes the memory of each process that ran tests, and fails a run in which one took too much."""
+    peaks = session.config.stash.setdefault(_PEAKS, [])
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["peak_bytes"] = peak_bytes()
+    elif not peaks:
+        peaks.append(peak_bytes())
+    if max(peaks, default=0) > _MOST_BYTES and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if peak := getattr(node, "workeroutput", {}).get("peak_bytes"):
+        node.config.stash.setdefault(_PEAKS, []).append(peak)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    peak = max(config.stash.get(_PEAKS, []), default=0)
+    most = f", more than the {_MOST_BYTES >> 20} MiB that are allowed" if peak > _MOST_BYTES else ""
+    show_skips(terminalreporter)
+    terminalreporter.write_line(f"The largest test process had {peak >> 20} MiB{most}.", red=bool(most))
 
 
 @pytest.fixture(scope="session")

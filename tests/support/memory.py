@@ -17,6 +17,12 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def peak_bytes() -> int:
+    """Return the most physical memory that this process has occupied so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
 def kept_objects(root: object) -> int:
     """Return how many objects can be reached from `root`, itself included."""
     return len(_reachable(root))
