@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from dynamo.common.process.memory import give_back
-from tests.gate.skips import pytest_terminal_summary as show_skips
+from tests.gate.skips import skipped_tests
 from tests.support.environments import files_of_other_environments
 from tests.support.memory import peak_bytes, resident_bytes
 from tests.support.servers import ETCD_FLAGS, EtcdServer, NatsServer, Server, serving
@@ -97,7 +97,10 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     peak = max(config.stash.get(_PEAKS, []), default=0)
     most = f", more than the {_MOST_BYTES >> 20} MiB that are allowed" if peak > _MOST_BYTES else ""
-    show_skips(terminalreporter)
+    if skipped := skipped_tests(terminalreporter.stats.get("skipped", [])):
+        terminalreporter.section("skipped tests")
+    for line in skipped:
+        terminalreporter.write_line(line)
     terminalreporter.write_line(f"The largest test process had {peak >> 20} MiB{most}.", red=bool(most))
 
 

@@ -10,23 +10,13 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tests.gate.outcomes import Outcome, Skips, too_many
 from tests.gate.suites import SUITES
 
 if TYPE_CHECKING:
     import pytest  # the gate itself runs without it
-
-
-class Terminal(Protocol):
-    """The part of pytest's reporter that is used."""
-
-    stats: Mapping[str, Sequence[pytest.TestReport]]
-
-    def section(self, title: str) -> None: ...
-
-    def write_line(self, line: str) -> None: ...
 
 
 _INSTALLED = [download.skips for suite in SUITES for download in (*suite.uses, *suite.needs)]
@@ -53,10 +43,7 @@ def sentences(skips: Skips, permitted: Mapping[str, Skips]) -> list[str]:
     return lines
 
 
-def pytest_terminal_summary(terminalreporter: Terminal) -> None:
-    reports = terminalreporter.stats.get("skipped", ())
+def skipped_tests(reports: Sequence[pytest.TestReport]) -> list[str]:
+    """Return the sentences about the skipped tests of a run."""
     reasons = Counter(report.longrepr[2].removeprefix(_PREFIX) for report in reports if isinstance(report.longrepr, tuple))
-    if reasons:
-        terminalreporter.section("skipped tests")
-    for line in sentences(reasons, permitted_skips()):
-        terminalreporter.write_line(line)
+    return sentences(reasons, permitted_skips())

@@ -7,22 +7,21 @@ import re
 import select
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import conftest
 from tests.drill.faults import FAULTS
 from tests.gate.__main__ import Downloads, Gate, Had, main
 from tests.gate.commands import Commands, Finished
 from tests.gate.outcomes import Outcome, by_lines, by_report, closing_line, missing_download, table, too_many
-from tests.gate.skips import pytest_terminal_summary, sentences
+from tests.gate.skips import sentences, skipped_tests
 from tests.gate.suites import EXAMPLES, HELM, SUITES, TRITON, VLLM, Download, Suite
 from tests.support.environments import PACKAGES
 
@@ -236,33 +235,15 @@ def test_skips_are_compared_by_suite_and_reason() -> None:
 TOO_HARD = ("x.py", 2, "Skipped: it is too hard")
 
 
-@dataclass
-class Terminal:
-    """What the end of pytest writes to."""
-
-    stats: Mapping[str, Sequence[pytest.TestReport]]
-    lines: list[str] = field(default_factory=list)
-
-    def section(self, title: str) -> None:
-        self.lines.append(title)
-
-    def write_line(self, line: str) -> None:
-        self.lines.append(line)
-
-
 def test_a_run_of_pytest_ends_with_what_the_gate_would_say_of_its_skips() -> None:
     where = ("x.py", 1, "Skipped: no Go toolchain is installed")
     reports = [
         pytest.TestReport("x", ("x.py", 1, "x"), {}, "skipped", longrepr, "setup") for longrepr in (where, where, TOO_HARD)
     ]
-    terminal = Terminal({"skipped": reports})
-    pytest_terminal_summary(terminal)
-    assert terminal.lines == [
-        "skipped tests",
+    assert skipped_tests(reports) == [
         "1 × it is too hard (THE GATE FAILS: 0 are permitted by tests/gate/skips.toml)",
         "2 × no Go toolchain is installed (the gate installs it and runs them)",
     ]
-    assert conftest.pytest_terminal_summary is pytest_terminal_summary
 
 
 def test_as_many_skips_as_are_permitted_do_not_fail_the_gate() -> None:
