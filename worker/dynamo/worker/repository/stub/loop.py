@@ -7,11 +7,11 @@ responses of other models arrive then.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import select
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -389,6 +389,9 @@ def _to_tensors(heads: Sequence[wire.TensorHead], raws: Sequence[memoryview], bf
 
 
 def _in_event_loop() -> bool:
+    asyncio = sys.modules.get("asyncio")  # a stub does not import it, which takes a third of a start: models do that need it
+    if asyncio is None:
+        return False
     try:
         asyncio.get_running_loop()
     except RuntimeError:

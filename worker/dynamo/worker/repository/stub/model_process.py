@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import inspect
 import json
@@ -26,6 +25,8 @@ from dynamo.worker.repository.stub.pb_utils import InferenceRequest, InferenceRe
 from dynamo.worker.repository.wire import wire
 
 if TYPE_CHECKING:
+    import asyncio
+
     from dynamo.worker.repository.stub.loop import Stub
 
 
@@ -189,6 +190,8 @@ class ModelProcess:
 
         if self._decoupled:
             EXECUTED.set(Executed(call.senders, occupies_process=False))
+        import asyncio  # for models that need it only
+
         future = asyncio.run_coroutine_threadsafe(run(), self._event_loop())
         if self._decoupled:
             self._send_done(call)
@@ -197,6 +200,8 @@ class ModelProcess:
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
+            import asyncio
+
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_run_forever, args=(self._loop,), name="execute", daemon=True).start()
         return self._loop

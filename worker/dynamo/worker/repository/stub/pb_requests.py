@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -282,6 +281,8 @@ class CallInProgress:
         return self._first.result()
 
     def awaited(self) -> Awaitable[InferenceResponse]:
+        import asyncio  # who awaits has imported it
+
         return asyncio.wrap_future(self._first)
 
     def next(self) -> tuple[wire.Response, list[Tensor]]:
