@@ -606,7 +606,7 @@ class HttpEntry(Entry):
         limit = HttpSettings(options=options).body_limit(self.declared.reads)
         if self.name.endswith("/infer"):
             body = _tensors(shape, options)
-        elif self.name.endswith("/load") and shape == "text":
+        elif self.name.startswith("POST") and self.name.endswith("/load") and shape == "text":
             file = b64encode(bytes((limit - _MARGIN_BYTES) // 4 * 3))
             body = b'{"parameters":{"config":"{}","file:1/model.py":"%b"}}' % file
         elif not isinstance(asked.body, dict) or shape == "tensors":

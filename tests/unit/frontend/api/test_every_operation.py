@@ -44,7 +44,6 @@ from tests.support.every_operation import (
     GRPC,
     HTTP,
     SHAPES,
-    TENSORS_IN_JSON,
     Asked,
     BackgroundEntry,
     BatchEntry,
@@ -106,11 +105,32 @@ PLACES = 4
 """Requests at once that each key has."""
 
 
+def shapes_of(name: str) -> tuple[str, ...]:
+    """Return the shapes of the largest requests for an operation; none if it reads no body."""
+    if name in GRPC:
+        return () if name.endswith(("/Check", "/Watch", "Live", "Ready")) else ("text",)
+    body = HTTP[name].of("").body if name in HTTP else {}
+    if isinstance(body, bytes):
+        return ("text",)
+    return () if body is None else SHAPES if name.endswith("/infer") else SHAPES[:-1]
+
+
+def largest_of(names: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrize over operations with the shape of body that takes longest to read; the other shapes are slow tests."""
+    first = {name: ("objects",) if "objects" in shapes else shapes for name in names if (shapes := shapes_of(name))}
+    others = {name: shapes for name in first if (shapes := tuple(shape for shape in shapes_of(name) if shape not in first[name]))}
+    cases = [pytest.param(*case, id=case[0]) for case in first.items()]
+    cases += [pytest.param(*case, id=f"{case[0]}, other shapes", marks=pytest.mark.slow) for case in others.items()]
+    return pytest.mark.parametrize(("name", "shapes"), cases)
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """A file of keys, each with all models unless it is `confined`."""
 
     file: Path
+    admin_file: Path
+    """The key with the scope of administrators alone: reading all of them takes as long as opening a frontend."""
     headers: dict[str, dict[str, str]]
     """Headers that show the key with a name."""
 
@@ -121,9 +141,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     file = tmp_path_factory.mktemp("keys") / "keys.yaml"
     made = {name: make_key() for name in (*Scope, "confined")}
     limits = Limits(requests_per_s=1000, tokens_per_minute=1_000_000, concurrent_requests=PLACES)
-    entries = [entry_for(made[scope], scope.value, scopes=[scope], limits=limits) for scope in Scope]
-    file.write_text("".join([*entries, entry_for(made["confined"], "confined", scopes=[Scope.ADMIN], models=[CONFINED])]))
-    return Keys(file, {str(name): {"x-api-key": key} for name, key in made.items()})
+    entries = {scope: entry_for(made[scope], scope.value, scopes=[scope], limits=limits) for scope in Scope}
+    confined = entry_for(made["confined"], "confined", scopes=[Scope.ADMIN], models=[CONFINED])
+    file.write_text("".join([*entries.values(), confined]))
+    admin_file = file.with_name("admin.yaml")
+    admin_file.write_text(entries[Scope.ADMIN])
+    return Keys(file, admin_file, {str(name): {"x-api-key": key} for name, key in made.items()})
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -146,9 +169,9 @@ def is_open(entry: Entry) -> bool:
 
 async def test_every_operation_has_a_request_here() -> None:
     async with open_frontend() as front:
-        names = [entry.name for entry in front.entries]
-    assert len(names) == len(set(names)) == len(NAMES)
-    assert set(names) == set(NAMES)
+        shapes = {entry.name: tuple(shape for shape in SHAPES if entry.largest(front, shape, SMALL)) for entry in front.entries}
+        assert len(front.entries) == len(NAMES)
+    assert shapes == {name: shapes_of(name) for name in NAMES}
 
 
 # Who may use it
@@ -236,7 +259,7 @@ class Spent:
 async def charged(keys: Keys, name: str) -> AsyncIterator[tuple[Frontend, Entry, KeyAccount, Spent]]:
     """A frontend with one operation, the account of a key that may use it, and what is charged to that."""
     spent = Spent()
-    async with open_frontend(keys.file, recorded=spent.record) as front:
+    async with open_frontend(keys.admin_file, recorded=spent.record) as front:
         yield front, entry_of(front, name), front.account(Scope.ADMIN), spent
 
 
@@ -252,10 +275,12 @@ async def test_an_operation_that_is_served_is_charged_as_it_declares(name: str, 
 
 
 @EVERY
-async def test_an_operation_that_declares_another_charge_can_make_no_request_to_a_model(name: str, keys: Keys) -> None:
-    async with open_frontend(keys.file) as front:
-        declared = entry_of(front, name).declared
-    account = Guard(Accounts(watch_keys(keys.file))).enter(declared, keys.headers[Scope.ADMIN])
+@SHARED
+async def test_an_operation_that_declares_another_charge_can_make_no_request_to_a_model(
+    name: str, shared: Frontend, keys: Keys
+) -> None:
+    declared = entry_of(shared, name).declared
+    account = Guard(Accounts(watch_keys(keys.admin_file))).enter(declared, keys.headers[Scope.ADMIN])
     if declared.charge is Charge.REQUESTS or declared.surface is Surface.HEALTH:  # which has no account
         account.admit("m", object()).close()
     else:
@@ -365,10 +390,10 @@ async def test_whatever_else_waits_for_others_is_stopped_within_a_step_when_its_
         await until_free(front.capacity)
 
 
-@EVERY_OTHER
-async def test_work_on_a_long_request_is_stopped_within_a_step_when_its_caller_leaves(name: str) -> None:
+@largest_of([name for name in NAMES if name not in REQUESTS])
+async def test_work_on_a_long_request_is_stopped_within_a_step_when_its_caller_leaves(name: str, shapes: Sequence[str]) -> None:
     async with open_frontend() as front:
-        for shape in SHAPES:
+        for shape in shapes:
             for largest, turns in product(entry_of(front, name).largest(front, shape, HttpOptions()), (1, 10, 100, 1000)):
                 leaving = Leaving()
                 sending = asyncio.create_task(largest(leaving=leaving))
@@ -408,13 +433,12 @@ _CACHED_BYTES = 64 * 1024
 """What stays of the first request of a kind: caches that it fills."""
 
 
-@EVERY
-async def test_the_largest_requests_together_take_no_more_than_is_held_for_them(name: str) -> None:
+@largest_of(NAMES)
+async def test_the_largest_requests_together_take_no_more_than_is_held_for_them(name: str, shapes: Sequence[str]) -> None:
     async with open_frontend(http=SMALL, records=Elsewhere()) as front:
         front.engine.behaves = [hold]
         entry = entry_of(front, name)
-        largest = {shape: senders for shape in SHAPES if (senders := entry.largest(front, shape, SMALL, AT_ONCE))}
-        excess = {shape: await excess_bytes(front, senders) for shape, senders in largest.items()}
+        excess = {shape: await excess_bytes(front, entry.largest(front, shape, SMALL, AT_ONCE)) for shape in shapes}
         assert {shape: size for shape, size in excess.items() if size > AT_ONCE * _SLACK_BYTES + _CACHED_BYTES} == {}
 
 
@@ -444,16 +468,18 @@ async def excess_bytes(front: Frontend, senders: Sequence[Sender]) -> int:
 # How long it holds the event loop
 
 
-@EVERY
-async def test_the_most_expensive_request_holds_the_event_loop_for_short_turns(name: str) -> None:
+@largest_of(NAMES)
+async def test_the_most_expensive_request_holds_the_event_loop_for_short_turns(name: str, shapes: Sequence[str]) -> None:
     async with open_frontend() as front:
         front.engine.behaves = [hold]
         entry = entry_of(front, name)
-        held = [(shape, await held_s(front, send)) for shape in SHAPES for send in entry.largest(front, shape, HttpOptions())]
+        held = [(shape, await held_s(front, send)) for shape in shapes for send in entry.largest(front, shape, HttpOptions())]
         assert [(shape, seconds) for shape, seconds in held if seconds > MAX_TURN_S] == []
 
 
-@pytest.mark.parametrize("shape", [*TENSORS_IN_JSON, "tensors"])
+@pytest.mark.parametrize(
+    "shape", ["fractions", *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[1:] if shape != "fractions")]
+)
 async def test_the_most_expensive_response_in_json_holds_the_event_loop_for_short_turns(shape: str) -> None:
     response = largest_response(shape)
     async with open_frontend() as front:
