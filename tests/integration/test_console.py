@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from dynamo.frontend.security.surfaces import Scope
 from tests.support.browser import browser, needs_browser
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOK_S = 120
+NAMESPACE = "console"
+"""The namespace of the fleet that tests share."""
 
 
 @asynccontextmanager
@@ -36,6 +39,16 @@ async def fleet(etcd: EtcdServer, nats: NatsServer, namespace: str, *flags: str)
         frontend(etcd.endpoint, nats.url, namespace, "--router-mode", "kv", *flags) as front,
     ):
         await front.serves("sim", "classifier")
+        yield front
+
+
+@pytest.fixture(scope="module")
+def shared(etcd_server: EtcdServer, nats_server: NatsServer) -> Iterator[FrontendProcess]:
+    """A fleet for all tests that leave it as it is, but for names of operators."""
+    with (
+        start_blocking_portal() as portal,  # its event loop reads what the processes log, while those of tests come and go
+        portal.wrap_async_context_manager(fleet(etcd_server, nats_server, NAMESPACE)) as front,
+    ):
         yield front
 
 
@@ -70,13 +83,11 @@ async def until(seen: Callable[[], Any]) -> Any:
         return result
 
 
-async def test_the_fleet_is_described_with_live_loads_and_hit_rates(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
-) -> None:
-    async with fleet(etcd_server, nats_server, namespace) as front, load(front):
+async def test_the_fleet_is_described_with_live_loads_and_hit_rates(shared: FrontendProcess) -> None:
+    async with load(shared):
         async with (
             asyncio.timeout(LOOK_S),
-            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client,
+            httpx2.AsyncClient(base_url=f"http://127.0.0.1:{shared.http_port}") as client,
         ):
             while True:
                 state = (await client.get("/console/fleet")).json()
@@ -85,7 +96,7 @@ async def test_the_fleet_is_described_with_live_loads_and_hit_rates(
                 if len(busy) == 2 and any(busy) and any(used):
                     break
                 await asyncio.sleep(0.1)
-        assert (state["state"], state["router_mode"], state["namespace"]) == ("healthy", "kv", namespace)
+        assert (state["state"], state["router_mode"], state["namespace"]) == ("healthy", "kv", NAMESPACE)
         assert (state["processes"], state["asks_keys"]) == (1, False)
         assert (classifier["name"], classifier["kind"], len(classifier["instances"])) == ("classifier", "tensor", 1)
         assert classifier["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 8, 8]}]
@@ -103,9 +114,9 @@ async def test_the_console_can_be_left_out(etcd_server: EtcdServer, nats_server:
         assert [(await client.get(path)).status_code for path in ("/console", "/console/fleet")] == [404, 404]
 
 
-async def test_top_prints_the_same_in_a_terminal(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
-    async with fleet(etcd_server, nats_server, namespace) as front, load(front):
-        url = f"http://127.0.0.1:{front.http_port}"
+async def test_top_prints_the_same_in_a_terminal(shared: FrontendProcess) -> None:
+    async with load(shared):
+        url = f"http://127.0.0.1:{shared.http_port}"
 
         async def top(*flags: str) -> tuple[int | None, str, str]:
             command = (sys.executable, "-m", "dynamo.local", "top", *flags)
@@ -120,7 +131,7 @@ async def test_top_prints_the_same_in_a_terminal(etcd_server: EtcdServer, nats_s
                 assert status == 0, errors
                 if "%" in screen.partition("KV usage")[2]:
                     break
-        assert f"dynamo {namespace}" in screen
+        assert f"dynamo {NAMESPACE}" in screen
         assert "healthy, kv routing" in screen
         assert "classifier" in screen
         assert "tokens/s 0 " not in screen
@@ -145,22 +156,23 @@ def _send(driver: Chrome, model: str) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (380, True)], ids=["desktop", "phone-dark"])
-async def test_the_page_shows_the_fleet_and_tries_models(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path, width: int, dark: bool
-) -> None:
-    async with fleet(etcd_server, nats_server, namespace) as front, load(front):
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [pytest.param(1200, False, id="desktop"), pytest.param(380, True, id="phone-dark", marks=pytest.mark.slow)],
+)
+async def test_the_page_shows_the_fleet_and_tries_models(shared: FrontendProcess, tmp_path: Path, width: int, dark: bool) -> None:
+    async with load(shared):
         rule = {
             "targets": [{"model": "sim", "weight": 3}, {"model": "classifier"}],
             "fallbacks": [{"model": "small", "on": ["prompt_too_long"]}],
             "shadows": [{"model": "next", "share": 0.1}],
             "sticky": "user",
         }
-        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client:
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{shared.http_port}") as client:
             assert (await client.put("/v1/names/chat", json=rule)).status_code == 200
 
         async def look(driver: Chrome) -> None:
-            await asyncio.to_thread(driver.get, f"http://127.0.0.1:{front.http_port}/console")
+            await asyncio.to_thread(driver.get, f"http://127.0.0.1:{shared.http_port}/console")
             await until(lambda: "healthy" in _text(driver, "#state") and "%" in _text(driver, "#models"))
             await until(lambda: "TOKENS" in _text(driver, "#tiles").upper() and "TTFT" in _text(driver, "#tiles"))
             await until(lambda: "blocks cached" in _text(driver, "#decisions"))
