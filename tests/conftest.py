@@ -28,8 +28,8 @@ settings.register_profile("new", deadline=None, suppress_health_check=[HealthChe
 settings.register_profile("dynamo", settings.get_profile("new"), derandomize=True)
 settings.load_profile("dynamo")
 
-# Each of some hundred processes that tests start imports numpy, whose threads for matrices would then spin for 50 ms of CPU.
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+# Threads for matrices wait for one another in loops: on a busy machine a small model's 20 ms of CPU become a second.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 collect_ignore = files_of_other_environments()
 

@@ -313,6 +313,7 @@ async def is_refused_without_certificate(etcd: str) -> bool:
     return False
 
 
+@pytest.mark.slow  # ten processes
 @pytest.mark.real_model
 async def test_the_tls_overlay_serves_over_three_etcd_and_three_nats(folder: Path) -> None:
     async with fleet("tls", folder, tls=True) as found:

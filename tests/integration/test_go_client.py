@@ -13,6 +13,7 @@ from tests.support.processes import FrontendProcess
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow  # compiles Go's standard library and gRPC's
 @pytest.mark.skipif(GO is None, reason="no Go toolchain is installed")
 async def test_the_client_in_go_streams_a_chat_asks_a_classifier_and_says_what_is_wrong(
     deployment: FrontendProcess, tmp_path: Path

@@ -97,13 +97,17 @@ async def test_one_command_answers_a_first_request_with_two_workers_and_cleans_u
     assert stops == ["stopping frontend", "stopping worker 1, worker 2", "stopping nats-server", "stopping etcd"]
 
 
-async def test_flags_of_the_frontend_and_the_workers_reach_them(tmp_path: Path) -> None:
+async def test_flags_of_the_frontend_and_the_workers_reach_them_and_ctrl_c_drains_everything(tmp_path: Path) -> None:
     flags = ["--model", "echo", "--router-mode", "kv", "--grpc-server", "native", "--max-open-requests", "8"]
     async with launched(command(tmp_path, *flags)) as local:
         await local.read_until(RUNNING)
-        running = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in local.children()]
+        children = local.children()
+        assert len(children) == 4
+        running = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children]
         local.process.send_signal(signal.SIGINT)
         assert await local.end() == 0, local.text
+        await gone(children)
+    assert "deregistering" in (tmp_path / "logs" / "worker-1.log").read_text()
     (front,) = [words for words in running if "dynamo.frontend" in words]
     (worker,) = [words for words in running if "dynamo.worker" in words]
     assert "--router-mode=kv" in front and "--max-open-requests=8" in worker
@@ -125,17 +129,6 @@ async def test_a_wrong_flag_ends_the_start_with_a_sentence_and_status_2(tmp_path
     (line,) = local.lines
     assert line.startswith(f"dynamo-local: {sentence}")
     assert not (tmp_path / "deployment").exists(), "nothing has been started"
-
-
-async def test_ctrl_c_drains_everything(tmp_path: Path) -> None:
-    async with launched(command(tmp_path, "--model", "echo")) as local:
-        await local.read_until(RUNNING)
-        children = local.children()
-        assert len(children) == 4
-        local.process.send_signal(signal.SIGINT)
-        assert await local.end() == 0, local.text
-        await gone(children)
-    assert "deregistering" in (tmp_path / "logs" / "worker-1.log").read_text()
 
 
 async def enters(options: NatsOptions) -> None:
@@ -319,6 +312,7 @@ async def test_two_deployments_cannot_share_a_folder(tmp_path: Path) -> None:
     assert "is in use by another dynamo-local" in second.text
 
 
+@pytest.mark.slow  # two workers that each load and run a language model
 @pytest.mark.real_model
 async def test_a_real_language_model_streams_through_the_grpc_port(tmp_path: Path) -> None:
     flags = ["--workers", "2", "--model", "smollm2", "--question", "smollm2=Name a colour.", "--once"]

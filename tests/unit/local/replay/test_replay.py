@@ -78,6 +78,7 @@ def test_guesses_are_nearly_as_good_as_events() -> None:
     assert 0.8 * events.block_hit_rate < guesses.block_hit_rate
 
 
+@pytest.mark.slow  # 24 histories
 def test_two_frontends_that_share_bookings_lose_less_than_half_of_what_two_that_share_nothing_lose() -> None:
     """To one with all of the traffic. Which of two equal instances gets a request decides much: means of eight seeds."""
 

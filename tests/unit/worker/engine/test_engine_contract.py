@@ -33,7 +33,7 @@ from tests.support.waiting import WAIT_S
 
 pytestmark = [pytest.mark.real_model, pytest.mark.asyncio(loop_scope="module")]
 
-CONTEXT, SEQUENCES = 512, 2
+CONTEXT, SEQUENCES = 256, 2
 PACKAGES = Path(__file__).parents[3] / "support" / "packages"
 """Where `sglang` is, of tests."""
 REMOTE: dict[str, type[EngineServer]] = {"remote": VllmServer, "sglang": SglangServer, "tensorrt": TensorRtServer}
@@ -285,7 +285,7 @@ async def test_an_abandoned_generation_frees_its_slot(started: Started) -> None:
     for seed in range(SEQUENCES + 1):  # the last one would find no slot
         async with (
             asyncio.timeout(WAIT_S),
-            aclosing(engine.generate(make_request(started.noise(seed, 20), 400), Context("test"))) as items,
+            aclosing(engine.generate(make_request(started.noise(seed, 20), 200), Context("test"))) as items,
         ):  # type: ignore[type-var]
             await anext(items)
     result = await generate(engine, make_request(started.noise(9, 20), 2))
@@ -297,7 +297,7 @@ async def test_cancelling_a_waiting_request_does_not_disturb_others(started: Sta
     engine = started.engine
     long = [asyncio.create_task(generate(engine, make_request(started.noise(seed, 20), 100))) for seed in range(SEQUENCES)]
     await until(lambda: engine.load().running == SEQUENCES)
-    waiting = asyncio.create_task(generate(engine, make_request(started.noise(10, 300), 100)))
+    waiting = asyncio.create_task(generate(engine, make_request(started.noise(10, 150), 100)))
     await until(lambda: engine.load().waiting == 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):

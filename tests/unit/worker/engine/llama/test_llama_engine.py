@@ -225,12 +225,6 @@ async def test_min_tokens_continues_a_generation_past_its_end(loaded: Loaded) ->
     assert (len(exact.tokens), exact.end.finish_reason) == (min_tokens, FinishReason.LENGTH)
 
 
-async def test_a_full_context_ends_a_generation(engine: LlamaEngine) -> None:
-    result = await generate(engine, make_request(noise(14, CONTEXT - 8), stop=Stop(ignore_eos=True)))
-    assert result.end.finish_reason is FinishReason.LENGTH
-    assert result.summary.prompt_tokens + result.summary.output_tokens == CONTEXT
-
-
 async def test_tokens_inside_a_character_are_reported(loaded: Loaded) -> None:
     llamas = loaded.tokens("🦙" * 12)
     character = loaded.tokens("🦙")

@@ -70,7 +70,7 @@ def schema_chain(length: int) -> dict[str, Any]:
     "guided",
     [
         # llguidance ends the process for these four
-        {"grammar": "root ::= r0\n" + chain("{this} ::= {next}", '{this} ::= "a"', 5000)},
+        pytest.param({"grammar": "root ::= r0\n" + chain("{this} ::= {next}", '{this} ::= "a"', 5000)}, marks=pytest.mark.slow),
         {"grammar": "%llguidance {}\nstart: r0\n" + chain("{this}: {next}", '{this}: "a"', 5000)},
         {"json_schema": schema_chain(2000)},
         {"grammar": '%llguidance {}\nstart: %json {"$\\u0072ef": "#"}'},

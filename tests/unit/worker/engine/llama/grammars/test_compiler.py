@@ -52,10 +52,10 @@ async def test_grammars_that_follow_one_another_have_their_time_each(compiler: G
     "grammar",
     [
         'root ::= s\ns ::= s s | "a"',
-        'root ::= s\ns ::= s s s | "a" | ""',
-        'root ::= [b-y]* | s\ns ::= s s | "z"',
-        'root ::= "x"{500} s\ns ::= s s | "z"',
-        '%llguidance {}\nstart: s\ns[capture]: s s | "a"\n',
+        pytest.param('root ::= s\ns ::= s s s | "a" | ""', marks=pytest.mark.slow),
+        pytest.param('root ::= [b-y]* | s\ns ::= s s | "z"', marks=pytest.mark.slow),
+        pytest.param('root ::= "x"{500} s\ns ::= s s | "z"', marks=pytest.mark.slow),
+        pytest.param('%llguidance {}\nstart: s\ns[capture]: s s | "a"\n', marks=pytest.mark.slow),
     ],
 )
 async def test_a_grammar_whose_masks_would_hold_up_all_slots_is_refused(compiler: GrammarCompiler, grammar: str) -> None:
