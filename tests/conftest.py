@@ -4,6 +4,7 @@ import gc
 import os
 import secrets
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,9 @@ settings.load_profile("dynamo")
 
 # Threads for matrices wait for one another in loops: on a busy machine a small model's 20 ms of CPU become a second.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# No test trusts the system's authorities, which each client of httpx2 would read: 20 ms for each of some hundred clients.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent / "support")  # which holds no certificates
 
 collect_ignore = files_of_other_environments()
 

@@ -222,6 +222,7 @@ async def total_requests(front: FrontendProcess) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if 'model="echo"' in line)
 
 
+@pytest.mark.slow  # one is killed
 async def test_several_processes_share_the_ports_and_add_up_their_metrics(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
@@ -253,6 +254,7 @@ async def test_several_processes_share_the_ports_and_add_up_their_metrics(
         assert not any(Path(f"/proc/{pid}").exists() for pid in first)
 
 
+@pytest.mark.slow  # five processes under load; how two frontends share three workers is in test_fleet.py
 async def test_two_frontends_and_three_workers_serve_together(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:

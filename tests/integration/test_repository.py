@@ -456,6 +456,7 @@ async def queue_limits(front: FrontendProcess, client: Client, http: httpx2.Asyn
     await asyncio.gather(running, waiting)
 
 
+@pytest.mark.slow  # a kill
 async def test_a_worker_that_is_killed_leaves_no_processes(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:
@@ -536,6 +537,7 @@ async def instances_are(front: FrontendProcess, count: int) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow  # four processes, one of which is killed
 async def test_sequences_stay_on_their_instance_at_every_frontend_and_end_with_it(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:

