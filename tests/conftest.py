@@ -14,7 +14,7 @@ from dynamo.common.process.memory import give_back
 from tests.gate.skips import skipped_tests
 from tests.support.environments import files_of_other_environments
 from tests.support.memory import peak_bytes, resident_bytes
-from tests.support.servers import ETCD_FLAGS, EtcdServer, NatsServer, Server, serving
+from tests.support.servers import LASTING_ETCD_FLAGS, EtcdServer, NatsServer, Server, serving
 
 _GARBAGE_BYTES = 64 * 2**20
 _MOST_BYTES = 1400 * 2**20
@@ -111,7 +111,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """One etcd for all tests that leave it running. A test that stops it starts its own with `start_etcd`."""
-    with serving(EtcdServer(tmp_path_factory.mktemp("etcd"), fsync=False, extra_flags=ETCD_FLAGS)) as server:
+    with serving(EtcdServer(tmp_path_factory.mktemp("etcd"), fsync=False, extra_flags=LASTING_ETCD_FLAGS)) as server:
         yield server
 
 

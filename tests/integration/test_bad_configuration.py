@@ -96,6 +96,18 @@ def test_the_exit_status_of_the_process_is_2(tmp_path: Path, program: str) -> No
     assert sentence == "NATS: the CA file none.pem cannot be read: No such file or directory"
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model-repository", "nowhere"], "nowhere cannot be read"),
+        (["--model-repository", ".", "--response-cache-byte-size", "-1"], "response-cache-byte-size"),
+        (["--model-repository", ".", "--load-model", "x"], "--load-model needs --model-control-mode explicit"),
+    ],
+)
+def test_a_repository_that_cannot_be_served_as_it_is_named_ends_the_start(tmp_path: Path, flags: list[str], words: str) -> None:
+    assert words in Attempt("worker", tmp_path, flags).refusal()
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Pair:
     return issue(trustme.CA(), tmp_path, "server")

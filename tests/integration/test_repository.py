@@ -8,12 +8,16 @@ import re
 import shutil
 import struct
 import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
 import httpx2
 import numpy as np
 import pytest
+from anyio.from_thread import start_blocking_portal
 
 from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import inference_pb2 as pb
@@ -128,17 +132,48 @@ async def test_tritons_clients_use_the_three_examples(etcd_server: EtcdServer, n
         assert not [line for line in serving.lines if "Traceback" in line]
 
 
-async def test_a_key_of_an_ensemble_reaches_its_parts_only_through_it(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
-) -> None:
-    keys = KeyFile(tmp_path / "keys.yaml", {})
-    key = keys.add("team", models=("read_aloud",))
-    async with (
-        worker(etcd_server, nats_server, namespace, "--model-repository", str(EXAMPLES)),
-        frontend(etcd_server.endpoint, nats_server.url, namespace, "--api-keys-file", str(keys.path)) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", headers={"x-api-key": key}, timeout=120) as client,
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A frontend that knows a key for each of two models, which are parts of others or call them."""
+
+    front: FrontendProcess
+    keys: KeyFile
+
+    def client(self, model: str) -> httpx2.AsyncClient:
+        url, headers = f"http://127.0.0.1:{self.front.http_port}", {"x-api-key": self.keys.keys[model]}
+        return httpx2.AsyncClient(base_url=url, headers=headers, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def guarded(etcd_server: EtcdServer, nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """The three examples, a model that calls another, and that, with keys for `read_aloud` and for `caller`."""
+    folder = tmp_path_factory.mktemp("guarded")
+    python_model(folder / "models", "caller", CALLER)
+    python_model(folder / "models", "part")
+    with (
+        start_blocking_portal() as portal,  # its event loop reads what the processes log, while those of tests come and go
+        portal.wrap_async_context_manager(_guarded(etcd_server, nats_server, folder)) as deployment,
     ):
-        await front.serves("read_aloud", key=key)
+        yield deployment
+
+
+@asynccontextmanager
+async def _guarded(etcd: EtcdServer, nats: NatsServer, folder: Path) -> AsyncIterator[Guarded]:
+    keys, namespace = KeyFile(folder / "keys.yaml", {}), "guarded"
+    for model in ("read_aloud", "caller"):
+        keys.add(model, models=(model,))
+    repositories = ("--model-repository", str(EXAMPLES), "--model-repository", str(folder / "models"))
+    async with (
+        worker(etcd, nats, namespace, *repositories),
+        frontend(etcd.endpoint, nats.url, namespace, "--api-keys-file", str(keys.path)) as front,
+    ):
+        for model, key in keys.keys.items():
+            await front.serves(model, key=key)
+        yield Guarded(front, keys)
+
+
+async def test_a_key_of_an_ensemble_reaches_its_parts_only_through_it(guarded: Guarded) -> None:
+    async with guarded.client("read_aloud") as client:
         image = {"inputs": [{"name": "image", "datatype": "FP32", "shape": [1, 8, 8], "data": [0.0] * 64}]}
         text = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["hi"]}]}
         response = await client.post("/v2/models/read_aloud/infer", json=image)
@@ -162,32 +197,21 @@ class TritonPythonModel:
 """
 
 
-async def test_a_key_of_a_model_that_calls_another_reaches_that_only_through_it(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
-) -> None:
-    python_model(tmp_path / "models", "caller", CALLER)
-    python_model(tmp_path / "models", "part")
-    keys = KeyFile(tmp_path / "keys.yaml", {})
-    key = keys.add("team", models=("caller",))
+async def test_a_key_of_a_model_that_calls_another_reaches_that_only_through_it(guarded: Guarded) -> None:
     x = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [3.0]}]}
-    async with (
-        worker(etcd_server, nats_server, namespace, "--model-repository", str(tmp_path / "models")),
-        frontend(etcd_server.endpoint, nats_server.url, namespace, "--api-keys-file", str(keys.path)) as front,
-        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", headers={"x-api-key": key}, timeout=120) as client,
-    ):
-        await front.serves("caller", key=key)
+    async with guarded.client("caller") as client:
         response = await client.post("/v2/models/caller/infer", json=x)
         assert response.status_code == 200, response.text
         assert response.json()["outputs"][0]["data"] == [6.0]
         assert (await client.post("/v2/models/part/infer", json=x)).status_code == 403
         for path in ("", "/config", "/stats"):
             assert (await client.get(f"/v2/models/part{path}")).status_code == 403
-        async with connect(front) as channel:
+        async with connect(guarded.front) as channel:
             request = pb.ModelInferRequest(model_name="part")
             request.inputs.add(name="x", datatype="FP32", shape=[1]).contents.fp32_contents.append(3.0)
             infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await infer(request.SerializeToString(), metadata=(("x-api-key", key),))
+                await infer(request.SerializeToString(), metadata=(("x-api-key", guarded.keys.keys["caller"]),))
             assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -330,23 +354,14 @@ async def test_polling_follows_the_folder(
 
 async def test_a_worker_that_cannot_load_its_repository_fails_to_start_with_the_reason(tmp_path: Path) -> None:
     python_model(tmp_path, "broken", "raise ValueError('no weights')")
-
-    async def start(*flags: str) -> tuple[int | None, str]:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "dynamo.worker", *flags), stderr=asyncio.subprocess.PIPE
-        )
-        async with asyncio.timeout(120):
-            _, output = await process.communicate()
-        return process.returncode, output.decode().splitlines()[-1]
-
-    status, output = await start("--model-repository", str(tmp_path), "--nats-servers", "nats://127.0.0.1:1")
-    assert status == 2 and "model 'broken' of the repository cannot be loaded" in output and "no weights" in output
-    status, output = await start("--model-repository", str(tmp_path / "nowhere"))
-    assert status == 2 and "nowhere cannot be read" in output
-    status, output = await start("--model-repository", str(tmp_path), "--response-cache-byte-size", "-1")
-    assert status == 2 and "response-cache-byte-size" in output
-    status, output = await start("--model-repository", str(tmp_path), "--load-model", "x")
-    assert status == 2 and "--load-model needs --model-control-mode explicit" in output
+    flags = ("--model-repository", str(tmp_path), "--nats-servers", "nats://127.0.0.1:1")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "dynamo.worker", *flags), stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(120):
+        _, output = await process.communicate()
+    last = output.decode().splitlines()[-1]
+    assert process.returncode == 2 and "model 'broken' of the repository cannot be loaded" in last and "no weights" in last
 
 
 async def test_metrics_of_a_model_are_on_the_page_of_its_worker_while_it_is_loaded(

@@ -22,6 +22,7 @@ from tests.support.waiting import expiring
 
 __all__ = [
     "ETCD_FLAGS",
+    "LASTING_ETCD_FLAGS",
     "Cluster",
     "EtcdServer",
     "NatsServer",
@@ -38,6 +39,9 @@ __all__ = [
 
 ETCD_FLAGS = ("--grpc-keepalive-min-time", "100ms", "--heartbeat-interval", "20", "--election-timeout", "200")
 """A client may ping as often as a test likes; a restart takes 0.3 s and not 1.5; and a lease may be as short as 1 s."""
+
+LASTING_ETCD_FLAGS = (*ETCD_FLAGS, "--heartbeat-interval", "60", "--election-timeout", "600")
+"""Leases may be as short, a start takes 0.2 s longer, and beating less often an idle server takes half of the CPU time."""
 
 _START_TIMEOUT_S = 120
 """Longer than a deployment would wait: a start on a busy machine takes longer than it would permit."""
