@@ -156,6 +156,13 @@ async def shared(keys: Keys) -> AsyncIterator[Frontend]:
         yield front
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def alone() -> AsyncIterator[Frontend]:
+    """One frontend to which neither stores nor workers respond."""
+    async with open_frontend(is_alone=True) as front:
+        yield front
+
+
 SHARED = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -379,15 +386,15 @@ async def test_a_request_is_stopped_within_a_step_and_settled_once_when_its_call
 
 
 @EVERY_OTHER
-async def test_whatever_else_waits_for_others_is_stopped_within_a_step_when_its_caller_leaves(name: str) -> None:
-    async with open_frontend(is_alone=True) as front:
-        entry, leaving = entry_of(front, name), Leaving()
-        sending = asyncio.create_task(entry.send(front, leaving=leaving))
-        for _ in range(200):
-            await asyncio.sleep(0)
-        assert sending.done() == (name not in WAITING)
-        await stopped(sending, leaving)
-        await until_free(front.capacity)
+@SHARED
+async def test_whatever_else_waits_for_others_is_stopped_within_a_step_when_its_caller_leaves(name: str, alone: Frontend) -> None:
+    entry, leaving = entry_of(alone, name), Leaving()
+    sending = asyncio.create_task(entry.send(alone, leaving=leaving))
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert sending.done() == (name not in WAITING)
+    await stopped(sending, leaving)
+    await until_free(alone.capacity)
 
 
 @largest_of([name for name in NAMES if name not in REQUESTS])
