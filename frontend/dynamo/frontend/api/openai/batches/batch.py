@@ -19,7 +19,7 @@ from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, RateLimited, Unavailable
-from dynamo.common.messaging.jetstream.records import RecordStore
+from dynamo.common.messaging.jetstream.records import Record, RecordStore
 from dynamo.common.names import encode
 from dynamo.frontend.api.openai.batches.index import Index
 from dynamo.frontend.api.openai.store.owners import owner_token
@@ -31,6 +31,12 @@ MAX_WAITING = 100
 SEGMENT_LINES = 64
 MAX_ENDED = 2
 """Frontends that ended at a line, after which it is carried out no further: it may be what ended them."""
+MAX_ENDED_FRONTENDS = 3
+"""Frontends that ended while they carried out a batch, after which it is carried out no further."""
+ALONE_AFTER = 2
+"""Frontends that ended while they carried out a batch, after which all its lines are carried out one by one."""
+LOST_S = 30.0
+"""A frontend without its lease that has not said for so long that it goes on with a batch has ended."""
 WINDOW_S = 86_400
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _MAX_PROBLEMS = 20
@@ -167,21 +173,22 @@ class Owned(Struct, frozen=True):
     """Bytes of the results that are kept and not in files yet."""
     begun: Begun | None = None
     ended_at: tuple[Lines, ...] = ()
-    """The lines that frontends were carrying out when they ended or lost their leases: those of the segment that comes next,
-    and single ones of all segments."""
+    """The lines that frontends were carrying out when they ended: those of the segment that comes next, and single ones of all
+    segments."""
+    by: str = ""
+    """A token of the frontend that carries it out, or has ended while it did; empty: none does."""
+    is_unleased: bool = False
+    """That frontend goes on without its lease, and writes this again every few seconds."""
+    ended: int = 0
+    """How many frontends ended while they carried it out, whatever they did for it then."""
 
     def is_suspect(self, lines: Lines) -> bool:
-        """Return whether a frontend ended while it carried out some of the lines."""
-        return any(ended.overlap(lines) for ended in self.ended_at)
+        """Return whether some of the lines may be what ends frontends, and all of them are to be carried out one by one."""
+        return self.ended >= ALONE_AFTER or any(ended.overlap(lines) for ended in self.ended_at)
 
     def ends_frontends(self, lines: Lines) -> bool:
         """Return whether one of the lines is not to be carried out again, since frontends ended at it."""
         return sum(ended.overlap(lines) for ended in self.ended_at) >= MAX_ENDED
-
-    @property
-    def ended_at_one(self) -> int:
-        """How many frontends ended while they carried out a single line."""
-        return sum(ended.is_one for ended in self.ended_at)
 
 
 class _Listed(Struct, frozen=True):
@@ -212,6 +219,13 @@ class BatchNotFound(NotFound):
 
     def __init__(self, id: str) -> None:
         super().__init__(f"batch '{id[:80]}' is not found")
+
+
+class TakenOver(Unavailable):
+    """Another frontend carries the batch out."""
+
+    def __init__(self) -> None:
+        super().__init__("another frontend carries it out")
 
 
 class InvalidBatch(Exception):
@@ -361,11 +375,11 @@ class Batches:
         """Raises BatchNotFound."""
         return (await self._load(owner, id))[0].batch
 
-    async def _load(self, owner: str, id: str) -> tuple[Owned, int]:
+    async def _load(self, owner: str, id: str) -> tuple[Owned, Record]:
         record = await self._records().get(self._key(owner, id)) if _ID.fullmatch(id) else None
         if record is None:
             raise BatchNotFound(id)
-        return _owned.decode(record.value), record.revision
+        return _owned.decode(record.value), record
 
     async def may_store(self, owner: str) -> bool:
         """Return whether a key may store more, or that cannot be known."""
@@ -393,55 +407,80 @@ class Batches:
 
         return (await self._change(owner, id, changed, filed_bytes)).batch
 
-    async def take_over(self, owner: str, id: str) -> Owned:
-        """Note what the frontend that had the batch before was carrying out, if it has ended. Raises BatchNotFound."""
+    async def take_over(self, owner: str, id: str, by: str) -> Owned:
+        """Let a frontend carry a batch out, which has its lease; note what another one did for it that has ended meanwhile.
+
+        Raises BatchNotFound, and TakenOver while another one goes on without its lease.
+        """
+        owned, record = await self._load(owner, id)
+        is_silent = owned.is_unleased and await self._records().age_s(record) >= LOST_S
 
         def taken(owned: Owned) -> Owned:
-            if owned.begun is None:
-                return owned
-            return replace(owned, begun=None, ended_at=(*owned.ended_at, owned.begun.lines))
+            if owned.is_unleased and owned.by != by and not is_silent:
+                raise TakenOver
+            before = owned.by or (owned.begun.by if owned.begun is not None else "")  # the latter of an earlier version
+            if before not in ("", by):
+                ended_at = owned.ended_at if owned.begun is None else (*owned.ended_at, owned.begun.lines)
+                owned = replace(owned, ended_at=ended_at, ended=owned.ended + 1)
+            return replace(owned, begun=None, by=by, is_unleased=False)
 
         return await self._change(owner, id, taken)
 
-    async def attempt(self, owner: str, id: str, begun: Begun | None) -> int:
-        """Count an attempt to carry out a segment; return how many there were since one was carried out. Raises BatchNotFound.
+    async def go_on(self, owner: str, id: str, by: str, *, is_unleased: bool) -> None:
+        """Note that a frontend goes on, with or without its lease. Raises BatchNotFound, TakenOver."""
+        await self._change_by(by, owner, id, lambda owned: replace(owned, is_unleased=is_unleased))
 
-        `begun`: the lines that are carried out at once from now on.
+    async def attempt(self, owner: str, id: str, by: str, lines: Lines | None) -> int:
+        """Count an attempt to carry out a segment; return how many there were since one was carried out.
+
+        `lines`: those that are carried out at once from now on. Raises BatchNotFound, TakenOver.
         """
-        changed = await self._change(owner, id, lambda owned: replace(owned, attempts=owned.attempts + 1, begun=begun))
+        begun = None if lines is None else Begun(lines, by)
+        changed = await self._change_by(by, owner, id, lambda owned: replace(owned, attempts=owned.attempts + 1, begun=begun))
         return changed.attempts
 
-    async def begin(self, owner: str, id: str, begun: Begun) -> None:
-        """Note what is carried out from now on. Raises BatchNotFound."""
-        await self._change(owner, id, lambda owned: replace(owned, begun=begun))
+    async def begin(self, owner: str, id: str, by: str, lines: Lines | None) -> None:
+        """Note which lines are carried out at once from now on. Raises BatchNotFound, TakenOver."""
+        begun = None if lines is None else Begun(lines, by)
+        await self._change_by(by, owner, id, lambda owned: replace(owned, begun=begun))
 
     async def stop(self, owner: str, id: str, by: str) -> None:
-        """Note that a frontend carries out nothing any more, in good order. Raises BatchNotFound."""
+        """Note that a frontend carries a batch out no more, in good order. Raises BatchNotFound."""
 
         def stopped(owned: Owned) -> Owned:
-            return replace(owned, begun=None) if owned.begun is not None and owned.begun.by == by else owned
+            return replace(owned, begun=None, by="", is_unleased=False) if owned.by == by else owned
 
         await self._change(owner, id, stopped)
 
-    async def succeeded(self, owner: str, id: str, results_bytes: int, change: Callable[[Batch], Batch]) -> Batch:
-        """Do as `change` after an attempt that succeeded; there are results of so many bytes by now."""
+    async def succeeded(self, owner: str, id: str, by: str, results_bytes: int, change: Callable[[Batch], Batch]) -> Batch:
+        """Do as `change` after an attempt that succeeded; there are results of so many bytes by now. Raises as `attempt` does."""
 
         def changed(owned: Owned) -> Owned:
             ended_at = tuple(ended for ended in owned.ended_at if ended.is_one)
             batch = change(owned.batch)
             return replace(owned, batch=batch, attempts=0, results_bytes=results_bytes, begun=None, ended_at=ended_at)
 
-        return (await self._change(owner, id, changed)).batch
+        return (await self._change_by(by, owner, id, changed)).batch
+
+    async def _change_by(self, by: str, owner: str, id: str, change: Callable[[Owned], Owned]) -> Owned:
+        """Change a batch for the frontend that carries it out."""
+
+        def changed(owned: Owned) -> Owned:
+            if owned.by != by:
+                raise TakenOver
+            return change(owned)
+
+        return await self._change(owner, id, changed)
 
     async def _change(self, owner: str, id: str, change: Callable[[Owned], Owned], filed_bytes: int = 0) -> Owned:
         for _ in range(_ATTEMPTS):
-            owned, revision = await self._load(owner, id)
+            owned, record = await self._load(owner, id)
             changed = owned if owned.batch.status in ENDED else change(owned)
             if changed is owned:
                 return owned
             if changed.batch.status in ENDED:  # its results are in files, or are dropped
                 changed = replace(changed, results_bytes=0)
-            if await self._records().put(self._key(owner, id), msgspec.json.encode(changed), last=revision) is not None:
+            if await self._records().put(self._key(owner, id), msgspec.json.encode(changed), last=record.revision) is not None:
                 self._quota.add(owner, changed.results_bytes - owned.results_bytes + filed_bytes)
                 return changed
         raise InvalidRequest(f"batch '{id}' changes too fast; try again")

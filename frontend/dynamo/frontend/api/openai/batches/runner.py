@@ -2,9 +2,10 @@
 
 A frontend that dies leaves its lease to another one, which goes on with the segments that have no results yet. The ledger has
 what the lines of a segment used when its results are kept, and so each line once. As a line may be what ended that frontend, the
-lines of the segment that it was carrying out are carried out one by one, and one at which a second frontend ends no more. Lines
-have the lowest priority, and wait while
-the fleet or the key's limits refuse them. Whatever changes a batch from outside, as cancelling does, is seen when the next
+lines of the segment that it was carrying out are carried out one by one, and one at which a second frontend ends no more; nor is
+a batch at which a third one ends. A frontend that has lost its lease and lives goes on with what it carries out, and says so in
+the batch's record, since etcd may be what was away. Lines have the lowest priority, and wait while the fleet or the key's limits
+refuse them. Whatever changes a batch from outside, as cancelling does, is seen when the next
 segment has its results, or while its lines wait for the limits.
 """
 
@@ -33,12 +34,12 @@ from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.batches.batch import (
     ENDED,
     MAX_ENDED,
+    MAX_ENDED_FRONTENDS,
     SEGMENT_LINES,
     Batch,
     Batches,
     BatchLine,
     BatchNotFound,
-    Begun,
     InvalidBatch,
     Lines,
     Owned,
@@ -46,6 +47,7 @@ from dynamo.frontend.api.openai.batches.batch import (
     Problems,
     RequestCounts,
     Segment,
+    TakenOver,
     Waiting,
     parse_lines,
     result_file_id,
@@ -73,8 +75,6 @@ MAX_RESULT_BYTES = 64 << 20
 """Bytes of the results of one batch, after which no further line is carried out: they are put together in memory."""
 MAX_ATTEMPTS = 10
 """To carry out a segment, after which its batch fails: it may be what ends frontends, or find no room in the store."""
-MAX_ENDED_AT_ONE = 3
-"""Frontends that ended at single lines of a batch, after which it is carried out no further."""
 ALONE_S = 60.0
 """How long a line at which a frontend may have ended is carried out alone."""
 POLL_S = 5.0
@@ -94,7 +94,7 @@ FindAccount = Callable[[str, Surface], Account]
 _LEFT_OUT = {
     "output_too_large": f"the results have more than {MAX_RESULT_BYTES} bytes, or more than the API key may store; "
     "put the other requests into another batch",
-    _ENDED: f"{MAX_ENDED_AT_ONE} frontends ended while each carried out a single request of the batch",
+    _ENDED: f"{MAX_ENDED_FRONTENDS} frontends ended while they carried out the batch",
 }
 """Why a batch fails that keeps the results it has, by the code of the requests that are left out."""
 
@@ -136,8 +136,8 @@ class BatchRunner:
         self._thread = Offload()
         """For files, which are longer than any other body: those do not wait for them."""
         self._token = secrets.token_hex(8)
-        self._lost: set[str] = set()
-        """The batches that are stopped here since their leases are lost."""
+        self._unleased: set[str] = set()
+        """The batches that are carried out here though their leases are lost."""
         self._suspect = FairSlots(1)
         """For a line that is carried out alone, so that no such line of another batch is there when the process ends."""
         self._poke = asyncio.Event()
@@ -149,9 +149,10 @@ class BatchRunner:
     async def run(self) -> None:
         """Carry out batches until cancelled; then others may go on with them at once."""
         try:
-            self._leases().on_lost(self._stop_all)
+            self._leases().on_lost(self._lost)
             while True:
                 self._poke.clear()
+                await self._keep_unleased()
                 try:
                     await self._look()
                 except DynamoError as error:
@@ -188,20 +189,46 @@ class BatchRunner:
         """Owners with the fewest batches here come first, and of these the one that has waited longest for its last start."""
         return sum(other == owner for other in self._owners.values()), self._last_start[owner]
 
-    def _stop_all(self) -> None:
-        self._lost.update(self._running)
-        for task in self._running.values():
-            task.cancel()
+    def _lost(self) -> None:
+        self._unleased.update(self._running)
+        self.poke()
+
+    async def _keep_unleased(self) -> None:
+        """Tell other frontends that batches go on here without their leases, and take these again if there are some to have."""
+        for id in [*self._unleased]:
+            await self._go_on(id, is_unleased=True)
+        for id in [*self._unleased]:
+            try:
+                is_taken = await self._leases().take(id)
+            except DynamoError as error:
+                log.debug("the lease of batch %s could not be taken again: %s", id, error)
+                return
+            if is_taken and id in self._running:
+                self._unleased.discard(id)
+                await self._go_on(id, is_unleased=False)
+            elif is_taken:
+                await self._release(id)
+
+    async def _go_on(self, id: str, *, is_unleased: bool) -> None:
+        if (running := self._running.get(id)) is None:
+            return
+        try:
+            await self._batches.go_on(self._owners[id], id, self._token, is_unleased=is_unleased)
+        except (TakenOver, BatchNotFound):
+            running.cancel()
+        except DynamoError as error:
+            log.debug("other frontends do not know that batch %s goes on here: %s", id, error)
 
     async def _carry_out(self, waiting: Waiting) -> None:
         owner, id = waiting.owner, waiting.id
         try:
             log.info("batch %s is carried out here", id)
-            batch = await self._batches.read(owner, id)
+            owned = await self._batches.take_over(owner, id, self._token)
+            batch = owned.batch
             if batch.status not in ENDED:
                 with self._settings.capacity.holding() as occupied:
                     try:
-                        batch = await self._worked_on(owner, batch, occupied.hold)
+                        batch = await self._worked_on(owned, occupied.hold)
                     except DamagedRecord as error:  # its input or results, which will not get better
                         batch = await self._failed(owner, batch, [Problem(str(error), code="damaged_record")])
             self._metrics.batch_ended(batch.status)
@@ -211,19 +238,22 @@ class BatchRunner:
             if self._batches.now - waiting.since > CREATED_WITHIN_S:
                 await self._batches.done(owner, id)
         except DynamoError as error:
-            log.warning("batch %s stops for now: %s", id, error)
+            level = logging.DEBUG if isinstance(error, TakenOver) else logging.WARNING
+            log.log(level, "batch %s stops for now: %s", id, error)
             await self._stopped(owner, id)
         except asyncio.CancelledError:
-            if id not in self._lost:
-                await self._try_to_stop(owner, id)
+            await self._try_to_stop(owner, id)
             raise
         finally:
-            self._lost.discard(id)
+            self._unleased.discard(id)
             del self._running[id], self._owners[id]
-            try:
-                await self._leases().release(id)
-            except DynamoError as error:
-                log.debug("the lease of batch %s could not be given back: %s", id, error)
+            await self._release(id)
+
+    async def _release(self, id: str) -> None:
+        try:
+            await self._leases().release(id)
+        except DynamoError as error:
+            log.debug("the lease of batch %s could not be given back: %s", id, error)
 
     async def _stopped(self, owner: str, id: str) -> None:
         """Say that nothing of a batch is carried out here any more; keep its lease until that is written."""
@@ -241,9 +271,12 @@ class BatchRunner:
             log.debug("batch %s is not there any more, or cannot be read: %s", id, error)
         return True
 
-    async def _worked_on(self, owner: str, batch: Batch, hold: Hold) -> Batch:
+    async def _worked_on(self, owned: Owned, hold: Hold) -> Batch:
         """Return the batch at its end. `hold` counts what it has in memory. Raises Overloaded, Unavailable."""
-        now = self._batches.now
+        owner, batch, now = owned.owner, owned.batch, self._batches.now
+        if owned.ended >= MAX_ENDED_FRONTENDS and (batch.status == "validating" or owned.ended > MAX_ENDED_FRONTENDS):
+            # Its file ends them, or to put its results together.
+            return await self._failed(owner, batch, [Problem(_LEFT_OUT[_ENDED], code=_ENDED)])
         try:
             account = self._account(owner, self._operations[batch.endpoint].declared.surface)
             async with self._reading.slot(account):
@@ -258,11 +291,10 @@ class BatchRunner:
             return replace(batch, status="in_progress", in_progress_at=now) if batch.status == "validating" else batch
 
         batch = await self._batches.change(owner, batch.id, started)
-        before = await self._batches.take_over(owner, batch.id)
         done = await self._batches.segments(batch.id, hold)
         results_bytes = sum(segment.size_bytes for segment in done.values())
         left_out = "output_too_large" if _is_full(done) else ""
-        if before.ended_at_one >= MAX_ENDED_AT_ONE:
+        if owned.ended >= MAX_ENDED_FRONTENDS:
             left_out = _ENDED
         for number in range(-(-len(lines) // SEGMENT_LINES)):
             if batch.status != "in_progress" or self._batches.now >= batch.expires_at or left_out:
@@ -272,14 +304,14 @@ class BatchRunner:
                     left_out = "output_too_large"
                     break
                 own = Lines(number * SEGMENT_LINES, min(len(lines), (number + 1) * SEGMENT_LINES))
-                begun = None if before.is_suspect(own) else Begun(own, self._token)
-                if await self._batches.attempt(owner, batch.id, begun) > MAX_ATTEMPTS:
+                at_once = None if owned.is_suspect(own) else own
+                if await self._batches.attempt(owner, batch.id, self._token, at_once) > MAX_ATTEMPTS:
                     message = f"lines {own.first + 1} and following were carried out {MAX_ATTEMPTS} times without results"
                     return await self._failed(owner, batch, [Problem(message, code="too_many_attempts")])
                 left = MAX_RESULT_BYTES - sum(segment.size_bytes for segment in done.values())
                 async with AsyncExitStack() as counted:  # as stored, until the batch says so
                     room = ResultRoom(self._batches, owner, left, hold, counted)
-                    done[number] = await self._segment(account, before, number, lines, room)
+                    done[number] = await self._segment(account, owned, number, lines, room)
                     results_bytes += done[number].size_bytes
                     batch = await self._count(owner, batch, results_bytes, [segment.counts for segment in done.values()])
                 left_out = "output_too_large" if _is_full(done) else ""
@@ -298,7 +330,7 @@ class BatchRunner:
         def counted(batch: Batch) -> Batch:
             return replace(batch, request_counts=RequestCounts(batch.request_counts.total, completed, failed))
 
-        return await self._batches.succeeded(owner, batch.id, results_bytes, counted)
+        return await self._batches.succeeded(owner, batch.id, self._token, results_bytes, counted)
 
     async def _finish(
         self, owner: str, batch: Batch, lines: Sequence[BatchLine], done: Mapping[int, Segment], left_out: str
@@ -382,7 +414,7 @@ class BatchRunner:
         counts = RequestCounts(len(own), len(outputs), len(errors) - abandoned)
         segment = Segment(b"".join(outputs), b"".join(errors), counts)
         if not await self._batches.put_segment(batch.id, number, segment):
-            raise Unavailable("another frontend carries it out")
+            raise TakenOver
         for outcome in outcomes:
             if outcome.account is not None:
                 outcome.account.settle()
@@ -407,9 +439,9 @@ class BatchRunner:
             let_others = await self._suspect.take(account)
             timer = asyncio.get_running_loop().call_later(ALONE_S, let_others)
             try:
-                await self._batches.begin(owned.owner, owned.batch.id, Begun(position, self._token))
+                await self._batches.begin(owned.owner, owned.batch.id, self._token, position)
                 yield
-                await self._batches.stop(owned.owner, owned.batch.id, self._token)
+                await self._batches.begin(owned.owner, owned.batch.id, self._token, None)
             finally:
                 timer.cancel()
                 let_others()
@@ -524,7 +556,7 @@ class _LineOutcome:
 
 async def _not_again(batch: Batch, line: BatchLine) -> _LineOutcome:
     """Return the outcome of a line at which too many frontends ended."""
-    why = f"{MAX_ENDED} frontends ended, or lost their leases, while they carried out this request"
+    why = f"{MAX_ENDED} frontends ended while they carried out this request"
     return _LineOutcome(result_line(batch.id, line, None, _ENDED, why), is_good=False)
 
 

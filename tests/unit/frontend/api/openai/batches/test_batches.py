@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.errors import InvalidRequest, NoInstances, PayloadTooLarge, RateLimited, Unauthenticated, Unavailable
 from dynamo.common.http.asgi import Message
 from dynamo.common.http.request import CLIENT_WATCH, ClientWatch
+from dynamo.common.messaging.jetstream.records import Record
 from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.declaration import TEXT
@@ -29,20 +30,24 @@ from dynamo.frontend.api.openai.batches import files as files_module
 from dynamo.frontend.api.openai.batches import index as index_module
 from dynamo.frontend.api.openai.batches import runner as runner_module
 from dynamo.frontend.api.openai.batches.batch import (
+    LOST_S,
     MAX_LINES,
     SEGMENT_LINES,
     WINDOW_S,
     Batch,
     Batches,
     InvalidBatch,
+    Lines,
     RequestCounts,
     Segment,
+    TakenOver,
     parse_lines,
 )
 from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner, FindAccount
+from dynamo.frontend.api.openai.store.owners import owner_token
 from dynamo.frontend.api.openai.store.quota import COUNTED_S, StoredBytes
 from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.frontend.fleet.leases import Leases
@@ -389,22 +394,42 @@ class FreeLeases(Leases):
         nothing: Any = None
         super().__init__(nothing, "")
 
+        self.are_to_have = True
+
     async def take(self, name: str) -> bool:
-        return True
+        return self.are_to_have
 
     async def release(self, name: str) -> None: ...
 
 
-@dataclass
 class Running:
-    """A runner whose endpoint is `handle`."""
+    """A runner whose endpoint is `handle`, and after `die` another one, as if of another frontend."""
+
+    def __init__(self, records: FakeRecords, now: list[float], start: Callable[[Running], asyncio.Task[None]]) -> None:
+        self.records = records
+        self.now = now
+        self.leases = FreeLeases()
+        self.tasks: list[asyncio.Task[None]] = []
+        self._start = start
+        self.begin()
 
     runner: BatchRunner
     files: Files
     batches: Batches
-    records: FakeRecords
-    leases: FreeLeases
-    now: list[float] = field(default_factory=list)
+
+    def begin(self) -> None:
+        self.is_alive = [True]
+        self.tasks.append(self._start(self))
+
+    def die(self) -> None:
+        """End the frontend, which writes nothing any more, and begin another one."""
+        self.is_alive[0] = False
+        self.tasks[-1].cancel()
+        self.begin()
+
+    def record_of(self, batch: Batch) -> bytes:
+        [record] = [record for key, record in self.records.records.items() if f".batch.{owner_token('')}.{batch.id}" in key]
+        return record.value
 
     async def create(self, content: bytes) -> Batch:
         file = await self.files.create("", "f", "batch", content)
@@ -432,26 +457,39 @@ async def running(
     records: FakeRecords | None = None,
     settings: HttpSettings | None = None,
 ) -> AsyncIterator[Running]:
-    records, now = records or FakeRecords(), [1000.0]
-    store: Any = records
-    files = Files(lambda: store, "ns", lambda: now[0], quota)
-    batches = Batches(lambda: store, "ns", lambda: now[0], quota)
-    leases = FreeLeases()
+    operation = Operation(path=URL, declared=TEXT, errors=OPENAI_ERRORS, handle=_begun(handle))
+    metrics = FrontendMetrics(CollectorRegistry())
+    settings = settings or HttpSettings(capacity=capacity or Capacity())
+    now = [1000.0]
 
+    def start(r: Running) -> asyncio.Task[None]:
+        is_alive = r.is_alive
+
+        def store() -> Any:
+            if not is_alive[0]:
+                raise Unavailable("the frontend has ended")
+            return r.records
+
+        r.files = Files(store, "ns", lambda: now[0], quota)
+        r.batches = Batches(store, "ns", lambda: now[0], quota)
+        r.runner = BatchRunner(r.files, r.batches, lambda: r.leases, {URL: operation}, settings, account, metrics)
+        return asyncio.create_task(r.runner.run())
+
+    r = Running(records or FakeRecords(), now, start)
+    try:
+        yield r
+    finally:
+        for task in r.tasks:
+            task.cancel()
+        await asyncio.wait(r.tasks)
+
+
+def _begun(handle: Callable[[Exchange], Any]) -> Callable[[Exchange], Any]:
     async def begun(exchange: Exchange) -> None:
         exchange.progress.started = True  # as the data plane says of requests
         await handle(exchange)
 
-    operation = Operation(path=URL, declared=TEXT, errors=OPENAI_ERRORS, handle=begun)
-    metrics = FrontendMetrics(CollectorRegistry())
-    settings = settings or HttpSettings(capacity=capacity or Capacity())
-    runner = BatchRunner(files, batches, lambda: leases, {URL: operation}, settings, account, metrics)
-    task = asyncio.create_task(runner.run())
-    try:
-        yield Running(runner, files, batches, records, leases, now)
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+    return begun
 
 
 async def prompt_of(exchange: Exchange) -> int:
@@ -878,7 +916,7 @@ async def test_a_batch_that_has_no_results_after_ten_attempts_fails(monkeypatch:
 
 
 class Lethal:
-    """An endpoint that ends the frontend, which loses its leases, with some prompts; others take some turns of the loop."""
+    """An endpoint that ends the frontend with some prompts; others take some turns of the loop."""
 
     def __init__(self, *prompts: int, at_first: int = 1) -> None:
         """`at_first`: as many lines are carried out when the first frontend ends."""
@@ -889,7 +927,7 @@ class Lethal:
         """So many lines were carried out at once."""
         self.ended: list[tuple[int, int]] = []
         """The prompts that ended a frontend, each with how many lines it carried out."""
-        self.leases: FreeLeases | None = None
+        self.die: Callable[[], None] | None = None
         self.may_respond = asyncio.Event()
         if not prompts:
             self.may_respond.set()
@@ -901,12 +939,12 @@ class Lethal:
         try:
             for _ in range(100):
                 await asyncio.sleep(0)
-            if prompt in self.prompts and self.leases is not None:
+            if prompt in self.prompts and self.die is not None:
                 while not self.ended and len(self.in_flight) < self.at_first:
                     await asyncio.sleep(0)
                 self.may_respond.set()
                 self.ended.append((prompt, len(self.in_flight)))
-                self.leases.lost()
+                self.die()
                 await asyncio.Event().wait()
             await self.may_respond.wait()
             await exchange.respond(b"{}")
@@ -918,31 +956,164 @@ async def test_a_line_at_which_two_frontends_end_is_an_error_and_all_others_are_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runner_module, "POLL_S", 0.001)
-    endpoint = Lethal(6, 16, at_first=SEGMENT_LINES)
+    endpoint = Lethal(6, at_first=SEGMENT_LINES)
     async with running(endpoint.handle) as r:
-        endpoint.leases = r.leases
+        endpoint.die = r.die
         done = await r.ended(await r.create(lines_of(150)))
         outputs, errors = await r.results(done.output_file_id), await r.results(done.error_file_id)
-    assert endpoint.ended == [(6, SEGMENT_LINES), (6, 1), (16, 1)]
-    assert (done.status, done.request_counts) == ("completed", RequestCounts(150, 148, 2))
-    assert [output["custom_id"] for output in outputs] == [f"c{n}" for n in range(150) if n not in (6, 16)]
-    assert [(error["custom_id"], error["error"]["code"]) for error in errors] == [
-        ("c6", "frontends_ended"),
-        ("c16", "frontends_ended"),
-    ]
+    assert endpoint.ended == [(6, SEGMENT_LINES), (6, 1)]
+    assert (done.status, done.request_counts) == ("completed", RequestCounts(150, 149, 1))
+    assert [output["custom_id"] for output in outputs] == [f"c{n}" for n in range(150) if n != 6]
+    assert [(error["custom_id"], error["error"]["code"]) for error in errors] == [("c6", "frontends_ended")]
 
 
-async def test_a_batch_of_lines_that_end_frontends_fails_and_keeps_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_at_which_three_frontends_end_fails_and_keeps_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "POLL_S", 0.001)
     count = 5 * SEGMENT_LINES
     endpoint = Lethal(*range(5, count, SEGMENT_LINES))
     async with running(endpoint.handle) as r:
-        endpoint.leases = r.leases
+        endpoint.die = r.die
         done = await r.ended(await r.create(lines_of(count)))
         outputs, errors = await r.results(done.output_file_id), await r.results(done.error_file_id)
-    assert [prompt // SEGMENT_LINES for prompt, _ in endpoint.ended] == [0, 0, 1, 1, 2, 2]
+    assert [(prompt, at_once == 1) for prompt, at_once in endpoint.ended] == [
+        (5, False),
+        (5, True),
+        (SEGMENT_LINES + 5, True),
+    ]
     assert done.status == "failed" and done.errors is not None and done.errors.data[0].code == "frontends_ended"
-    assert (len(outputs), len(errors)) == (2 * SEGMENT_LINES - 2, 3 * SEGMENT_LINES + 2)
+    assert (len(outputs), len(errors)) == (SEGMENT_LINES - 1, 4 * SEGMENT_LINES + 1)
+
+
+async def test_lines_that_end_frontends_only_together_take_two_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.001)
+    in_flight, ended = 0, 0
+
+    async def handle(exchange: Exchange) -> None:
+        nonlocal in_flight, ended
+        exchange.account.admit("m", object()).close()
+        in_flight += 1
+        try:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if in_flight > 1:
+                in_flight, ended = -SEGMENT_LINES, ended + 1
+                r.die()
+                await asyncio.Event().wait()
+            await exchange.respond(b"{}")
+        finally:
+            in_flight = max(0, in_flight - 1)
+
+    async with running(handle) as r:
+        done = await r.ended(await r.create(lines_of(3 * SEGMENT_LINES)))
+    assert (done.request_counts, ended) == (RequestCounts(3 * SEGMENT_LINES, 3 * SEGMENT_LINES, 0), 2)
+
+
+async def test_what_ends_frontends_before_any_line_is_carried_out_takes_three_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.001)
+    ended = 0
+
+    async def handle(exchange: Exchange) -> None:
+        raise AssertionError("nothing is carried out")
+
+    class Lethal(FakeRecords):
+        async def get(self, key: str, hold: Callable[[int], None] | None = None) -> Record | None:
+            nonlocal ended
+            if ".content." in key:
+                ended += 1
+                r.die()
+                await asyncio.Event().wait()
+            return await super().get(key, hold)
+
+    async with running(handle, records=Lethal()) as r:
+        done = await r.ended(await r.create(lines_of(3)))
+    assert ended == 3
+    assert done.status == "failed" and done.errors is not None and done.errors.data[0].code == "frontends_ended"
+
+
+async def test_a_frontend_that_loses_its_lease_goes_on_with_the_lines_that_it_carries_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.001)
+    prompts: list[int] = []
+    may_respond = asyncio.Event()
+
+    async def handle(exchange: Exchange) -> None:
+        exchange.account.admit("m", object()).close()
+        prompts.append(await prompt_of(exchange))
+        await may_respond.wait()
+        await exchange.respond(b"{}")
+
+    async with running(handle) as r:
+        batch = await r.create(lines_of(3))
+        r.runner.poke()
+        await until(lambda: len(prompts) == 3)
+        for _ in range(5):
+            r.leases.are_to_have = False
+            r.leases.lost()
+            await until(lambda: b'"is_unleased":true' in r.record_of(batch))
+            with pytest.raises(TakenOver):
+                await r.batches.take_over("", batch.id, "another frontend")
+            r.leases.are_to_have = True
+            await until(lambda: b'"is_unleased":false' in r.record_of(batch))
+        may_respond.set()
+        done = await r.ended(batch)
+    assert (done.request_counts, sorted(prompts)) == (RequestCounts(3, 3, 0), [0, 1, 2])
+
+
+async def test_a_frontend_that_loses_its_lease_stops_when_another_one_has_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.001)
+    endpoint = Lethal()
+    endpoint.may_respond.clear()
+    async with running(endpoint.handle) as r:
+        batch = await r.create(lines_of(3))
+        r.runner.poke()
+        await until(lambda: len(endpoint.in_flight) == 3)
+        r.leases.are_to_have = False
+        await r.batches.take_over("", batch.id, "another frontend")
+        r.leases.lost()
+        await until(lambda: not endpoint.in_flight)
+        assert b'"by":"another frontend"' in r.record_of(batch)
+
+
+async def test_a_batch_is_taken_over_from_a_frontend_that_has_been_silent_since_it_lost_its_lease() -> None:
+    now = [1000.0]
+    records: Any = FakeRecords(lambda: now[0])
+    batches = Batches(lambda: records, "ns")
+    id = (await batches.create("", URL, "file", None)).id
+    await batches.take_over("", id, "first")
+    await batches.attempt("", id, "first", Lines(0, 5))
+    for _ in range(3):
+        await batches.go_on("", id, "first", is_unleased=True)
+        now[0] += LOST_S - 1
+        with pytest.raises(TakenOver):
+            await batches.take_over("", id, "second")
+    now[0] += 2
+    owned = await batches.take_over("", id, "second")
+    assert (owned.ended, owned.ended_at, owned.by) == (1, (Lines(0, 5),), "second")
+    for late in (
+        batches.go_on("", id, "first", is_unleased=True),
+        batches.attempt("", id, "first", Lines(0, 5)),
+        batches.begin("", id, "first", None),
+        batches.succeeded("", id, "first", 0, lambda batch: batch),
+    ):
+        with pytest.raises(TakenOver):
+            await late
+    await batches.stop("", id, "first")
+    assert (await batches.take_over("", id, "second")).by == "second"
+
+
+async def test_what_an_earlier_version_was_carrying_out_counts_as_well() -> None:
+    records: Any = FakeRecords()
+    batches = Batches(lambda: records, "ns")
+    id = (await batches.create("", URL, "file", None)).id
+    [key] = [key for key in records.records if ".batch." in key]
+    record = json.loads(records.records[key].value)
+    for name in ("by", "is_unleased", "ended"):
+        del record[name]
+    record["begun"] = {"lines": {"first": 0, "end": 5}, "by": "a token"}
+    await records.put(key, json.dumps(record).encode())
+    owned = await batches.take_over("", id, "second")
+    assert (owned.ended, owned.ended_at) == (1, (Lines(0, 5),))
 
 
 async def test_lines_that_may_have_ended_a_frontend_are_carried_out_beside_none_of_another_batch(
@@ -951,7 +1122,7 @@ async def test_lines_that_may_have_ended_a_frontend_are_carried_out_beside_none_
     monkeypatch.setattr(runner_module, "POLL_S", 0.001)
     endpoint = Lethal(0, at_first=11)
     async with running(endpoint.handle, lambda name, surface: KeyAccount(ApiKey(name=name, salt=b"", digest=b""))) as r:
-        endpoint.leases = r.leases
+        endpoint.die = r.die
         made = []
         for owner, content in (("bad", lines_of(3)), ("good", lines_of(8, body={"prompt": 9}))):
             file = await r.files.create(owner, "f", "batch", content)
@@ -978,7 +1149,7 @@ async def test_a_line_that_takes_long_alone_lets_those_of_other_keys_go_on(monke
         in_flight += 1
         if in_flight <= 5:
             if in_flight == 5:
-                r.leases.lost()
+                r.die()
             await asyncio.Event().wait()
         if prompt == 9:
             responses_to_others += 1
