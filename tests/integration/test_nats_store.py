@@ -70,6 +70,30 @@ async def test_the_age_of_a_record_is_told_by_the_clock_of_nats_server(
         assert sorted(ages) == ages and abs(ages[0]) < 600
 
 
+async def test_a_record_that_is_renewed_is_as_it_was_and_writes_nothing_large_again(
+    nats_server: NatsServer, namespace: str
+) -> None:
+    async with (
+        connect_nats(NatsOptions(servers=(nats_server.url,)), "test") as nats,
+        open_records(nats, namespace, ttl_s=600, max_bytes=1 << 20) as records,
+    ):
+        value = b"x" * 100_000
+        written = await records.put("a", value, last=0, inline_bytes=1000)
+        assert written is not None
+        before = await records.get("a")
+        objects = await nats.client.jetstream().stream_info(f"OBJ_{namespace}-large")
+        revision = await records.renew("a", written)
+        after = await records.get("a")
+        assert before is not None and after is not None and revision is not None
+        assert (after.value, after.revision) == (value, revision)
+        assert revision > written and after.written_at > before.written_at
+        assert await nats.client.jetstream().stream_info(f"OBJ_{namespace}-large") == objects
+        assert await records.renew("a", written) is None, "it has another revision"
+        await records.delete("a")
+        assert await records.renew("a", revision) is None
+        assert await records.renew("b", 1) is None
+
+
 async def test_a_byte_that_changes_on_the_disk_makes_its_record_an_error_and_no_other_one(tmp_path: Path) -> None:
     async with (
         start_nats(tmp_path) as server,

@@ -233,8 +233,8 @@ class Stalled:
 class Elsewhere(FakeRecords):
     """Keeps values where Python does not count them: the store is not a part of the frontend."""
 
-    async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
-        revision = await super().put(key, value, last=last)
+    async def put(self, key: str, value: bytes, **more: Any) -> int | None:
+        revision = await super().put(key, value, **more)
         if revision is not None and value:
             kept = mmap.mmap(-1, len(value))
             kept[:] = value

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord
-from dynamo.common.messaging.jetstream.records import Changes, Position, Record, RecordContent
+from dynamo.common.messaging.jetstream.records import INLINE_BYTES, Changes, Position, Record, RecordContent
 
 PIECE_BYTES = 128 * 1024
 
@@ -29,8 +29,14 @@ class FakeRecords:
         self.listed = 0
         """Records and deletions that `values` and `changes` have returned."""
         self.ttl_s = 30 * 86_400.0
+        self.written_bytes = 0
+        """What was written, apart from deletions."""
+        self.renewed = 0
+        """How often a record was renewed."""
         self._deleted: dict[str, int] = {}
         self._revision = 0
+        self._inline_bytes: dict[str, int] = {}
+        """What `renew` writes of each record."""
 
     @property
     def is_ready(self) -> bool:
@@ -58,13 +64,26 @@ class FakeRecords:
             self.pieces_read += 1
             yield value[start : start + PIECE_BYTES]
 
-    async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+    async def put(self, key: str, value: bytes, *, last: int | None = None, inline_bytes: int = INLINE_BYTES) -> int | None:
         self._check()
         present = self.records.get(key)
         if last is not None and last != (0 if present is None else present.revision):
             return None
         self._revision += 1
         self.records[key] = Record(value, self._revision, self.clock())
+        self._inline_bytes[key] = len(value) if len(value) <= inline_bytes else 100
+        self.written_bytes += len(value)
+        return self._revision
+
+    async def renew(self, key: str, last: int) -> int | None:
+        self._check()
+        present = self.records.get(key)
+        if present is None or present.revision != last:
+            return None
+        self._revision += 1
+        self.records[key] = Record(present.value, self._revision, self.clock())
+        self.written_bytes += self._inline_bytes[key]
+        self.renewed += 1
         return self._revision
 
     async def age_s(self, record: Record) -> float:

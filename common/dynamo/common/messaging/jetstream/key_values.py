@@ -129,6 +129,13 @@ class KeyValues:
                 return None
             raise
 
+    async def renew(self, key: str, last: int) -> int | None:
+        """Write an entry again as it is; return its revision, or None if `last` is not the present one."""
+        entry = await self._read(key, is_direct=False)
+        if entry is None or entry.revision != last or not entry.is_intact:
+            return None
+        return await self._put(key, entry.value, last)
+
     async def delete(self, key: str) -> None:
         await self._context.publish(self._prefix + key, headers={_OPERATION: _DELETED})
 

@@ -137,9 +137,9 @@ async def test_batches_count() -> None:
 class SlowRecords(FakeRecords):
     """Lets others run before each read and write."""
 
-    async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+    async def put(self, key: str, value: bytes, **more: Any) -> int | None:
         await asyncio.sleep(0)
-        return await super().put(key, value, last=last)
+        return await super().put(key, value, **more)
 
     async def values(self, pattern: str) -> dict[str, bytes]:
         await asyncio.sleep(0)

@@ -131,10 +131,11 @@ class BackgroundResponses:
                 if work.done():
                     written = await self._write(owner, work.result(), written)
                     break
-                if stages.is_sent.done():
+                is_new = stages.is_sent in awaited_next and stages.is_sent.done()
+                if is_new:
                     awaited_next.discard(stages.is_sent)
                     response = msgspec.structs.replace(response, status="in_progress")
-                written = await self._write(owner, response, written)
+                written = await self._write(owner, response, written, is_new=is_new)
         finally:
             work.cancel()
             await asyncio.wait({work})  # it tells the worker
@@ -142,15 +143,18 @@ class BackgroundResponses:
             log.info("response %s was cancelled or deleted, or could not be stored", response.id)
             await self.stored.discard_events_of_deleted(owner, response.id)
 
-    async def _write(self, owner: str, response: ResponseObject, revision: int) -> int | None:
+    async def _write(self, owner: str, response: ResponseObject, revision: int, *, is_new: bool = True) -> int | None:
         """Write a response unless it has been ended meanwhile; return its revision, or None if it has.
 
-        While JetStream is away, this waits.
+        If it is not `is_new`, what is there is as it is to be, and only renewed. While JetStream is away, this waits.
         """
         pause_s = self._beat_s
         for _ in range(_ATTEMPTS):
             try:
-                written = await self.stored.save(owner, response, None, last=revision)
+                if is_new:
+                    written = await self.stored.save(owner, response, None, last=revision)
+                else:
+                    written = await self.stored.renew(response.id, revision)
                 if written is not None:
                     return written
                 # Perhaps this process wrote it, and did not get to know.
@@ -163,7 +167,7 @@ class BackgroundResponses:
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
             except DynamoError as error:
-                response = failed(msgspec.structs.replace(response, output=()), error)
+                response, is_new = failed(msgspec.structs.replace(response, output=()), error), True
         log.error("response %s is lost: it could not be stored", response.id)
         return None
 

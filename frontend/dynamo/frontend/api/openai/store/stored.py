@@ -2,9 +2,9 @@
 
 A response has two records: the response itself, and the items that it responded to, those of earlier responses included, so
 that a conversation goes on with one read. A response that is generated in the background is stored at its beginning, and its
-frontend writes it again every few seconds: one that is silent for longer, by the clock of the store, has died. Each write is made
-only if the record is as the writer left it; so a response that was cancelled or deleted elsewhere stays so, and its frontend
-learns of it.
+frontend renews the record every few seconds, without what is large in it: one that is silent for longer, by the clock of the
+store, has died. Each write is made only if the record is as the writer left it; so a response that was cancelled or deleted
+elsewhere stays so, and its frontend learns of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
-from dynamo.common.messaging.jetstream.records import Record, RecordStore
+from dynamo.common.messaging.jetstream.records import INLINE_BYTES, Record, RecordStore
 from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.openai.store.conversations import Conversations
 from dynamo.frontend.api.openai.store.events import ResponseObject
@@ -43,8 +43,10 @@ from dynamo.frontend.metrics import FrontendMetrics
 
 BEAT_S = 5.0
 LOST_S = 30.0
-"""A response in the background that was not written for so long belongs to a frontend that died."""
+"""A response in the background that was not renewed for so long belongs to a frontend that died."""
 RUNNING = frozenset({"queued", "in_progress"})
+_RENEWED_BYTES = 16 * 1024
+"""Bytes of a response that is being generated, above which its record is kept where renewing it does not write it again."""
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _ATTEMPTS = 5
 
@@ -140,23 +142,30 @@ class StoredResponses:
             shown = msgspec.structs.replace(response, output=await encode_items(response.output))
             data = bounded(msgspec.json.encode({"owner": owner, "response": shown, "written_at": storage.clock()}))
             if items is None:
-                revision = await storage.records.put(storage.key(response.id), data, last=last)
+                revision = await storage.records.put(
+                    storage.key(response.id), data, last=last, inline_bytes=_inline_bytes(response)
+                )
                 if revision is not None and response.status not in RUNNING:
                     await storage.written(owner, response.id, len(data))
             else:
-                revision = await self._save_new(owner, response.id, data, bytes(await encode_items(items)), last)
+                revision = await self._save_new(owner, response, data, bytes(await encode_items(items)), last)
             if revision is not None and response.background and response.status not in RUNNING:
                 self._changes().announce(response.id)
             return revision
 
-    async def _save_new(self, owner: str, id: str, data: bytes, items: bytes, last: int | None) -> int | None:
-        storage = self._storage
+    async def _save_new(self, owner: str, response: ResponseObject, data: bytes, items: bytes, last: int | None) -> int | None:
+        storage, id = self._storage, response.id
         async with storage.quota.room(owner, len(data) + len(items)):
             await storage.records.put(self._items_key(id), items, last=0)
             await storage.written(owner, f"{id}-items", len(items))
-            revision = await storage.records.put(storage.key(id), data, last=last)
+            inline_bytes = _inline_bytes(response)
+            revision = await storage.records.put(storage.key(id), data, last=last, inline_bytes=inline_bytes)
             await storage.written(owner, id, len(data))
             return revision
+
+    async def renew(self, id: str, last: int) -> int | None:
+        """Say that a response is still generated; return its revision, or None if `last` is not the present one."""
+        return await self._storage.records.renew(self._storage.key(id), last)
 
     async def running_revision(self, owner: str, id: str) -> int | None:
         """Return the revision of a response that is being generated; None if it was cancelled or deleted."""
@@ -320,6 +329,10 @@ class StoredResponses:
 
     def _events_key(self, id: str, first: int) -> str:
         return self._storage.key(f"{id}.events.{first}")
+
+
+def _inline_bytes(response: ResponseObject) -> int:
+    return _RENEWED_BYTES if response.background and response.status in RUNNING else INLINE_BYTES
 
 
 def new_response_id() -> str:

@@ -193,10 +193,10 @@ async def test_who_stops_following_leaves_no_subscription() -> None:
 
 async def test_events_that_cannot_be_stored_are_left_out_and_the_response_is_not() -> None:
     class Refusing(FakeRecords):
-        async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+        async def put(self, key: str, value: bytes, **more: Any) -> int | None:
             if ".events." in key:
                 raise Unavailable("JetStream is away")
-            return await super().put(key, value, last=last)
+            return await super().put(key, value, **more)
 
     async with storing(Speaker(), records=Refusing()) as s, client_of(s) as client:
         stream = await client.responses.create(model="talker", input="Hi", background=True, stream=True)
@@ -212,8 +212,8 @@ async def test_a_chunk_whose_confirmation_was_lost_is_written_again_as_it_was() 
         chunks: list[bytes]
         is_lossy = True
 
-        async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
-            revision = await super().put(key, value, last=last)
+        async def put(self, key: str, value: bytes, **more: Any) -> int | None:
+            revision = await super().put(key, value, **more)
             if ".events." in key:
                 self.chunks.append(value)
                 if self.is_lossy:
@@ -252,9 +252,9 @@ async def test_events_that_are_written_after_their_response_was_deleted_do_not_s
     class Counting(FakeRecords):
         chunks = 0
 
-        async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+        async def put(self, key: str, value: bytes, **more: Any) -> int | None:
             self.chunks += ".events." in key
-            return await super().put(key, value, last=last)
+            return await super().put(key, value, **more)
 
     held: list[FakeStream] = []
     async with storing(held.append, records=(records := Counting())) as s, client_of(s) as client:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 from openai import AsyncOpenAI, NotFoundError
 
@@ -211,7 +212,7 @@ async def test_a_response_in_the_background_that_a_limit_or_a_full_line_refuses_
 
 async def test_a_response_in_the_background_that_cannot_be_stored_is_not_generated() -> None:
     class Full(FakeRecords):
-        async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+        async def put(self, key: str, value: bytes, **more: Any) -> int | None:
             raise Unavailable("the bucket is full")
 
     held: list[FakeStream] = []
@@ -305,6 +306,30 @@ async def test_a_write_whose_confirmation_was_lost_does_not_end_the_response() -
     assert (await stored.read("a", response.id))["status"] == "completed"
 
 
+async def test_a_long_response_is_written_whole_when_it_changes_and_not_each_time_that_it_is_said_to_go_on() -> None:
+    records = FakeRecords()
+    stored = stored_responses(records)
+    background = BackgroundResponses(stored, beat_s=0.001)
+    response = ResponseObject(
+        id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, background=True, status="queued", user="x" * 20_000
+    )
+    release = asyncio.Event()
+
+    async def generate(stages: Stages) -> ResponseObject:
+        await stages.admitted()
+        stages.sent()
+        await release.wait()
+        return msgspec.structs.replace(response, status="completed")
+
+    await background.start("", response, [], generate, Capacity().enter())
+    await until(lambda: records.renewed >= 50)
+    assert (await stored.read("", response.id))["status"] == "in_progress"
+    release.set()
+    await background.drain(5)
+    assert (await stored.read("", response.id))["status"] == "completed"
+    assert 3 * 20_000 < records.written_bytes - 100 * records.renewed < 3 * 21_000
+
+
 class SlowRecords(FakeRecords):
     """Writes only once it is `open`."""
 
@@ -312,9 +337,9 @@ class SlowRecords(FakeRecords):
         super().__init__()
         self.open = asyncio.Event()
 
-    async def put(self, key: str, value: bytes, *, last: int | None = None) -> int | None:
+    async def put(self, key: str, value: bytes, **more: Any) -> int | None:
         await self.open.wait()
-        return await super().put(key, value, last=last)
+        return await super().put(key, value, **more)
 
 
 async def test_responses_that_begin_at_once_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
