@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
@@ -241,7 +240,6 @@ class Responses:
                 # In a task of its own: a token wakes that one, and not all coroutines that wait for the end of the stream.
                 reason = await awaited(_write_parts(stream, generation, feeder))
                 response = writer.finish(_finished(reason), generation.summary, self._edge.clock())
-                await asyncio.sleep(0)  # it puts together what may be long
                 response = await self._save(work, response)
                 writer.end(response)
                 events = writer.take()
@@ -300,7 +298,6 @@ async def _read_all(
         if on_events is not None:
             on_events(writer.take())
     response = writer.finish(_finished(reason), generation.summary, clock())
-    await asyncio.sleep(0)  # it puts together what may be long
     if on_events is not None:
         on_events(writer.take())
     return response

@@ -17,6 +17,7 @@ from typing import TypeVar
 from dynamo.common.errors import Unavailable
 from dynamo.common.process.background import running
 from dynamo.frontend.api.openai.store.events import ResponseObject, event
+from dynamo.frontend.api.openai.store.storage import check_size
 from dynamo.frontend.api.openai.store.stored import LOST_S, RUNNING, StoredResponses
 
 log = logging.getLogger(__name__)
@@ -92,11 +93,12 @@ class EventLog:
             self._is_failing = True
 
     def _next_chunk(self) -> bytes:
-        """Take whole events from what waits: `_CHUNK_BYTES` of them, or one that is longer."""
+        """Take whole events from what waits: `_CHUNK_BYTES` of them, or one that is longer. Raises PayloadTooLarge."""
         size_bytes = count = 0
         for piece in self._waiting:
             count += 1
             size_bytes += len(piece)
+            check_size(size_bytes)
             if size_bytes >= _CHUNK_BYTES and piece.endswith(_END):
                 break
         chunk, self._waiting = b"".join(self._waiting[:count]), self._waiting[count:]

@@ -22,6 +22,8 @@ _MARK = b"\0"
 _NONE = Raw(b"[]")
 _FEW_BYTES = 256 * 1024
 """Bytes of events that are joined to one piece, at most."""
+_BLOCK_BYTES = 64 * 1024
+"""Bytes of log probabilities that are joined as they come, so that none are left to join at the end."""
 
 
 class ResponseObject(Struct, frozen=True, kw_only=True):
@@ -82,13 +84,16 @@ class ResponseWriter:
         self._output: list[dict[str, Any]] = []
         self._shown: list[dict[str, Any]] = []
         """The output as events have it: marks in the place of log probabilities."""
-        self._lists: list[bytes] = []
-        """Log probabilities of messages that are closed. Four events have each of them, which are no copies of it."""
+        self._lists: list[list[bytes]] = []
+        """Log probabilities of messages that are closed, in pieces. Four events have each of them, which are no copies of it."""
         self._item: dict[str, Any] | None = None
         """The item that is open."""
         self._pieces: list[str] = []
         self._logprobs: list[bytes] = []
-        """Log probabilities of the open message, encoded, without brackets."""
+        """Log probabilities of the open message, encoded, without brackets, which are in no block yet."""
+        self._logprobs_bytes = 0
+        self._blocks: list[bytes] = []
+        """Log probabilities that came before these. Each block begins with a bracket or a comma."""
         self._delta = b""
         """The beginning of a delta event, up to its text."""
         self._call = -1
@@ -121,6 +126,9 @@ class ResponseWriter:
             if logprobs:
                 encoded = encode(logprobs)
                 self._logprobs.append(encoded[1:-1])
+                self._logprobs_bytes += len(encoded)
+                if self._logprobs_bytes >= _BLOCK_BYTES:
+                    self._join_logprobs()
             if self._stream:
                 shown = b',"logprobs":' + encoded if isinstance(part, Content) else b""
                 self._events.append(self._delta + encode(piece) + shown + b',"sequence_number":%d}\n\n' % self._sequence)
@@ -188,7 +196,7 @@ class ResponseWriter:
     def _begin(self, item: dict[str, Any], delta: str, **place: int) -> None:
         self._item = item
         self._pieces = []
-        self._logprobs = []
+        self._logprobs, self._logprobs_bytes, self._blocks = [], 0, []
         self._emit("response.output_item.added", output_index=len(self._output), item=item)
         fields = {"type": delta, "item_id": item["id"], "output_index": len(self._output), **place}
         self._delta = b"event: " + delta.encode() + b"\ndata: " + encode(fields)[:-1] + b',"delta":'
@@ -219,13 +227,18 @@ class ResponseWriter:
         self._shown.append(shown)
         self._item = None
 
-    def _closed_logprobs(self) -> tuple[Raw, Raw]:
-        """Return the log probabilities of the open message, and what stands for them in events."""
-        if not self._logprobs:
-            return _NONE, _NONE
-        logprobs, self._logprobs = b"[%b]" % b",".join(self._logprobs), []
-        self._lists.append(logprobs)
-        return Raw(logprobs), Raw(_MARK + b"%d" % (len(self._lists) - 1) + _MARK)
+    def _join_logprobs(self) -> None:
+        if self._logprobs:
+            self._blocks.append((b"," if self._blocks else b"[") + b",".join(self._logprobs))
+            self._logprobs, self._logprobs_bytes = [], 0
+
+    def _closed_logprobs(self) -> tuple[list[Raw], Raw]:
+        """Return the log probabilities of the open message, several in each item, and what stands for them in events."""
+        self._join_logprobs()
+        if not self._blocks:
+            return [], _NONE
+        self._lists.append(self._blocks)
+        return [Raw(memoryview(block)[1:]) for block in self._blocks], Raw(_MARK + b"%d" % (len(self._lists) - 1) + _MARK)
 
     def _emit(self, kind: str, **fields: object) -> None:
         if not self._stream:
@@ -238,7 +251,12 @@ class ResponseWriter:
         """Return the pieces of what has marks in the place of log probabilities."""
         if not self._lists:
             return [encoded]
-        return [self._lists[int(piece)] if index % 2 else piece for index, piece in enumerate(encoded.split(_MARK))]
+        before, *others = encoded.split(_MARK)
+        pieces = [before]
+        for number, after in zip(others[::2], others[1::2], strict=True):
+            pieces += self._lists[int(number)]
+            pieces.append(b"]" + after)
+        return pieces
 
 
 def event(kind: str, number: int, **fields: object) -> bytes:
@@ -246,7 +264,7 @@ def event(kind: str, number: int, **fields: object) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, "sequence_number": number, **fields}) + b"\n\n"
 
 
-def _part(kind: str, text: str, logprobs: Raw) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Raw | list[Raw]) -> dict[str, Any]:
     if kind == "message":
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
     return {"type": "reasoning_text", "text": text}

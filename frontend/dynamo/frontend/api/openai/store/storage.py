@@ -187,12 +187,22 @@ async def encode_items(items: Iterable[Item]) -> Raw:
         if unbroken_bytes > _BRIEF_BYTES:
             unbroken_bytes = 0
             await asyncio.sleep(0)
+        check_size(size + _encoded_bytes(item))
         pieces.append(piece := msgspec.json.encode(item))
         unbroken_bytes += len(piece)
         size += len(piece) + 1
         check_size(size)
         check_count(len(pieces))
     return Raw(b"[%b]" % b",".join(pieces))
+
+
+def _encoded_bytes(item: Item) -> int:
+    """Return how many bytes of an item are encoded already: log probabilities, which may be far more than may be stored."""
+    content = item.get("content")
+    if not isinstance(content, list):
+        return 0
+    lists = (part.get("logprobs", ()) for part in content if isinstance(part, dict))
+    return sum(memoryview(block).nbytes for blocks in lists for block in blocks if isinstance(block, Raw))
 
 
 class ItemIds:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 from typing import Any
 
 import msgspec
+import pytest
 
+from dynamo.common.errors import PayloadTooLarge
 from dynamo.common.generation import FinishReason, Summary
 from dynamo.frontend.api.openai.response_objects import TokenLogprob
 from dynamo.frontend.api.openai.store.event_log import EventLog
 from dynamo.frontend.api.openai.store.events import ResponseObject, ResponseWriter
+from dynamo.frontend.api.openai.store.storage import encode_items
 from dynamo.frontend.api.openai.store.stored import new_response_id
 from dynamo.frontend.preprocess.parsers import Content
 from tests.support.fake_records import FakeRecords
@@ -38,8 +42,9 @@ def shown(logprobs: list[dict[str, Any]]) -> bool:
 
 def test_all_events_at_the_end_share_one_copy_of_log_probabilities() -> None:
     _, pieces = written()
-    long = [piece for piece in pieces if len(piece) > 100_000]
-    assert len(long) == 4 and len({id(piece) for piece in long}) == 1
+    long = [piece for piece in pieces if len(piece) > 30_000]
+    assert len(long) == 4 * len({id(piece) for piece in long}) > 4
+    assert max(map(len, pieces)) < 100_000, "nothing long is joined at the end"
     text, part, item, end = [json.loads(event.partition(b"data: ")[2]) for event in b"".join(pieces).split(b"\n\n")[:-1]]
     assert shown(text["logprobs"])
     assert shown(part["part"]["logprobs"])
@@ -58,6 +63,27 @@ async def test_events_are_stored_in_records_of_a_bounded_size() -> None:
     counts = [chunks[number].count(b"\n\n") for number in sorted(chunks)]
     assert sorted(chunks) == [*itertools.accumulate(counts[:-1], initial=0)] and sum(counts) == 6
     assert max(map(len, chunks.values())) < 2 * 2**20
+
+
+async def test_log_probabilities_that_are_too_many_to_be_stored_are_not_put_together() -> None:
+    block = msgspec.Raw(b"0," * 500_000 + b"0")
+    content = [{"type": "output_text", "text": "a", "annotations": [], "logprobs": [block] * 17}]
+    with pytest.raises(PayloadTooLarge):
+        await encode_items([{"type": "message", "content": content, "which": "cannot be encoded", "as": object()}])
+
+
+async def test_an_event_that_is_too_long_to_be_stored_is_not_put_together() -> None:
+    response, _ = written()
+    log = EventLog(stored_responses(FakeRecords()), "", response)
+    log.add([b"x" * 2**20] * 17 + [b"\n\n"])
+    tracemalloc.start()
+    try:
+        with pytest.raises(PayloadTooLarge):
+            async with log.writing():
+                pass
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
 
 
 async def test_what_continues_a_response_gets_no_log_probabilities_of_it() -> None:
