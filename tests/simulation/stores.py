@@ -145,7 +145,9 @@ def drawn_batch(rng: Random, lines: int) -> BatchFile:
 
 def problem_of(batch: Batch, file: BatchFile, output: bytes, errors: bytes, *, may_be_cancelled: bool, is_well: bool) -> str:
     """Return what is wrong with a batch that has ended; empty if nothing is. `is_well`: no line had a reason to fail."""
-    if batch.status != "completed" and not (may_be_cancelled and batch.status == "cancelled"):
+    codes = {problem.code for problem in batch.errors.data} if batch.errors is not None else set()
+    has_ended_frontends = codes == {"frontends_ended"} and not is_well  # which three did that were killed with it
+    if batch.status != "completed" and not (may_be_cancelled and batch.status == "cancelled") and not has_ended_frontends:
         return f"it is {batch.status}: {batch.errors}"
     results = [json.loads(line) for line in (*output.splitlines(), *errors.splitlines())]
     ids = [result["custom_id"] for result in results]

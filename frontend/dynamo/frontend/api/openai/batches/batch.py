@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from io import BytesIO
 from typing import Annotated, Literal
 
 import msgspec
@@ -22,6 +23,7 @@ from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Rate
 from dynamo.common.messaging.jetstream.records import Record, RecordStore
 from dynamo.common.names import encode
 from dynamo.frontend.api.openai.batches.index import Index
+from dynamo.frontend.api.openai.batches.long_texts import position, unescaped, write_escaped
 from dynamo.frontend.api.openai.store.owners import owner_token
 from dynamo.frontend.api.openai.store.quota import StoredBytes
 
@@ -133,14 +135,6 @@ class Segment(Struct, frozen=True):
         return len(self.outputs) + len(self.errors)
 
 
-class _StoredSegment(Struct, frozen=True):
-    """A segment as its record has it."""
-
-    outputs: str
-    errors: str
-    counts: RequestCounts
-
-
 class Lines(Struct, frozen=True):
     """Lines in a row, by their positions in the batch."""
 
@@ -178,7 +172,7 @@ class Owned(Struct, frozen=True):
     by: str = ""
     """A token of the frontend that carries it out, or has ended while it did; empty: none does."""
     is_unleased: bool = False
-    """That frontend goes on without its lease, and writes this again every few seconds."""
+    """The frontend goes on without its lease, and writes this again every few seconds."""
     ended: int = 0
     """How many frontends ended while they carried it out, whatever they did for it then."""
 
@@ -240,18 +234,14 @@ _lines = msgspec.json.Decoder(BatchLine)
 _flags = msgspec.json.Decoder(_ForbiddenFlags)
 _waiting = msgspec.json.Decoder(Waiting)
 _owned = msgspec.json.Decoder(Owned)
-_segments = msgspec.json.Decoder(_StoredSegment)
-_WIDEST_CHARACTER_BYTES = 4
+_counts = msgspec.json.Decoder(RequestCounts)
+_OUTPUTS, _ERRORS, _COUNTS = b'{"outputs":"', b'","errors":"', b'","counts":'
+"""What stands around the parts of the record of a segment, and within none of them, where quotes are escaped."""
 
 
 def _listed(record: bytes) -> _Listed:
     owned = _owned.decode(record)
     return _Listed(owned.batch, len(record) + owned.results_bytes)
-
-
-def _escaped(lines: bytes) -> bytes:
-    """Return what stands in JSON for a text of lines, which is made a line at a time."""
-    return b"".join(msgspec.json.encode(line.decode())[1:-1] for line in lines.splitlines(keepends=True))
 
 
 def parse_lines(content: bytes, endpoint: str, max_line_bytes: int) -> list[BatchLine]:
@@ -505,19 +495,19 @@ class Batches:
         for key in await self._records().keys(self._segment_key(id, "*")):
             record = await self._records().get(key, hold)
             if record is not None:
-                hold(_WIDEST_CHARACTER_BYTES * len(record.value))
-                stored = _segments.decode(record.value)
-                segments[int(key.rpartition(".")[2])] = Segment(stored.outputs.encode(), stored.errors.encode(), stored.counts)
+                hold(len(record.value))
+                segments[int(key.rpartition(".")[2])] = await _read_segment(record.value)
         return segments
 
     async def put_segment(self, id: str, number: int, segment: Segment) -> bool:
         """Keep the results of a segment, unless there are some; return whether they were kept."""
-        record = b'{"outputs":"%b","errors":"%b","counts":%b}' % (
-            _escaped(segment.outputs),
-            _escaped(segment.errors),
-            msgspec.json.encode(segment.counts),
-        )
-        return await self._records().put(self._segment_key(id, str(number)), record, last=0) is not None
+        record = BytesIO()
+        record.write(_OUTPUTS)
+        await write_escaped(segment.outputs, record)
+        record.write(_ERRORS)
+        await write_escaped(segment.errors, record)
+        record.write(_COUNTS + msgspec.json.encode(segment.counts) + b"}")
+        return await self._records().put(self._segment_key(id, str(number)), record.getvalue(), last=0) is not None
 
     async def _bytes_of(self, owner: str) -> int:
         return sum(listed.stored_bytes for listed in await self._index.of(self._key(owner, "*")))
@@ -530,6 +520,16 @@ class Batches:
 
     def _segment_key(self, id: str, number: str) -> str:
         return f"{self._prefix}.segment.{id}.{number}"
+
+
+async def _read_segment(record: bytes) -> Segment:
+    counts = await position(record, _COUNTS, len(record))
+    errors = await position(record, _ERRORS, counts)
+    return Segment(
+        await unescaped(record, len(_OUTPUTS), errors),
+        await unescaped(record, errors + len(_ERRORS), counts),
+        _counts.decode(record[counts + len(_COUNTS) : -1]),
+    )
 
 
 def result_file_id(batch: str, kind: str) -> str:

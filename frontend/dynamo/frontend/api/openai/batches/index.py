@@ -17,6 +17,8 @@ from dynamo.common.messaging.jetstream.records import Changes, Position, RecordS
 MAX_ITEMS = 50_000
 """Items kept in memory, of all API keys together, or of the key that asked last if that has more."""
 
+_RECORDS_PER_STEP = 500
+
 
 class IndexedItem(Protocol):
     @property
@@ -40,21 +42,27 @@ class _Items(Generic[ItemType]):
     newest_first: Sequence[ItemType] = ()
     oldest_at: float = 0.0
 
-    def apply(self, changes: Changes, decode: Callable[[bytes], ItemType], ttl_s: float) -> None:
+    async def apply(self, changes: Changes, decode: Callable[[bytes], ItemType], ttl_s: float) -> None:
+        """Make the changes, in steps between which other requests have their turns."""
         expired_at = changes.now - ttl_s
-        self.position = changes.position
         if not changes.is_whole and not changes.records and self.oldest_at > expired_at:
+            self.position = changes.position
             return
         if changes.is_whole:
             self.by_key.clear()
-        for key, record in changes.records.items():
+        for number, (key, record) in enumerate(changes.records.items()):
+            if number % _RECORDS_PER_STEP == 0:
+                await asyncio.sleep(0)
             if record is None:
                 self.by_key.pop(key, None)
             else:
                 self.by_key[key] = decode(record.value), record.written_at
         self.by_key = {key: item for key, item in self.by_key.items() if item[1] > expired_at}
+        await asyncio.sleep(0)
         self.newest_first = sorted((item for item, _ in self.by_key.values()), key=_order)
+        await asyncio.sleep(0)
         self.oldest_at = min((at for _, at in self.by_key.values()), default=changes.now)
+        self.position = changes.position  # at last: if this is cancelled before, it is all read again
 
 
 class Index(Generic[ItemType]):
@@ -71,7 +79,7 @@ class Index(Generic[ItemType]):
         self._items.move_to_end(pattern)
         async with items.lock:  # so that each change is read once
             store = self._records()
-            items.apply(await store.changes(pattern, items.position), self._decode, store.ttl_s)
+            await items.apply(await store.changes(pattern, items.position), self._decode, store.ttl_s)
         self._forget()
         return items.newest_first
 

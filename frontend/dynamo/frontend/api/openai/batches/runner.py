@@ -54,6 +54,7 @@ from dynamo.frontend.api.openai.batches.batch import (
 )
 from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount
+from dynamo.frontend.api.openai.batches.long_texts import joined
 from dynamo.frontend.api.openai.batches.result_lines import line_id, result_line
 from dynamo.frontend.api.openai.batches.result_room import ResultRoom
 from dynamo.frontend.fleet.leases import Leases
@@ -342,12 +343,12 @@ class BatchRunner:
         missing = [line for number, line in enumerate(lines) if number // SEGMENT_LINES not in done]
         code = "batch_cancelled" if batch.status == "cancelling" else left_out or "batch_expired"
         kept = {
-            "output": b"".join(done[number].outputs for number in sorted(done)),
-            "error": b"".join(done[number].errors for number in sorted(done)),
+            "output": await joined(done[number].outputs for number in sorted(done)),
+            "error": await joined(done[number].errors for number in sorted(done)),
         }
         others = await self._of_missing(owner, batch, missing, code)
         ids: dict[str, str] = {}
-        for kind, content in (("output", kept["output"]), ("error", kept["error"] + others)):
+        for kind, content in (("output", kept["output"]), ("error", await joined((kept["error"], others)))):
             if content:
                 ids[kind] = result_file_id(batch.id, kind)
                 name, counted_bytes = f"{batch.id}_{kind}.jsonl", len(kept[kind])
@@ -412,7 +413,7 @@ class BatchRunner:
         errors = [outcome.text for outcome in outcomes if not outcome.is_good]
         abandoned = sum(outcome.is_abandoned for outcome in outcomes)
         counts = RequestCounts(len(own), len(outputs), len(errors) - abandoned)
-        segment = Segment(b"".join(outputs), b"".join(errors), counts)
+        segment = Segment(await joined(outputs), await joined(errors), counts)
         if not await self._batches.put_segment(batch.id, number, segment):
             raise TakenOver
         for outcome in outcomes:
@@ -481,8 +482,7 @@ class BatchRunner:
                     break
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
-        result = result_line(batch.id, line, (status, response))
-        if not await room.take(len(response), len(result)):
+        if not await room.take(len(response), len(result_line(batch.id, line, (status, b""))) + len(response)):
             text = result_line(
                 batch.id,
                 line,
@@ -491,6 +491,7 @@ class BatchRunner:
                 "what the batch, or the API key, may store leaves no room for the result",
             )
             return _LineOutcome(text, is_good=False, account=line_account)
+        result = result_line(batch.id, line, (status, response))
         return _LineOutcome(result, is_good=status < 400, account=line_account)
 
     async def _call(
@@ -538,7 +539,7 @@ class BatchRunner:
             await exchange.run(handle)
         finally:
             occupied.leave()
-        return exchange, b"".join(pieces)
+        return exchange, await joined(pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1184,6 +1184,51 @@ async def test_results_are_kept_as_they_are_whatever_their_characters() -> None:
     assert json.loads(record.value)["outputs"] == "".join(lines), "frontends of an earlier version read a text"
 
 
+@pytest.mark.parametrize("shift", range(-13, 2))
+async def test_long_results_are_written_and_read_in_steps_wherever_these_end(shift: int) -> None:
+    fake = FakeRecords()
+    records: Any = fake
+    batches = Batches(lambda: records, "ns")
+    text = "x" * ((1 << 18) + shift) + '\\\\"\\"\n\x01é😀' * 3 + "y" * (1 << 19) + "\n"
+    segment = Segment(text.encode(), text.encode(), RequestCounts(2, 1, 1))
+    async with counting_turns() as turns:
+        assert await batches.put_segment("batch_1", 0, segment)
+        assert turns[0] >= 6
+        assert await batches.segments("batch_1", lambda size: None) == {0: segment}
+        assert turns[0] >= 12
+    [record] = fake.records.values()
+    assert json.loads(record.value)["errors"] == text
+
+
+async def test_a_long_list_is_read_in_steps() -> None:
+    records: Any = FakeRecords()
+    batches = Batches(lambda: records, "ns")
+    for _ in range(3000):
+        await batches.create("", URL, "file", None)
+        for key in await records.keys("ns.waiting.>"):
+            await records.delete(key)
+    async with counting_turns() as turns:
+        assert len(await batches.owned_by("")) == 3000
+        assert turns[0] >= 6
+
+
+@asynccontextmanager
+async def counting_turns() -> AsyncIterator[list[int]]:
+    """Count the turns that others have while the body runs."""
+    turns = [0]
+
+    async def count() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(count())
+    try:
+        yield turns
+    finally:
+        task.cancel()
+
+
 async def test_frontends_that_stop_in_good_order_are_not_held_against_the_lines() -> None:
     endpoint, records = Lethal(), FakeRecords()
     batch: Batch | None = None
