@@ -1,9 +1,10 @@
-"""Bounded waits for a condition that no event announces, and the one limit of all waits."""
+"""Bounded waits for a condition that no event announces, the one limit of all waits, and turns of the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # tests of workers and engines wait as well
@@ -32,3 +33,20 @@ async def until(condition: Callable[[], object], within_s: float = WAIT_S) -> No
 async def until_free(capacity: Capacity) -> None:
     """Return when no request and no byte is counted, which is a moment after the client has its response."""
     await until(lambda: not capacity.requests and not capacity.buffered_bytes)
+
+
+@asynccontextmanager
+async def counting_turns() -> AsyncIterator[list[int]]:
+    """Count the turns that others have while the body runs."""
+    turns = [0]
+
+    async def count() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(count())
+    try:
+        yield turns
+    finally:
+        task.cancel()

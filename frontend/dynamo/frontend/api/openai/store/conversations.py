@@ -16,7 +16,16 @@ from msgspec import Raw, Struct
 
 from dynamo.common.errors import NotFound, Overloaded
 from dynamo.common.process.work import hold_nothing
-from dynamo.frontend.api.openai.store.storage import Hold, Item, Storage, bounded, encode_items, parse_items, split_items
+from dynamo.frontend.api.openai.store.storage import (
+    Hold,
+    Item,
+    Storage,
+    bounded,
+    check_size,
+    encode_items,
+    parse_items,
+    split_items,
+)
 
 _ID = re.compile(r"conv_[0-9a-f]{32}")
 _ATTEMPTS = 10
@@ -164,9 +173,10 @@ class Conversations:
 
 def _joined(items: Raw, added: bytes) -> Raw:
     """Return one JSON array of two. Raises PayloadTooLarge."""
-    first = bytes(items)
+    first = memoryview(items)
+    check_size(len(first) + len(added))
     if first == b"[]" or added == b"[]":
-        return Raw(added if first == b"[]" else first)
-    joined = Raw(first[:-1] + b"," + added[1:])
+        return Raw(added) if first == b"[]" else items
+    joined = Raw(b"".join((first[:-1], b",", memoryview(added)[1:])))
     split_items(joined)
     return joined

@@ -193,6 +193,8 @@ async def encode_items(items: Iterable[Item]) -> Raw:
         size += len(piece) + 1
         check_size(size)
         check_count(len(pieces))
+    if unbroken_bytes > _BRIEF_BYTES:
+        await asyncio.sleep(0)
     return Raw(b"[%b]" % b",".join(pieces))
 
 

@@ -141,6 +141,7 @@ class StoredResponses:
         with storage.counted("save"):
             shown = msgspec.structs.replace(response, output=await encode_items(response.output))
             data = bounded(msgspec.json.encode({"owner": owner, "response": shown, "written_at": storage.clock()}))
+            await asyncio.sleep(0)
             if items is None:
                 revision = await storage.records.put(
                     storage.key(response.id), data, last=last, inline_bytes=_inline_bytes(response)

@@ -59,7 +59,7 @@ from dynamo.frontend.security.ledger import Ledger, UsageCounts
 from dynamo.frontend.security.surfaces import Surface
 from tests.support.fake_records import PIECE_BYTES, FakeRecords
 from tests.support.virtual_time import in_virtual_time
-from tests.support.waiting import until
+from tests.support.waiting import counting_turns, until
 
 URL = "/v1/completions"
 MAX_LINE_BYTES = 10_000
@@ -1210,23 +1210,6 @@ async def test_a_long_list_is_read_in_steps() -> None:
     async with counting_turns() as turns:
         assert len(await batches.owned_by("")) == 3000
         assert turns[0] >= 6
-
-
-@asynccontextmanager
-async def counting_turns() -> AsyncIterator[list[int]]:
-    """Count the turns that others have while the body runs."""
-    turns = [0]
-
-    async def count() -> None:
-        while True:
-            turns[0] += 1
-            await asyncio.sleep(0)
-
-    task = asyncio.create_task(count())
-    try:
-        yield turns
-    finally:
-        task.cancel()
 
 
 async def test_frontends_that_stop_in_good_order_are_not_held_against_the_lines() -> None:

@@ -20,6 +20,7 @@ from dynamo.frontend.api.openai.store.stored import new_response_id
 from dynamo.frontend.preprocess.parsers import Content
 from tests.support.fake_records import FakeRecords
 from tests.support.storing import stored_responses
+from tests.support.waiting import counting_turns
 
 TOKENS = 10_000
 
@@ -70,6 +71,29 @@ async def test_log_probabilities_that_are_too_many_to_be_stored_are_not_put_toge
     content = [{"type": "output_text", "text": "a", "annotations": [], "logprobs": [block] * 17}]
     with pytest.raises(PayloadTooLarge):
         await encode_items([{"type": "message", "content": content, "which": "cannot be encoded", "as": object()}])
+
+
+async def test_a_long_response_and_what_it_responded_to_are_put_together_in_steps() -> None:
+    stored = stored_responses(FakeRecords())
+    response, _ = written()
+    question = {"type": "message", "role": "user", "content": "x" * 100_000}
+    async with counting_turns() as turns:
+        assert await stored.save("", response, [question]) is not None
+        assert turns[0] >= 3
+
+
+async def test_items_that_make_a_conversation_too_long_are_not_joined_to_it() -> None:
+    conversations = stored_responses(FakeRecords()).conversations
+    item = {"type": "message", "role": "user", "content": "x" * (9 << 20)}
+    id = (await conversations.create("", [item], {})).id
+    tracemalloc.start()
+    try:
+        with pytest.raises(PayloadTooLarge):
+            await conversations.add("", id, [item])
+        peak = tracemalloc.get_traced_memory()[1]
+        assert peak < 3.5 * 9 * 2**20, "the item as JSON, in brackets, and what is read; and not both as one"
+    finally:
+        tracemalloc.stop()
 
 
 async def test_an_event_that_is_too_long_to_be_stored_is_not_put_together() -> None:
