@@ -64,14 +64,14 @@ class FakeRecords:
             self.pieces_read += 1
             yield value[start : start + PIECE_BYTES]
 
-    async def put(self, key: str, value: bytes, *, last: int | None = None, inline_bytes: int = INLINE_BYTES) -> int | None:
+    async def put(self, key: str, value: bytes, *, last: int | None = None, inline_bytes: int | None = None) -> int | None:
         self._check()
         present = self.records.get(key)
         if last is not None and last != (0 if present is None else present.revision):
             return None
         self._revision += 1
         self.records[key] = Record(value, self._revision, self.clock())
-        self._inline_bytes[key] = len(value) if len(value) <= inline_bytes else 100
+        self._inline_bytes[key] = len(value) if len(value) <= (inline_bytes or INLINE_BYTES) else 100
         self.written_bytes += len(value)
         return self._revision
 

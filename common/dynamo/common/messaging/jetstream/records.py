@@ -235,13 +235,13 @@ class RecordStore:
             async with asyncio.timeout(_LIMIT_S):
                 return await (await self._values()).now() - record.written_at
 
-    async def put(self, key: str, value: bytes, *, last: int | None = None, inline_bytes: int = INLINE_BYTES) -> int | None:
-        """Write a record; return its revision. One with more than `inline_bytes` lies in the object store.
+    async def put(self, key: str, value: bytes, *, last: int | None = None, inline_bytes: int | None = None) -> int | None:
+        """Write a record; return its revision. One with more than `inline_bytes`, or `INLINE_BYTES`, lies in the object store.
 
         With `last`, only if that is the revision of the present one, 0 if there is none yet; else return None.
         Raises Unavailable at once after a write that failed, until one succeeds that no request waits for.
         """
-        is_large = len(value) > inline_bytes
+        is_large = len(value) > (INLINE_BYTES if inline_bytes is None else min(inline_bytes, INLINE_BYTES))
         with self._writing():
             async with asyncio.timeout(_LARGE_LIMIT_S if is_large else _LIMIT_S):
                 values = await self._values()

@@ -175,8 +175,10 @@ def _joined(items: Raw, added: bytes) -> Raw:
     """Return one JSON array of two. Raises PayloadTooLarge."""
     first = memoryview(items)
     check_size(len(first) + len(added))
-    if first == b"[]" or added == b"[]":
-        return Raw(added) if first == b"[]" else items
+    if len(first) == len(b"[]"):
+        return Raw(added)
+    if added == b"[]":
+        return items
     joined = Raw(b"".join((first[:-1], b",", memoryview(added)[1:])))
     split_items(joined)
     return joined

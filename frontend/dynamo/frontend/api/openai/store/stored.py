@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
-from dynamo.common.messaging.jetstream.records import INLINE_BYTES, Record, RecordStore
+from dynamo.common.messaging.jetstream.records import Record, RecordStore
 from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.openai.store.conversations import Conversations
 from dynamo.frontend.api.openai.store.events import ResponseObject
@@ -332,8 +332,8 @@ class StoredResponses:
         return self._storage.key(f"{id}.events.{first}")
 
 
-def _inline_bytes(response: ResponseObject) -> int:
-    return _RENEWED_BYTES if response.background and response.status in RUNNING else INLINE_BYTES
+def _inline_bytes(response: ResponseObject) -> int | None:
+    return _RENEWED_BYTES if response.background and response.status in RUNNING else None
 
 
 def new_response_id() -> str:
