@@ -1,7 +1,7 @@
 """A frontend in the test's process with every operation of every protocol, and a request for each of them.
 
-HTTP is called as ASGI and gRPC by the methods' handlers, both behind their guards; lines of batches go through the runner. An
-operation that has no request here fails the tests of `test_every_operation.py`.
+HTTP is called as by its server and gRPC by the methods' handlers, both behind their guards; lines of batches go through the
+runner. An operation that has no request here fails the tests of `test_every_operation.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import EngineError, InstanceGone, Unsupported, release
 from dynamo.common.etcd import Etcd, KeyValue, Reset
-from dynamo.common.http.request import CLIENT_WATCH, ClientWatch
+from dynamo.common.http.served import Buffer, ClientWatch, Header
 from dynamo.common.messaging.buffers import Body
 from dynamo.common.messaging.jetstream.records import Record
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
@@ -435,10 +435,20 @@ class Asked:
 
 
 class Client:
-    """The client of an HTTP request: sends `body`, and leaves when it is told to."""
+    """An HTTP request and its client, which sends `body`, and leaves when it is told to."""
 
-    def __init__(self, body: bytes) -> None:
+    scheme = "http"
+    client = "127.0.0.1"
+
+    def __init__(self, method: str, path: str, headers: Sequence[Header] = (), query: str = "", body: bytes = b"") -> None:
+        self.method = method
+        self.path = path
+        self.raw_path = path.encode()
+        self.query = query.encode()
+        self.headers = headers
         self.watch = ClientWatch()
+        self.more_body = True
+        self.on_half_close: Callable[[], None] | None = None
         self.status = 0
         self.received = b""
         self._body = memoryview(body)
@@ -449,21 +459,22 @@ class Client:
         self._left.set()
         self.watch.leave()
 
-    async def receive(self) -> dict[str, Any]:
+    async def read(self) -> bytes | None:
         if self._sent > len(self._body) or (self._sent == len(self._body) and self._sent):
             await self._left.wait()
-            return {"type": "http.disconnect"}
+            return None
         await asyncio.sleep(0)  # as others do, it comes in turn with other requests
         piece = bytes(self._body[self._sent : self._sent + _PIECE_BYTES])
         self._sent += len(piece) or 1
-        return {"type": "http.request", "body": piece, "more_body": self._sent < len(self._body)}
+        self.more_body = self._sent < len(self._body)
+        return piece
 
-    async def send(self, message: Mapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            return
-        self.received += bytes(message.get("body", b""))[: _KEPT_BYTES - len(self.received)]
-        if message.get("more_body"):
+    def begin(self, status: int, headers: Sequence[Header]) -> None:
+        self.status = status
+
+    async def write(self, body: Buffer, *, is_last: bool = False) -> None:
+        self.received += bytes(body)[: _KEPT_BYTES - len(self.received)]
+        if not is_last:
             await asyncio.sleep(0)  # the connection takes it when the client has read what was before
 
 
@@ -622,26 +633,17 @@ class HttpEntry(Entry):
     async def send_asked(
         self, front: Frontend, asked: Asked, headers: Headers | None = None, *, leaving: Leaving | None = None
     ) -> Outcome:
-        body = asked.encoded
-        client = Client(body)
-        if leaving is not None:
-            leaving.leave = client.leave
         path = self.operation.path
         for name, value in ({"{version}": "1", "{repository}": "models"} | dict(asked.parameters)).items():
             path = path.replace(name, quote(value, safe=""))
         assert "{" not in path, path
+        body = asked.encoded
         given = {"content-type": asked.kind, "content-length": str(len(body)), "host": "127.0.0.1", **(headers or {})}
-        scope = {
-            "type": "http",
-            "method": self.operation.method,
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": asked.query.encode(),
-            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
-            "client": ("127.0.0.1", 1),
-            CLIENT_WATCH: client.watch,
-        }
-        await front.app(scope, client.receive, cast(Any, client.send))
+        encoded = [(name.encode(), value.encode()) for name, value in given.items()]
+        client = Client(self.operation.method, path, encoded, asked.query, body)
+        if leaving is not None:
+            leaving.leave = client.leave
+        await front.app(client)
         return Outcome(client.status or 499, client.received)
 
 

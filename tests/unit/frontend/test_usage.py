@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo.common.config import ConfigError, load
 from dynamo.common.errors import Unavailable
-from dynamo.common.http.asgi import Message
 from dynamo.frontend import metrics as metrics_module
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.management.usage import UsageReport, usage_operations
@@ -23,6 +22,7 @@ from dynamo.frontend.security import ledger as ledger_module
 from dynamo.frontend.security.__main__ import main
 from dynamo.frontend.security.ledger import MAX_DAYS, OTHER, Ledger, Row, UsageCounts
 from tests.support.fake_records import FakeRecords
+from tests.support.served import Asking
 from tests.support.virtual_time import in_virtual_time
 
 NOON = 1_795_348_800.0
@@ -150,19 +150,10 @@ def test_metrics_of_keys_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def respond(operation: Operation, query: str) -> tuple[int, bytes]:
-    sent: list[Message] = []
-
-    async def receive() -> Message:
-        raise AssertionError("a GET has no body")
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "GET", "path": operation.path, "raw_path": b"", "headers": []}
-    exchange = Exchange({**scope, "query_string": query.encode()}, receive, send, HttpSettings())
+    exchange = Exchange(asking := Asking(operation.path, query=query), HttpSettings())
     exchange.errors = operation.errors
     await exchange.run(operation.handle)
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+    return asking.status, asking.response
 
 
 async def test_usage_is_read_by_days_key_and_model() -> None:

@@ -3,10 +3,10 @@
 | module | holds |
 |---|---|
 | `accepting` | connections, counted from when they are accepted, and their TLS handshakes |
-| `asgi` | the types of an ASGI application |
 | `client` | a client of one HTTP/1.1 server |
-| `connection` | one connection, parsed by httptools, whose requests an ASGI application serves one after another |
-| `request` | one HTTP request |
+| `connection` | one connection, parsed by httptools, whose requests an application serves one after another |
+| `request` | one HTTP request of a connection |
+| `served` | what an application gets of a request, and how it responds |
 | `server` | one HTTP port, served inside the process's event loop |
 | `web_pages` | what browsers say about a request: for which page they make it, and under which name |
 """

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection, parsed by httptools, whose requests are served by an ASGI application one after another.
+"""One HTTP/1.1 connection, parsed by httptools, whose requests are served by an application one after another.
 
 A client costs no more than `HttpLimits` permits, with a key or without: heads have a bound and a deadline, bodies a least rate,
 idle connections and unread responses a timeout. The server calls `check` on each connection once a second, which is cheaper than
@@ -11,7 +11,7 @@ A connection is closed as follows.
    for a moment: a reset would make the client lose the response.
 3. A server that stops serves what is under way: connections without a request are closed last, `last_requests_s` later.
 4. A client that closes its side after the request still gets the response. It is sent `100 Continue` meanwhile, which clients
-   ignore, or in a stream what the application has for this (`ON_HALF_CLOSE`); one that is gone resets the connection, which ends
+   ignore, or in a stream what the application has for this (`on_half_close`); one that is gone resets the connection, which ends
    the request.
 """
 
@@ -21,15 +21,11 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
-from urllib.parse import unquote
 
 import httptools
 
-from dynamo.common.http.asgi import ASGIApp, Scope
 from dynamo.common.http.request import CONTINUE, HIGH_WATER_BYTES, STATUS_LINES, HttpRequest
-
-ON_HALF_CLOSE = "dynamo.on_half_close"
-"""Where an application puts, in a request's scope, a function that writes something harmless into its streamed response."""
+from dynamo.common.http.served import App
 
 _STEP_BYTES = 16 * 1024
 """So much is parsed before the event loop may do something else; more if it is the body of one request."""
@@ -86,7 +82,7 @@ class HttpConnectionOwner(Protocol):
 class HttpConnection(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self, server: HttpConnectionOwner, app: ASGIApp, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, server: HttpConnectionOwner, app: App, loop: asyncio.AbstractEventLoop) -> None:
         self.app = app
         self.loop = loop
         self._server = server
@@ -96,7 +92,9 @@ class HttpConnection(asyncio.Protocol):
         self.is_full = False
         """The client reads too slowly for more to be written: `writable` waits until it does not."""
         self._is_tls = False
-        self._addresses: dict[str, Any] = {}
+        self.scheme = "http"
+        self.client = "unknown"
+        """Address of the client."""
 
         self._current: HttpRequest | None = None
         """The request that is being served."""
@@ -137,11 +135,8 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
         self._is_tls = transport.get_extra_info("sslcontext") is not None
-        self._addresses = {
-            "client": _address(transport.get_extra_info("peername")),
-            "server": _address(transport.get_extra_info("sockname")),
-            "scheme": "https" if self._is_tls else "http",
-        }
+        self.scheme = "https" if self._is_tls else "http"
+        self.client = _address(transport.get_extra_info("peername"))
         self._deadline = self.loop.time() + self._limits.head_timeout_s
         if not self._server.opened(self):
             self._refuse(503, "too many connections", (b"retry-after: 1\r\n",))
@@ -175,7 +170,8 @@ class HttpConnection(asyncio.Protocol):
         if request is None or self.transport.is_closing():
             return
         if request.started:
-            request.scope.get(ON_HALF_CLOSE, _nothing)()
+            if request.on_half_close is not None:
+                request.on_half_close()
         elif request.version == "1.1":
             self.transport.write(CONTINUE)
         if again_s is not None:
@@ -344,20 +340,15 @@ class HttpConnection(asyncio.Protocol):
         if not hosts and self._parser.get_http_version() == "1.1":
             raise ValueError("an HTTP/1.1 request must have a Host header (RFC 9112, 3.2)")
         parsed = httptools.parse_url(url)
-        raw_path = parsed.path or b"/"
-        scope: Scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": self._parser.get_http_version(),
-            "method": self._parser.get_method().decode("ascii"),
-            "root_path": "",
-            "path": unquote(raw_path.decode("utf-8", "replace")),
-            "raw_path": raw_path,
-            "query_string": parsed.query or b"",
-            "headers": self._headers,
-            **self._addresses,
-        }
-        request = HttpRequest(self, scope, keep_alive=self._parser.should_keep_alive())
+        request = HttpRequest(
+            self,
+            self._parser.get_method().decode("ascii"),
+            parsed.path or b"/",
+            parsed.query or b"",
+            self._headers,
+            version=self._parser.get_http_version(),
+            keep_alive=self._parser.should_keep_alive(),
+        )
         self._parsing = request
         self._received_bytes, self._window_start = 0, self.loop.time()
         if self._current is None:
@@ -506,9 +497,5 @@ class HttpConnection(asyncio.Protocol):
             self.transport.write_eof()
 
 
-def _nothing() -> None:
-    pass
-
-
-def _address(name: Any) -> tuple[str, int] | None:
-    return (str(name[0]), int(name[1])) if isinstance(name, tuple) and len(name) >= 2 else None
+def _address(name: Any) -> str:
+    return str(name[0]) if isinstance(name, tuple) and len(name) >= 2 else "unknown"

@@ -1,4 +1,4 @@
-"""One HTTP request: what ASGI calls `scope`, `receive` and `send`."""
+"""One HTTP request of a connection."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ import asyncio
 import http
 import logging
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
 
-from dynamo.common.http.asgi import Message, Scope
+from dynamo.common.http.served import Buffer, ClientWatch, Header
 
 if TYPE_CHECKING:
     from dynamo.common.http.connection import HttpConnection
 
 _log = logging.getLogger(__name__)
-
-CLIENT_WATCH = "dynamo.client_watch"
-"""Where an application finds, in a request's scope, its `ClientWatch`."""
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 HIGH_WATER_BYTES = 64 * 1024
@@ -41,39 +39,40 @@ def _status_line(status: int) -> bytes:
 STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
 
 
-class ClientWatch:
-    """Calls a function when the client of a request leaves, which takes no task that waits for it in `receive`."""
-
-    __slots__ = ("has_left", "on_leave")
-
-    def __init__(self) -> None:
-        self.has_left = False
-        self.on_leave: Callable[[], None] | None = None
-        """Called at most once; not if the client has left before it is set."""
-
-    def leave(self) -> None:
-        if self.has_left:
-            return
-        self.has_left = True
-        if self.on_leave is not None:
-            self.on_leave()
-
-
 class HttpRequest:
-    """One request: what ASGI calls `scope`, `receive` and `send`."""
+    """One request, as a `ServedRequest`, and what the connection has to know of it."""
 
     __slots__ = (
-        "_chunked", "_client", "_connection", "_expects_continue", "_head", "_left", "complete", "content_length", "event",
-        "keep_alive", "more_body", "parts", "pending_bytes", "received_bytes", "scope", "started", "version",
+        "_chunked", "_connection", "_expects_continue", "_head", "_left", "client", "complete", "content_length", "event",
+        "headers", "keep_alive", "method", "more_body", "on_half_close", "parts", "path", "pending_bytes", "query", "raw_path",
+        "received_bytes", "scheme", "started", "version", "watch",
     )  # fmt: skip
 
-    def __init__(self, connection: HttpConnection, scope: Scope, *, keep_alive: bool) -> None:
-        self.scope = scope
-        self.version: str = scope["http_version"]
-        self.parts: list[bytes | bytearray] = []
-        """The part of the body that has come and that the application has not received, of `pending_bytes` bytes."""
-        self.pending_bytes = 0
+    def __init__(
+        self,
+        connection: HttpConnection,
+        method: str,
+        raw_path: bytes,
+        query: bytes,
+        headers: Sequence[Header],
+        *,
+        version: str,
+        keep_alive: bool,
+    ) -> None:
+        self.method = method
+        self.scheme = connection.scheme
+        self.path = unquote(raw_path.decode("utf-8", "replace"))
+        self.raw_path = raw_path
+        self.query = query
+        self.headers = headers
+        self.client = connection.client
+        self.watch = ClientWatch()
         self.more_body = True
+        self.on_half_close: Callable[[], None] | None = None
+        self.version = version
+        self.parts: list[bytes | bytearray] = []
+        """The part of the body that has come and that the application has not read, of `pending_bytes` bytes."""
+        self.pending_bytes = 0
         self.received_bytes = 0
         self.content_length: int | None = None
         self.event = asyncio.Event()
@@ -82,25 +81,19 @@ class HttpRequest:
         """The head of the response has been given, though perhaps not been written."""
         self.complete = False
         """The end of the response has been given, though perhaps not been written."""
-        self._client = scope[CLIENT_WATCH] = ClientWatch()
         self._connection = connection
         self._expects_continue = False
         self._head = b""
         self._chunked = False
         self._left = 0
         """Bytes of the response's body that are missing."""
-        for name, value in scope["headers"]:
+        for name, value in headers:
             if name == b"content-length" and value.isdigit():
                 self.content_length = int(value)
-            elif name == b"transfer-encoding" and self.version == "1.0":
+            elif name == b"transfer-encoding" and version == "1.0":
                 self.keep_alive = False  # a proxy that speaks HTTP/1.0 does not know where its body ends
             elif name == b"expect" and value.lower() == b"100-continue":
-                self._expects_continue = self.version == "1.1"
-
-    @property
-    def disconnected(self) -> bool:
-        """The client is gone, or no longer worth waiting for."""
-        return self._client.has_left
+                self._expects_continue = version == "1.1"
 
     @property
     def missing_bytes(self) -> int:
@@ -121,11 +114,11 @@ class HttpRequest:
         """Let the application respond; respond for it if it fails to."""
         connection = self._connection
         try:
-            await connection.app(self.scope, self.receive, self.send)
+            await connection.app(self)
         except Exception:
-            _log.exception("%s %s failed unforeseen", self.scope["method"], self.scope["path"])
+            _log.exception("%s %s failed unforeseen", self.method, self.path)
         finally:
-            if not self.complete and not self._client.has_left and not connection.is_closing:
+            if not self.complete and not self.watch.has_left and not connection.is_closing:
                 if self.started and not self._head:
                     connection.abort()
                 else:
@@ -141,43 +134,43 @@ class HttpRequest:
 
     def disconnect(self) -> None:
         """The client is gone, or no longer worth waiting for."""
-        self._client.leave()
+        self.watch.leave()
         self.event.set()
 
-    async def receive(self) -> Message:
+    async def read(self) -> bytes | None:
         if self._expects_continue and not self.started and not self._connection.is_closing:
             self._expects_continue = False
             self._connection.write(CONTINUE)
-        if not self._client.has_left and not self.complete and not (self.parts or self.event.is_set()):
+        if not self.watch.has_left and not self.complete and not (self.parts or self.event.is_set()):
             self._connection.resume_reading()
             await self.event.wait()
         self.event.clear()
-        if self._client.has_left or self.complete:
+        if self.watch.has_left or self.complete:
             self.event.set()
-            return {"type": "http.disconnect"}
+            return None
         body = bytes(self.parts[0]) if len(self.parts) == 1 else b"".join(self.parts)
         self.parts.clear()
         self.pending_bytes = 0
         self._connection.resume_reading()  # after the body as well: that the client leaves is read, too
-        return {"type": "http.request", "body": body, "more_body": self.more_body}
+        return body
 
-    async def send(self, message: Message) -> None:
-        connection, client = self._connection, self._client
-        if connection.is_full and not client.has_left:
+    def begin(self, status: int, headers: Sequence[Header]) -> None:
+        if self.started:
+            raise RuntimeError("the response has been started already")
+        self.started = True
+        self._head = self._make_head(status, headers)
+
+    async def write(self, body: Buffer, *, is_last: bool = False) -> None:
+        connection, watch = self._connection, self.watch
+        if connection.is_full and not watch.has_left:
             await connection.writable()
-        if client.has_left or connection.transport.is_closing():
+        if watch.has_left or connection.transport.is_closing():
             return
-        if message["type"] == "http.response.start":
-            if self.started:
-                raise RuntimeError("the response has been started already")
-            self.started = True
-            self._head = self._make_head(message["status"], message.get("headers", ()))
-        elif not self.started or self.complete:
-            raise RuntimeError(f"'{message['type']}' is not possible now")
-        else:
-            self._send_body(message.get("body", b""), is_last=not message.get("more_body", False))
+        if not self.started or self.complete:
+            raise RuntimeError("the body of a response is written between its head and its end")
+        self._write_body(body, is_last=is_last)
 
-    def _make_head(self, status: int, headers: Any) -> bytes:
+    def _make_head(self, status: int, headers: Sequence[Header]) -> bytes:
         connection = self._connection
         lines = [STATUS_LINES[status], connection.date]
         length: int | None = None
@@ -187,7 +180,7 @@ class HttpRequest:
             if name == b"content-length":
                 length = int(value)
             lines.append(b"%b: %b\r\n" % (name, value))
-        no_body = self.scope["method"] == "HEAD" or status in (204, 304)
+        no_body = self.method == "HEAD" or status in (204, 304)
         if length is None and not no_body:
             if self.version == "1.0":
                 self.keep_alive = False  # the end of the connection is that of the body
@@ -206,14 +199,15 @@ class HttpRequest:
         lines.append(b"\r\n")
         return b"".join(lines)
 
-    def _send_body(self, body: Any, *, is_last: bool) -> None:
-        if self.scope["method"] == "HEAD":
+    def _write_body(self, body: Buffer, *, is_last: bool) -> None:
+        if self.method == "HEAD":
             body = b""
         elif self._left >= 0:
             self._left -= len(body)
             if self._left < 0 or (is_last and self._left):
                 raise RuntimeError("the response's body does not have the length that its head says")
         head, self._head = self._head, b""
+        data: Buffer
         if self._chunked:
             end = b"0\r\n\r\n" if is_last else b""
             data = b"".join((head, b"%x\r\n" % len(body), body, b"\r\n", end)) if body else head + end

@@ -1,6 +1,6 @@
 """One HTTP port, served inside the process's event loop.
 
-async with serve_asgi(listener, app) as server:
+async with serve_app(listener, app) as server:
     ...
     server.start_draining()        # each response is the last on its connection
     await server.stop(grace_s=30)
@@ -18,9 +18,9 @@ from email.utils import formatdate
 from typing import Protocol
 
 from dynamo.common.http.accepting import OTHER_FILES, Descriptors, TlsListener, close_listener, raise_open_files
-from dynamo.common.http.asgi import ASGIApp
 from dynamo.common.http.connection import HttpConnection, HttpLimits
 from dynamo.common.http.request import HttpRequest
+from dynamo.common.http.served import App
 from dynamo.common.process.background import Tasks, running
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: ASGIApp,
+        app: App,
         limits: HttpLimits,
         observer: ConnectionObserver | None = None,
         descriptors: Descriptors | None = None,
@@ -215,9 +215,9 @@ class HttpServer:
 
 
 @asynccontextmanager
-async def serve_asgi(
+async def serve_app(
     listener: socket.socket,
-    app: ASGIApp,
+    app: App,
     tls: ssl.SSLContext | None = None,
     limits: HttpLimits | None = None,
     observer: ConnectionObserver | None = None,

@@ -158,7 +158,8 @@ class Replay:
         for sender in self.load_tables:
             for message in sender.take_unshared(len(self._workers) + len(self._rows)):
                 for table in self.load_tables:
-                    table.apply(message, self._now, self._by_instance.__contains__)
+                    if table is not sender:
+                        table.apply(message, self._now, self._by_instance.__contains__)
 
     def _start_step(self, worker: _Worker) -> None:
         if not worker.stepping and worker.scheduler.busy:

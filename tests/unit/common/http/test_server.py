@@ -7,7 +7,7 @@ import contextlib
 import gc
 import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +16,13 @@ import pytest
 import uvloop
 
 from dynamo.common.http.connection import HttpLimits
-from dynamo.common.http.request import CLIENT_WATCH, HIGH_WATER_BYTES, HttpRequest
-from dynamo.common.http.server import HttpServer, serve_asgi
+from dynamo.common.http.request import HIGH_WATER_BYTES, HttpRequest
+from dynamo.common.http.served import ServedRequest
+from dynamo.common.http.server import HttpServer, serve_app
 from dynamo.common.lifecycle import open_listener
 from tests.support.waiting import WAIT_S, expiring, until
 
 MIB = 2**20
-App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 LOOP_FACTORIES = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -39,59 +39,55 @@ class Echo:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Requests to `/gate` wait for it."""
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.paths.append(scope["path"])
-        match scope["path"]:
+    async def __call__(self, request: ServedRequest) -> None:
+        self.paths.append(request.path)
+        match request.path:
             case "/refuse":
-                await respond(send, b"refused", 401)
+                await respond(request, b"refused", 401)
             case "/wait":
                 self.note("waiting")
-                while (await receive())["type"] != "http.disconnect":
+                while await request.read() is not None:
                     pass
                 self.note("disconnected")
             case "/watch":
-                while (await receive())["more_body"]:
-                    pass
+                await size_of_body(request)
                 left = asyncio.Event()
-                scope[CLIENT_WATCH].on_leave = left.set
+                request.watch.on_leave = left.set
                 self.note("watching")
                 await left.wait()
                 self.note("left")
             case "/gate":
                 self.note(f"at the gate {self.paths.count('/gate')}")
                 await self.gate.wait()
-                await respond(send, b"through")
+                await respond(request, b"through")
             case "/slow":
-                await receive()
+                await request.read()
                 self.note("waiting")
                 await asyncio.sleep(0.4)
-                await respond(send, b"slow")
+                await respond(request, b"slow")
             case "/flood":
-                await send({"type": "http.response.start", "status": 200, "headers": []})
+                request.begin(200, [])
                 for _ in range(64):
-                    await send({"type": "http.response.body", "body": bytes(MIB), "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
+                    await request.write(bytes(MIB))
+                await request.write(b"", is_last=True)
             case "/stream":
-                await send({"type": "http.response.start", "status": 200, "headers": []})
+                request.begin(200, [])
                 for piece in (b"one ", b"two ", b"three"):
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
+                    await request.write(piece)
+                await request.write(b"", is_last=True)
             case "/broken":
                 raise RuntimeError("secret")
             case "/breaks":
-                await send({"type": "http.response.start", "status": 200, "headers": []})
-                await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+                request.begin(200, [])
+                await request.write(b"begun")
                 raise RuntimeError("secret")
             case "/silent":
                 pass
             case _:
-                size, more = 0, True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return self.note("disconnected")
-                    size, more = size + len(message["body"]), message["more_body"]
-                await respond(send, f"{scope['method']} {scope['path']} {size}".encode())
+                size = await size_of_body(request)
+                if size is None:
+                    return self.note("disconnected")
+                await respond(request, f"{request.method} {request.path} {size}".encode())
 
     def note(self, event: str) -> None:
         self.events.append(event)
@@ -104,10 +100,19 @@ class Echo:
                 await self.changed.wait()
 
 
-async def respond(send: Any, body: bytes, status: int = 200) -> None:
-    headers = [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+async def size_of_body(request: ServedRequest) -> int | None:
+    """Return None if the client has left."""
+    size = 0
+    while (part := await request.read()) is not None:
+        size += len(part)
+        if not request.more_body:
+            return size
+    return None
+
+
+async def respond(request: ServedRequest, body: bytes, status: int = 200) -> None:
+    request.begin(status, [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(body))])
+    await request.write(body, is_last=True)
 
 
 class Client:
@@ -192,7 +197,7 @@ class Side:
 async def serving(**limits: Any) -> AsyncIterator[Side]:
     app = Echo()
     listener = open_listener("127.0.0.1", 0, flag="--port")
-    async with serve_asgi(listener, app, limits=HttpLimits(**limits)) as server:
+    async with serve_app(listener, app, limits=HttpLimits(**limits)) as server:
         yield Side(server, app)
 
 

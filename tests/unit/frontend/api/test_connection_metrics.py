@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo.common.http.server import ConnectionObserver, serve_asgi
+from dynamo.common.http.served import ServedRequest
+from dynamo.common.http.server import ConnectionObserver, serve_app
 from dynamo.common.lifecycle import open_listener
 from dynamo.frontend.api.rpc.server import serve_grpc
 from dynamo.frontend.config import GrpcOptions
@@ -18,7 +18,7 @@ from dynamo.frontend.port_metrics import connection_metrics
 from tests.support.waiting import until
 
 
-async def no_app(scope: Any, receive: Any, send: Any) -> None:
+async def no_app(request: ServedRequest) -> None:
     raise AssertionError("no client sends a request")
 
 
@@ -26,7 +26,7 @@ async def no_app(scope: Any, receive: Any, send: Any) -> None:
 async def serving(protocol: str, observer: ConnectionObserver) -> AsyncIterator[int]:
     """Serve a protocol; yield the port."""
     if protocol == "http":
-        async with serve_asgi(open_listener("127.0.0.1", 0, flag="--http-port"), no_app, observer=observer) as http:
+        async with serve_app(open_listener("127.0.0.1", 0, flag="--http-port"), no_app, observer=observer) as http:
             yield http.port
     else:
         async with serve_grpc(GrpcOptions(port=0), [], observer=observer) as grpc:

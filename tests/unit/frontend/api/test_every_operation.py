@@ -534,10 +534,8 @@ async def test_what_is_no_request_ends_at_the_sooner_of_its_own_deadline_and_its
 
     declared = replace(shown(Surface.METADATA), deadline_s=limit_s)
     operation = Operation(method="GET", path="/wait", declared=declared, errors=OPENAI_ERRORS, handle=wait)
-    client = Client(b"")
-    scope = {"type": "http", "method": "GET", "path": "/wait", "raw_path": b"/wait"}
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await HttpApp([operation])({**scope, "headers": encoded}, client.receive, client.send)  # type: ignore[arg-type]
+    client = Client("GET", "/wait", [(name.encode(), value.encode()) for name, value in headers.items()])
+    await HttpApp([operation])(client)
     assert client.status == 504
 
 

@@ -18,7 +18,7 @@ import trustme
 
 from dynamo.common.config import ConfigError, load
 from dynamo.common.http.accepting import OTHER_FILES, Descriptors
-from dynamo.common.http.asgi import Receive, Scope, Send
+from dynamo.common.http.served import ServedRequest
 from dynamo.common.security.tls import TlsFiles, client_context, read_contents
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.server import serve_http
@@ -30,8 +30,8 @@ from tests.support.grpc_operations import ECHO
 PROTOCOLS = pytest.mark.parametrize("protocol", ["http", "grpc"])
 
 
-async def hello(scope: Scope, receive: Receive, send: Send) -> None:
-    await Exchange(scope, receive, send, HttpSettings()).respond(b"hello")
+async def hello(request: ServedRequest) -> None:
+    await Exchange(request, HttpSettings()).respond(b"hello")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx2
 import pytest
@@ -21,6 +20,7 @@ from dynamo.worker.process.sleep import Sleeper
 from dynamo.worker.process.status import Status, status_app
 from dynamo.worker.serve import ServedModel, Service
 from tests.support.incoming import FakeIncoming
+from tests.support.served import AppTransport
 
 CARD = ModelCard(name="m", kind=ModelKind.LLM, llm=LlmInfo(context_length=64, tokenizer="t"))
 
@@ -96,8 +96,8 @@ class Worker:
 
     def client(self, *, allow_sleep: bool = True, allowed_hosts: tuple[str, ...] = ()) -> httpx2.AsyncClient:
         hosts = OwnHosts(allowed_hosts)
-        app: Any = status_app(self.status, Scraper(CollectorRegistry(), ()).scrape, allow_sleep=allow_sleep, hosts=hosts)
-        return httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://127.0.0.1")
+        app = status_app(self.status, Scraper(CollectorRegistry(), ()).scrape, allow_sleep=allow_sleep, hosts=hosts)
+        return httpx2.AsyncClient(transport=AppTransport(app), base_url="http://127.0.0.1")
 
 
 ASLEEP = ["leaves", "drains", "refuses the rest", "sleeps"]

@@ -22,8 +22,8 @@ from urllib.parse import parse_qs
 import msgspec
 
 from dynamo.common.errors import Code, DynamoError, InvalidRequest
-from dynamo.common.http.asgi import ASGIApp, Receive, Scope, Send
-from dynamo.common.http.server import serve_asgi
+from dynamo.common.http.served import App, ServedRequest
+from dynamo.common.http.server import serve_app
 from dynamo.common.http.web_pages import OwnHosts, is_link, is_of_other_origin
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.names import Endpoint, InstanceId
@@ -146,7 +146,7 @@ class Status:
         )
 
 
-def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hosts: OwnHosts | None = None) -> ASGIApp:
+def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hosts: OwnHosts | None = None) -> App:
     """Return the app with `/health`, `/live`, `/metrics`, and vLLM's `/sleep`, `/wake_up`, `/is_sleeping`."""
     own_hosts = hosts or OwnHosts()
 
@@ -172,15 +172,15 @@ def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hos
     async def wake_up(sleeper: Sleeper, query: bytes) -> None:
         await sleeper.wake()
 
-    async def obey(order: Callable[[Sleeper, bytes], Awaitable[None]], scope: Scope) -> tuple[int, bytes, bytes]:
+    async def obey(order: Callable[[Sleeper, bytes], Awaitable[None]], request: ServedRequest) -> tuple[int, bytes, bytes]:
         if not allow_sleep:
             return 403, b'{"error":"the worker was started without --allow-sleep"}', _JSON
         if status.sleeper is None:
             return 503, b'{"error":"the worker is still starting"}', _JSON
         try:
-            await order(status.sleeper, scope["query_string"])
+            await order(status.sleeper, request.query)
         except DynamoError as error:
-            _log.warning("%s was refused: %s", scope["path"], error)
+            _log.warning("%s was refused: %s", request.path, error)
             return _REFUSALS.get(error.code, 500), msgspec.json.encode({"error": str(error)}), _JSON
         return await is_sleeping()
 
@@ -188,10 +188,10 @@ def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hos
     orders = {"/sleep": sleep, "/wake_up": wake_up}
     open_pages = ("/live", "/health")
 
-    def refusal(scope: Scope) -> str | None:
+    def refusal(request: ServedRequest) -> str | None:
         """Return why a browser is refused what the page that it shows wants."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if is_of_other_origin(headers, scope["scheme"]) and not is_link(scope["method"], headers):
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+        if is_of_other_origin(headers, request.scheme) and not is_link(request.method, headers):
             return "pages of other sites may not use this port"
         host = headers.get("host", "")
         return (
@@ -200,23 +200,22 @@ def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hos
             else f"this port is used by its own names, and {host[:200]!r} is not among --allowed-host"
         )
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        page, order = pages.get(scope["path"]), orders.get(scope["path"])
-        if scope["path"] not in open_pages and (reason := refusal(scope)) is not None:
+    async def app(request: ServedRequest) -> None:
+        page, order = pages.get(request.path), orders.get(request.path)
+        if request.path not in open_pages and (reason := refusal(request)) is not None:
             code, body, kind = 403, msgspec.json.encode({"error": reason}), _JSON
-        elif order is not None and scope["method"] == "POST":
-            code, body, kind = await obey(order, scope)
+        elif order is not None and request.method == "POST":
+            code, body, kind = await obey(order, request)
         elif order is not None:
             code, body, kind = 405, b'{"error":"only POST is allowed"}', _JSON
         elif page is None:
             code, body, kind = 404, b'{"error":"there are /health, /live, /metrics, /is_sleeping, /sleep and /wake_up"}', _JSON
-        elif scope["method"] not in ("GET", "HEAD"):
+        elif request.method not in ("GET", "HEAD"):
             code, body, kind = 405, b'{"error":"only GET is allowed"}', _JSON
         else:
             code, body, kind = await page()
-        headers = [(b"content-type", kind), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": code, "headers": headers})
-        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+        request.begin(code, ((b"content-type", kind), (b"content-length", b"%d" % len(body))))
+        await request.write(body, is_last=True)
 
     return app
 
@@ -232,6 +231,6 @@ async def serve_status(options: StatusOptions, status: Status, scrape: Scrape) -
         return
     listener = open_listener(options.host, options.port, flag="--status-port")
     hosts = OwnHosts(options.allowed_hosts, options.host)
-    async with serve_asgi(listener, status_app(status, scrape, allow_sleep=options.allow_sleep, hosts=hosts)) as server:
+    async with serve_app(listener, status_app(status, scrape, allow_sleep=options.allow_sleep, hosts=hosts)) as server:
         _log.info("status on %s:%d", options.host, server.port)
         yield server.port

@@ -3,7 +3,7 @@
 | module | holds |
 |---|---|
 | `allowed_values` | the values of fields that take only a few, for the errors of requests that have others |
-| `app` | the ASGI application of the port: finds a request's operation, asks the guard, runs its handler |
+| `app` | the application of the port: finds a request's operation, asks the guard, runs its handler |
 | `compression` | compressed bodies of requests |
 | `cors` | which pages of other sites may use this server from a browser |
 | `errors` | errors in the form that OpenAI clients expect |

@@ -1,4 +1,4 @@
-"""The ASGI application of the HTTP port: finds a request's operation, lets the guard check the caller, runs its handler.
+"""The application of the HTTP port: finds a request's operation, lets the guard check the caller, runs its handler.
 
 1. A path that contains control characters is refused with 400, before anything else looks at it.
 2. What the operation declares, and nothing else about the path, says what the caller must be allowed to use, whether a browser
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dynamo.common.errors import Forbidden, InvalidRequest, Overloaded
-from dynamo.common.http.asgi import Receive, Scope, Send
+from dynamo.common.http.served import ServedRequest
 from dynamo.frontend.api.declaration import Charge, Declaration, OtherSites, shown
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, PathNotFound
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange, HttpSettings
@@ -54,10 +54,8 @@ class HttpApp:
             for count in range(1, len(words) + 1):
                 self._errors.setdefault(words[:count], resource.errors)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            raise ValueError(f"an HTTP server cannot serve '{scope['type']}'")
-        exchange = Exchange(scope, receive, send, self._settings)
+    async def __call__(self, request: ServedRequest) -> None:
+        exchange = Exchange(request, self._settings)
         if "origin" in exchange.headers:
             if preflight := self._cors.preflight(exchange.method, exchange.headers):
                 return await exchange.respond(b"", 200, preflight)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
-from dynamo.common.http.asgi import Send
+from dynamo.common.http.served import Header, ServedRequest
 from dynamo.common.process.background import start
 
-Header: TypeAlias = tuple[bytes, bytes]
 _STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -29,19 +27,19 @@ class EventStream:
         "_interval_s",
         "_is_within",
         "_loop",
-        "_send",
+        "_request",
         "_timer",
         "_writing",
         "begun",
     )
 
     def __init__(
-        self, send: Send, headers: Callable[[], tuple[Header, ...]], check: Callable[[], None], keepalive_s: float
+        self, request: ServedRequest, headers: Callable[[], tuple[Header, ...]], check: Callable[[], None], keepalive_s: float
     ) -> None:
         """`check` raises what keeps the first event, which no comment is, from being sent."""
         self.begun = False
         """The status has gone out."""
-        self._send = send
+        self._request = request
         self._headers = headers
         self._check = check
         self._has_events = False
@@ -61,8 +59,8 @@ class EventStream:
             self._check()
             self._has_events = True
         if not self.begun:
-            await self._begin()
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+            self._begin()
+        await self._request.write(events)
 
     async def write_pieces(self, pieces: Sequence[bytes]) -> None:
         """Do what `write` does with events that are too large to be joined."""
@@ -80,8 +78,8 @@ class EventStream:
         self._stop_keepalive()
         if not self.begun:  # else it may be an error before there were events
             self._check()
-            await self._begin()
-        await self._send({"type": "http.response.body", "body": events})
+            self._begin()
+        await self._request.write(events, is_last=True)
 
     def close(self) -> None:
         """Write nothing more, unless the stream has begun and ends with `end`."""
@@ -93,10 +91,9 @@ class EventStream:
         if self._writing is not None:
             self._writing.cancel()
 
-    async def _begin(self) -> None:
+    def _begin(self) -> None:
         self.begun = True
-        headers = [*_STREAM_HEADERS, *self._headers()]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._request.begin(200, (*_STREAM_HEADERS, *self._headers()))
 
     def comment(self) -> None:
         """Send a comment, which clients ignore."""
@@ -107,8 +104,8 @@ class EventStream:
     async def _write_comment(self) -> None:
         self._idle = False
         if not self.begun:
-            await self._begin()
-        await self._send({"type": "http.response.body", "body": _KEEPALIVE, "more_body": True})
+            self._begin()
+        await self._request.write(_KEEPALIVE)
 
     def _tick(self) -> None:
         if self._idle:

@@ -1,7 +1,7 @@
-"""One HTTP request and its response, straight on ASGI: no framework between a token and the socket.
+"""One HTTP request and its response, straight on the server: no framework between a token and the socket.
 
     async def handle(exchange: Exchange) -> None: ...      # the handler of an `Operation`
-    await Exchange(scope, receive, send, settings).run(handle)
+    await Exchange(request, settings).run(handle)
 
 `Exchange.attended` ends the work when the client leaves. Failures become an error response or, once a stream has begun, its last
 event.
@@ -23,9 +23,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from dynamo.common.errors import Cancelled, Code, DynamoError, EngineError, InvalidRequest, PayloadTooLarge, RateLimited, release
-from dynamo.common.http.asgi import Message, Receive, Scope, Send
-from dynamo.common.http.connection import ON_HALF_CLOSE
-from dynamo.common.http.request import CLIENT_WATCH, ClientWatch
+from dynamo.common.http.served import ClientWatch, Header, ServedRequest
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.process.steps import Steps
 from dynamo.common.process.work import Work
@@ -34,7 +32,7 @@ from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, MAX_FILE_BYTES, Declaration, Reads
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, UnknownEncoding, decompress_steps, encoding_of
-from dynamo.frontend.api.http.event_stream import EventStream, Header
+from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
@@ -113,14 +111,14 @@ class Exchange:
     declared: Declaration
     """Declaration of the operation that the request is for. The server sets it; reading it before is an error."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, settings: HttpSettings) -> None:
+    def __init__(self, request: ServedRequest, settings: HttpSettings) -> None:
         self.settings = settings
-        self.method: str = scope["method"]
-        self.scheme: str = scope.get("scheme", "http")
+        self.method = request.method
+        self.scheme = request.scheme
         """Scheme of this server's port; the client's is another one if a proxy ends TLS."""
-        self.path: str = scope["path"]
+        self.path = request.path
         """Decoded; for messages. What the request is for stands in `parameters`."""
-        self.raw_path: bytes = scope["raw_path"]
+        self.raw_path = request.raw_path
         self.is_request = False
         """Whether the operation declares to be charged as a request to a model: it responds once one was admitted."""
         self.parameters: Mapping[str, str] = {}
@@ -136,7 +134,7 @@ class Exchange:
         """When its headers had been read."""
         self.body_read_ns = self.began_ns
         """When its body had been read, once it was."""
-        self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
         self.scanned: bytes | None = None
         """The JSON body, which `scanned_body` returned to a handler that leaves the request to another one."""
         self.body_bytes = 0
@@ -156,9 +154,7 @@ class Exchange:
         self.cors: tuple[Header, ...] = ()
         """Headers of the response that let a page of another site read it."""
         self._account: Account | None = None
-        self._scope = scope
-        self._receive = receive
-        self._send = send
+        self._request = request
 
     @property
     def account(self) -> Account:
@@ -174,18 +170,17 @@ class Exchange:
     @property
     def peer(self) -> str:
         """The address of the client."""
-        client = self._scope.get("client")
-        return str(client[0]) if client else "unknown"
+        return self._request.client
 
     @property
     def header_names(self) -> Iterator[str]:
         """The names of all headers, in lower case, as often as they were sent."""
-        return (name.decode("latin-1") for name, _ in self._scope["headers"])
+        return (name.decode("latin-1") for name, _ in self._request.headers)
 
     @property
     def query(self) -> dict[str, str]:
         """The parameters after the path's `?`, the last of each name. Raises InvalidRequest if there are more than 100."""
-        text: str = self._scope.get("query_string", b"").decode("latin-1")
+        text = self._request.query.decode("latin-1")
         try:
             parameters = parse_qs(text, keep_blank_values=True, max_num_fields=_QUERY_FIELDS)
         except ValueError:
@@ -318,38 +313,37 @@ class Exchange:
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
             raise _too_large(limit)
-        message = await self._receive()
-        if message["type"] == "http.request" and not message.get("more_body"):
-            body: bytes = message["body"]
+        request = self._request
+        body = await request.read()
+        if body is not None and not request.more_body:
             if len(body) > limit:
                 raise _too_large(limit)
             self.hold(self.declared.copies * len(body))
             self.body_bytes = len(body)
             self.body_read_ns = perf_counter_ns()
             return body
-        return await self._long_body(message, limit)
+        return await self._long_body(body, limit)
 
-    async def _long_body(self, message: Message, limit: int) -> bytes:
+    async def _long_body(self, part: bytes | None, limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
-            if message["type"] == "http.disconnect":
+            if part is None:
                 self.client_left = True
                 raise Cancelled()
-            part = message.get("body", b"")
             self.hold(self.declared.copies * len(part))
             parts.append(part)
             self.body_bytes = size = size + len(part)
             if size > limit:
                 raise _too_large(limit)
-            if not message.get("more_body"):
+            if not self._request.more_body:
                 self.body_read_ns = perf_counter_ns()
                 return b"".join(parts) if size <= _PIECE_BYTES else await self._joined(parts)
-            message = await self._receive()
+            part = await self._request.read()
 
     def attended(self) -> Attended:
         """Cancel the body of the context when the client leaves, and raise Cancelled."""
-        return Attended(self, self._scope.get(CLIENT_WATCH) or ClientWatch())
+        return Attended(self, self._request.watch)
 
     async def respond(self, body: bytes, status: int = 200, headers: tuple[Header, ...] = (JSON,)) -> None:
         """Send the whole response. Raises Overloaded for a long one if the process holds too much."""
@@ -359,8 +353,8 @@ class Exchange:
             self._check_charged()
         self.status = status
         length = (b"content-length", b"%d" % len(body))
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._common()]})
-        await self._send({"type": "http.response.body", "body": body})
+        self._request.begin(status, (*headers, length, *self._common()))
+        await self._request.write(body, is_last=True)
 
     async def respond_in_pieces(
         self, pieces: Sequence[Buffer], headers: tuple[Header, ...], status: int = 200, *, held_bytes: int = 0
@@ -377,13 +371,13 @@ class Exchange:
             self._check_charged()
         self.status = status
         length = (b"content-length", b"%d" % size)
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, length, *self._common()]})
+        self._request.begin(status, (*headers, length, *self._common()))
         for piece in pieces:
             view = memoryview(piece)
             for offset in range(0, len(view), _PIECE_BYTES):
                 part = view[offset : offset + _PIECE_BYTES]
-                await self._send({"type": "http.response.body", "body": part, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b""})
+                await self._request.write(part)
+        await self._request.write(b"", is_last=True)
 
     async def respond_while_read(self, size_bytes: int, pieces: AsyncGenerator[bytes, None], headers: tuple[Header, ...]) -> None:
         """Send a response of `size_bytes` while it is read, the next piece when the client has taken most of those before.
@@ -396,21 +390,21 @@ class Exchange:
             piece = await anext(pieces, b"")
             self.status = 200
             length = (b"content-length", b"%d" % size_bytes)
-            await self._send({"type": "http.response.start", "status": 200, "headers": [*headers, length, *self._common()]})
+            self._request.begin(200, (*headers, length, *self._common()))
             while piece and self.method != "HEAD":
-                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                await self._request.write(piece)
                 piece = await anext(pieces, b"")
-            await self._send({"type": "http.response.body", "body": b""})
+            await self._request.write(b"", is_last=True)
 
     @asynccontextmanager
     async def events(self) -> AsyncIterator[EventStream]:
         """A stream of server-sent events. Its head goes with the first event, so that an earlier failure has its own status."""
-        self.stream = stream = EventStream(self._send, self._common, self._check_charged, self.settings.options.keepalive_s)
-        self._scope[ON_HALF_CLOSE] = stream.comment
+        self.stream = stream = EventStream(self._request, self._common, self._check_charged, self.settings.options.keepalive_s)
+        self._request.on_half_close = stream.comment
         try:
             yield stream
         finally:
-            del self._scope[ON_HALF_CLOSE]
+            self._request.on_half_close = None
             stream.close()
 
     async def refuse(self, error: BaseException, status: int, form: ErrorForm, headers: tuple[Header, ...] = ()) -> None:
@@ -478,7 +472,6 @@ class Attended:
     _handler: asyncio.Task[object]
 
     def __init__(self, exchange: Exchange, watch: ClientWatch) -> None:
-        """`watch` says when the client leaves; that of a server which does not tell never does."""
         self._exchange = exchange
         self._watch = watch
 

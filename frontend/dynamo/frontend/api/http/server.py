@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from dynamo.common.http.accepting import Descriptors
-from dynamo.common.http.asgi import ASGIApp
 from dynamo.common.http.connection import HttpLimits
-from dynamo.common.http.server import ConnectionObserver, HttpServer, serve_asgi
+from dynamo.common.http.served import App
+from dynamo.common.http.server import ConnectionObserver, HttpServer, serve_app
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.security.tls import server_context
 from dynamo.frontend.config import HttpOptions
@@ -35,7 +35,7 @@ def limits_of(options: HttpOptions) -> HttpLimits:
 @asynccontextmanager
 async def serve_http(
     options: HttpOptions,
-    app: ASGIApp,
+    app: App,
     *,
     flag: str = "--http-port",
     share_port: bool = False,
@@ -45,6 +45,6 @@ async def serve_http(
     """Serve `app` until the context is left. Raises ConfigError if the port, set by `flag`, or the certificate cannot be used."""
     context = None if options.tls is None else server_context(options.tls)
     listener = open_listener(options.host, options.port, flag=flag, reuse_port=share_port)
-    async with serve_asgi(listener, app, context, limits_of(options), observer, descriptors) as server:
+    async with serve_app(listener, app, context, limits_of(options), observer, descriptors) as server:
         _log.info("HTTP on %s:%d, %s", options.host, server.port, "no TLS" if context is None else "TLS")
         yield server

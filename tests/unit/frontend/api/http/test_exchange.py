@@ -2,47 +2,30 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from typing import Any
 
 import pytest
 
 from dynamo.common.errors import Cancelled
-from dynamo.common.http.request import CLIENT_WATCH, ClientWatch
+from dynamo.common.http.served import Buffer, ClientWatch
 from dynamo.common.process.work import Work
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.security.accounts import KeyAccount
 from dynamo.frontend.security.keys import ApiKey, Limits
-
-
-async def never() -> dict[str, Any]:
-    raise AssertionError("the request was read")
-
-
-async def ignore(message: Any) -> None:
-    pass
-
-
-def scope_of(headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    return {"type": "http", "method": "GET", "path": "/", "raw_path": b"/", "headers": headers}
+from tests.support.served import Asking
 
 
 async def test_what_is_left_of_a_keys_limits_is_in_the_headers() -> None:
-    sent: list[Any] = []
     now = 100.0
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     limits = Limits(requests_per_s=5, tokens_per_minute=600)
     account = KeyAccount(ApiKey(name="team", salt=b"", digest=b"", limits=limits), clock=lambda: now)
-    exchange = Exchange(scope_of([]), never, send, HttpSettings())
+    exchange = Exchange(asking := Asking(), HttpSettings())
     exchange.account = account
     with account.admit("m", object()) as ticket:
         ticket.reserve(100, 20)
         await exchange.respond(b"{}")
-    headers = dict(sent[0]["headers"])
+    headers = asking.response_headers
     assert {name.decode(): value.decode() for name, value in headers.items() if name.startswith(b"x-ratelimit")} == {
         "x-ratelimit-limit-requests": "5",
         "x-ratelimit-remaining-requests": "4",
@@ -63,7 +46,7 @@ async def stream(exchange: Exchange, events: int) -> None:
 
 @pytest.mark.parametrize("events", [0, 2], ids=["that never began", "with events"])
 async def test_a_stream_leaves_no_work_for_the_garbage_collector(events: int, no_collector: None) -> None:
-    exchange = Exchange(scope_of([]), never, ignore, HttpSettings())
+    exchange = Exchange(Asking(), HttpSettings())
     await stream(exchange, events)
     left = weakref.ref(exchange)
     del exchange
@@ -72,11 +55,6 @@ async def test_a_stream_leaves_no_work_for_the_garbage_collector(events: int, no
 
 @pytest.mark.parametrize("headers", [[], [(b"x-request-id", b"mine-1")], [(b"x-request-id", b"no good id\n")]])
 async def test_a_response_has_an_id_when_the_caller_was_not_identified(headers: list[tuple[bytes, bytes]]) -> None:
-    sent: list[Any] = []
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     async def handle(exchange: Exchange) -> None:
         await exchange.respond(b"{}")
 
@@ -86,9 +64,10 @@ async def test_a_response_has_an_id_when_the_caller_was_not_identified(headers: 
     async def handle_by_events(exchange: Exchange) -> None:
         await stream(exchange, 1)
 
+    ids = []
     for way in (handle, handle_in_pieces, handle_by_events):
-        await Exchange(scope_of(headers), never, send, HttpSettings()).run(way)
-    ids = [dict(message["headers"])[b"x-request-id"] for message in sent if message["type"] == "http.response.start"]
+        await Exchange(asking := Asking(headers=headers), HttpSettings()).run(way)
+        ids.append(asking.response_headers[b"x-request-id"])
     if headers and headers[0][1] == b"mine-1":
         assert ids == [b"mine-1"] * 3
     else:
@@ -98,7 +77,7 @@ async def test_a_response_has_an_id_when_the_caller_was_not_identified(headers: 
 @pytest.mark.parametrize("has_left", [True, False], ids=["before the work", "during the work"])
 async def test_the_work_of_a_client_that_leaves_is_cancelled_once(has_left: bool) -> None:
     watch = ClientWatch()
-    exchange = Exchange({**scope_of([]), CLIENT_WATCH: watch}, never, ignore, HttpSettings())
+    exchange = Exchange(Asking(watch=watch), HttpSettings())
     entered = asyncio.Event()
 
     async def work() -> None:
@@ -120,7 +99,7 @@ async def test_the_work_of_a_client_that_leaves_is_cancelled_once(has_left: bool
 
 async def test_a_client_that_leaves_after_the_work_cancels_nothing() -> None:
     watch = ClientWatch()
-    exchange = Exchange({**scope_of([]), CLIENT_WATCH: watch}, never, ignore, HttpSettings())
+    exchange = Exchange(Asking(watch=watch), HttpSettings())
     async with exchange.attended():
         pass
     watch.leave()
@@ -129,7 +108,7 @@ async def test_a_client_that_leaves_after_the_work_cancels_nothing() -> None:
 
 
 async def test_work_that_its_own_task_cancels_is_not_taken_for_one_of_a_client_that_left() -> None:
-    exchange = Exchange({**scope_of([]), CLIENT_WATCH: ClientWatch()}, never, ignore, HttpSettings())
+    exchange = Exchange(Asking(), HttpSettings())
 
     async def work() -> None:
         async with exchange.attended():
@@ -144,7 +123,7 @@ async def test_work_that_its_own_task_cancels_is_not_taken_for_one_of_a_client_t
 
 async def test_the_work_of_a_client_that_leaves_ends_within_a_step_and_gives_its_memory_back() -> None:
     watch, capacity = ClientWatch(), Capacity()
-    exchange = Exchange({**scope_of([]), CLIENT_WATCH: watch}, never, ignore, HttpSettings(capacity=capacity))
+    exchange = Exchange(Asking(watch=watch), HttpSettings(capacity=capacity))
     exchange.occupancy = capacity.enter()
     entered, ended = asyncio.Event(), asyncio.Event()
 
@@ -174,7 +153,7 @@ async def test_the_work_of_a_client_that_leaves_ends_within_a_step_and_gives_its
 
 async def test_memory_that_is_held_for_a_part_of_a_request_is_given_back_however_it_ends() -> None:
     capacity = Capacity()
-    exchange = Exchange(scope_of([]), never, ignore, HttpSettings(capacity=capacity))
+    exchange = Exchange(Asking(), HttpSettings(capacity=capacity))
     exchange.occupancy = capacity.enter()
     exchange.hold(5)
     with exchange.holding() as hold:
@@ -191,12 +170,12 @@ async def test_no_comment_comes_between_the_pieces_of_an_event() -> None:
     sent: list[bytes] = []
     goes_on = asyncio.Event()
 
-    async def slow(message: Any) -> None:
-        if message["type"] == "http.response.body":
+    class Slow(Asking):
+        async def write(self, body: Buffer, *, is_last: bool = False) -> None:
             await goes_on.wait()
-            sent.append(bytes(message["body"]))
+            sent.append(bytes(body))
 
-    stream = EventStream(slow, tuple, lambda: None, 1000.0)
+    stream = EventStream(Slow(), tuple, lambda: None, 1000.0)
     stream.comment()  # waits for the client
     writing = asyncio.create_task(stream.write_pieces([b"data: ", b"1", b"\n\n"]))
     await asyncio.sleep(0)

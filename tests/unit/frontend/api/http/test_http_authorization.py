@@ -32,6 +32,7 @@ from dynamo.frontend.security.keys import entry_for, make_key
 from dynamo.frontend.security.surfaces import Restriction, Scope, Surface
 from dynamo.frontend.wiring.http import http_operations
 from tests.support.every_operation import ALLOWED
+from tests.support.served import Asking
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "get", "X")
 VARIANTS = 220
@@ -188,27 +189,10 @@ class Edge:
         """Return the status and the operations that ran."""
         self.ran.operations.clear()
         raw = written.partition("?")[0].encode("latin-1", "replace")
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": unquote(raw.decode("latin-1")),
-            "raw_path": raw,
-            "query_string": b"",
-            "headers": headers,
-            "client": ("127.0.0.1", 1),
-        }
-        statuses: list[int] = []
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                statuses.append(message["status"])
-
-        async def receive() -> Any:
-            return {"type": "http.disconnect"}
-
-        await self._app(scope, receive, send)
-        [status] = statuses
-        return status, list(self.ran.operations)
+        asking = Asking(unquote(raw.decode("latin-1")), method=method, headers=headers)
+        asking.raw_path = raw
+        await self._app(asking)
+        return asking.status, list(self.ran.operations)
 
 
 async def test_a_handler_runs_only_for_callers_of_its_surface_however_its_path_is_written(tmp_path: Path) -> None:

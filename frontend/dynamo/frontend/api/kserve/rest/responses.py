@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import orjson
 
 from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.http.served import Header
 from dynamo.common.process.work import Work
 from dynamo.common.tensors.request import parse_response
 from dynamo.common.tensors.tensors import Buffer, element_count, typed_to_raw
-from dynamo.frontend.api.http.event_stream import Header
 from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.json_pieces import Spliced
 from dynamo.frontend.api.kserve.rest.bodies import accepted_encoding, compress

@@ -1,11 +1,13 @@
-"""How the lines of a batch use the account of their key: admitted in turn, and in its ledger once their results are kept."""
+"""How the lines of a batch are requests, and use the account of their key: in turn, and in its ledger once results are kept."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
+from dynamo.common.http.served import Buffer, ClientWatch, Header
 from dynamo.frontend.security.accounts import Account, Ticket
 from dynamo.frontend.security.derived_accounts import SameAccount
 from dynamo.frontend.security.ledger import UsageCounts
@@ -35,6 +37,51 @@ class LineAccount(SameAccount):
         """Write what the request used into the ledger of the key."""
         for model, usage in self._used:
             self._account.record(model, usage)
+
+
+class LineRequest:
+    """A line as a request that no client sent, for the handlers that serve requests."""
+
+    method = "POST"
+    scheme = "http"
+    query = b""
+    client = "unknown"
+
+    def __init__(self, path: str, headers: Sequence[Header], body: bytes) -> None:
+        self.path = path
+        self.raw_path = path.encode()
+        self.headers = headers
+        self.watch = ClientWatch()
+        self.more_body = True
+        self.on_half_close: Callable[[], None] | None = None
+        self.response: list[bytes] = []
+        """The parts of the response's body."""
+        self._body = body
+
+    async def read(self) -> bytes:
+        if not self.more_body:
+            await asyncio.Event().wait()  # for the client, which never leaves
+        self.more_body = False
+        return self._body
+
+    def begin(self, status: int, headers: Sequence[Header]) -> None:
+        """The exchange knows the status, and no header is kept."""
+
+    async def write(self, body: Buffer, *, is_last: bool = False) -> None:
+        self.response.append(bytes(body))
+
+
+@dataclass(frozen=True, slots=True)
+class LineOutcome:
+    """What became of a line."""
+
+    text: bytes
+    """Its line in the output or error file."""
+    is_good: bool
+    account: LineAccount | None = None
+    """To be settled when the result is kept; None: the line was not carried out."""
+    is_abandoned: bool = False
+    """Whether it was not carried out since the batch was cancelled, or has no room for its result."""
 
 
 class AdmissionTurns:

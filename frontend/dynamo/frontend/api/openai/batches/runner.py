@@ -17,14 +17,12 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
 from dynamo.common.errors import DynamoError, Forbidden, Overloaded, PayloadTooLarge, Unauthenticated, Unavailable
-from dynamo.common.http.asgi import Message
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord
 from dynamo.common.process.background import Tasks, awaited
 from dynamo.frontend.api.calls import TIMEOUT
@@ -53,7 +51,7 @@ from dynamo.frontend.api.openai.batches.batch import (
     result_file_id,
 )
 from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
-from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount
+from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount, LineOutcome, LineRequest
 from dynamo.frontend.api.openai.batches.long_texts import joined
 from dynamo.frontend.api.openai.batches.result_lines import line_id, result_line
 from dynamo.frontend.api.openai.batches.result_room import ResultRoom
@@ -396,7 +394,7 @@ class BatchRunner:
         turns = AdmissionTurns(partial(self._is_wanted, account.name, batch.id), POLL_S)
         one_at_a_time = asyncio.Lock()
 
-        def carried_out(index: int, line: BatchLine) -> Coroutine[Any, Any, _LineOutcome]:
+        def carried_out(index: int, line: BatchLine) -> Coroutine[Any, Any, LineOutcome]:
             position = Lines(index, index + 1)
             if owned.ends_frontends(position):
                 return _not_again(batch, line)
@@ -455,16 +453,16 @@ class BatchRunner:
         turns: AdmissionTurns,
         room: ResultRoom,
         alone: Callable[[], AbstractAsyncContextManager[None]],
-    ) -> _LineOutcome:
+    ) -> LineOutcome:
         """Carry out a line, each time within `alone`."""
         operation = self._operations[batch.endpoint]
         pause_s, retries = FIRST_PAUSE_S, 0
         while True:
             async with turns.turn() as end_turn, alone(), self._lines.slot(account):
                 if not turns.is_wanted:
-                    return _LineOutcome(result_line(batch.id, line, None, "batch_cancelled"), is_good=False, is_abandoned=True)
+                    return LineOutcome(result_line(batch.id, line, None, "batch_cancelled"), is_good=False, is_abandoned=True)
                 if not await room.is_left():
-                    return _LineOutcome(result_line(batch.id, line, None, "output_too_large"), is_good=False, is_abandoned=True)
+                    return LineOutcome(result_line(batch.id, line, None, "output_too_large"), is_good=False, is_abandoned=True)
                 line_account = LineAccount(account, end_turn)
                 timeout_s = max(1, batch.expires_at - self._batches.now)
                 request_id = line_id(batch.id, line)
@@ -490,9 +488,9 @@ class BatchRunner:
                 "output_too_large",
                 "what the batch, or the API key, may store leaves no room for the result",
             )
-            return _LineOutcome(text, is_good=False, account=line_account)
+            return LineOutcome(text, is_good=False, account=line_account)
         result = result_line(batch.id, line, (status, response))
-        return _LineOutcome(result, is_good=status < 400, account=line_account)
+        return LineOutcome(result, is_good=status < 400, account=line_account)
 
     async def _call(
         self, account: Account, operation: Operation, body: bytes, request_id: str, timeout_s: int
@@ -501,28 +499,14 @@ class BatchRunner:
 
         It is one of the operation like any other, within all that this declares; its deadline is that of the batch.
         """
-        pieces: list[bytes] = []
-        never = asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Message:
-            if messages:
-                return messages.pop()
-            await never.wait()
-            raise AssertionError("the client of a batch never leaves")
-
-        async def send(message: Message) -> None:
-            pieces.append(bytes(message.get("body", b"")))
-
         headers = [
             (b"content-type", b"application/json"),
             (b"x-request-id", request_id.encode()),
             (b"x-dynamo-request-priority", _PRIORITY),
             (TIMEOUT.encode(), b"%d" % (timeout_s * 1000)),
         ]
-        path = operation.path
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
-        exchange = Exchange(scope, receive, send, self._settings)
+        request = LineRequest(operation.path, headers, body)
+        exchange = Exchange(request, self._settings)
         exchange.account, exchange.endpoint, exchange.errors = account, operation.endpoint, operation.errors
         exchange.declared, exchange.is_request = operation.declared, operation.declared.charge is Charge.REQUESTS
 
@@ -534,31 +518,18 @@ class BatchRunner:
             exchange.occupancy = occupied = self._settings.capacity.enter()
         except Overloaded as error:
             await exchange.fail(error)
-            return exchange, b"".join(pieces)
+            return exchange, await joined(request.response)
         try:
             await exchange.run(handle)
         finally:
             occupied.leave()
-        return exchange, await joined(pieces)
+        return exchange, await joined(request.response)
 
 
-@dataclass(frozen=True, slots=True)
-class _LineOutcome:
-    """What became of a line."""
-
-    text: bytes
-    """Its line in the output or error file."""
-    is_good: bool
-    account: LineAccount | None = None
-    """To be settled when the result is kept; None: the line was not carried out."""
-    is_abandoned: bool = False
-    """Whether it was not carried out since the batch was cancelled, or has no room for its result."""
-
-
-async def _not_again(batch: Batch, line: BatchLine) -> _LineOutcome:
+async def _not_again(batch: Batch, line: BatchLine) -> LineOutcome:
     """Return the outcome of a line at which too many frontends ended."""
     why = f"{MAX_ENDED} frontends ended while they carried out this request"
-    return _LineOutcome(result_line(batch.id, line, None, _ENDED, why), is_good=False)
+    return LineOutcome(result_line(batch.id, line, None, _ENDED, why), is_good=False)
 
 
 def _is_full(done: Mapping[int, Segment]) -> bool:

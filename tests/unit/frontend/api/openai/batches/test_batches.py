@@ -7,16 +7,14 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import InvalidRequest, NoInstances, PayloadTooLarge, RateLimited, Unauthenticated, Unavailable
-from dynamo.common.http.asgi import Message
-from dynamo.common.http.request import CLIENT_WATCH, ClientWatch
+from dynamo.common.http.served import Buffer
 from dynamo.common.messaging.jetstream.records import Record
 from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.capacity import Capacity
@@ -58,6 +56,7 @@ from dynamo.frontend.security.keys import ApiKey, Limits
 from dynamo.frontend.security.ledger import Ledger, UsageCounts
 from dynamo.frontend.security.surfaces import Surface
 from tests.support.fake_records import PIECE_BYTES, FakeRecords
+from tests.support.served import Asking, Unanswered
 from tests.support.virtual_time import in_virtual_time
 from tests.support.waiting import counting_turns, until
 
@@ -152,21 +151,11 @@ async def test_a_page_of_a_list_reads_only_what_has_changed() -> None:
     assert before <= 300, "each was read once, also while others were made"
 
     async def page(query: str) -> list[str]:
-        messages: list[Message] = []
-
-        async def send(message: Message) -> None:
-            messages.append(message)
-
-        async def receive() -> NoReturn:
-            raise AssertionError("a GET has no body")
-
         operations = BatchOperations(files, batches, lambda: None).operations()
-        scope = {"type": "http", "method": "GET", "path": "/v1/files", "raw_path": b"/v1/files", "headers": []}
-        scope |= {"query_string": query.encode(), CLIENT_WATCH: ClientWatch()}
-        exchange = Exchange(scope, receive, send, HttpSettings())
+        exchange = Exchange(asking := Asking("/v1/files", query=query), HttpSettings())
         exchange.account, exchange.declared = KeyAccount(ApiKey(name="a", salt=b"", digest=b"")), operations[1].declared
         await operations[1].handle(exchange)
-        body = json.loads(b"".join(message.get("body", b"") for message in messages))
+        body = json.loads(asking.response)
         assert body["has_more"]
         return [item["id"] for item in body["data"]]
 
@@ -202,19 +191,10 @@ async def test_what_keys_have_is_forgotten_once_other_keys_have_much(monkeypatch
 
 
 async def test_an_upload_is_bounded_by_what_any_body_may_have() -> None:
-    async def unused(*arguments: object) -> NoReturn:
-        raise AssertionError("nothing is read or sent")
-
     records: Any = FakeRecords()
     operations = BatchOperations(Files(lambda: records, "ns"), Batches(lambda: records, "ns"), lambda: None)
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/files",
-        "raw_path": b"/v1/files",
-        "headers": [(b"content-length", b"200000")],
-    }
-    exchange = Exchange(scope, unused, unused, HttpSettings(options=HttpOptions(max_body_bytes=1024)))
+    asking = Unanswered("/v1/files", method="POST", headers=[(b"content-length", b"200000")])
+    exchange = Exchange(asking, HttpSettings(options=HttpOptions(max_body_bytes=1024)))
     exchange.account, exchange.declared = ANONYMOUS, operations.operations()[0].declared
     with pytest.raises(PayloadTooLarge, match="larger than"):
         await operations.upload(exchange)
@@ -223,40 +203,27 @@ async def test_an_upload_is_bounded_by_what_any_body_may_have() -> None:
 # Downloads
 
 
-@dataclass
-class Download:
+class Download(Asking):
     """A client that downloads a file; it reads no further than `reads` pieces, and then leaves or waits."""
 
-    files: Files
-    id: str
-    settings: HttpSettings
-    method: str = "GET"
-    reads: int = 1000
-    status: int = 0
-    headers: dict[bytes, bytes] = field(default_factory=dict)
-    body: bytes = b""
-    watch: ClientWatch = field(default_factory=ClientWatch)
-    is_stuck: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(self, files: Files, id: str, settings: HttpSettings, method: str = "GET", reads: int = 1000) -> None:
+        super().__init__(f"/v1/files/{id}/content", method=method)
+        self.is_stuck = asyncio.Event()
+        self._files = files
+        self._settings = settings
+        self._reads = reads
 
     async def run(self) -> None:
         records: Any = FakeRecords()
-        operations = BatchOperations(self.files, Batches(lambda: records, "ns"), lambda: None).operations()
-        path = f"/v1/files/{self.id}/content"
-        scope = {"type": "http", "method": self.method, "path": path, "raw_path": path.encode(), "headers": []}
-        await HttpApp(operations, self.settings)(scope | {CLIENT_WATCH: self.watch}, self._receive, self._send)
+        operations = BatchOperations(self._files, Batches(lambda: records, "ns"), lambda: None).operations()
+        await HttpApp(operations, self._settings)(self)
 
-    async def _receive(self) -> NoReturn:
-        raise AssertionError("a GET has no body")
-
-    async def _send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], dict(message["headers"])
-        elif self.reads:
-            self.reads -= 1
-            self.body += message["body"]
-        else:
-            self.is_stuck.set()
-            await asyncio.Event().wait()
+    async def write(self, body: Buffer, *, is_last: bool = False) -> None:
+        if self._reads:
+            self._reads -= 1
+            return await super().write(body, is_last=is_last)
+        self.is_stuck.set()
+        await asyncio.Event().wait()
 
 
 def settings_of(max_buffered_bytes: int) -> HttpSettings:
@@ -269,11 +236,11 @@ async def test_files_are_sent_while_they_are_read_however_many_at_once() -> None
     made = await files.create("", "f", "batch", content)
     downloads = [Download(files, made.id, settings) for _ in range(12)]
     await asyncio.gather(*(download.run() for download in downloads))
-    assert all(download.body == content for download in downloads)
-    assert {(download.status, download.headers[b"content-length"]) for download in downloads} == {(200, b"2097152")}
+    assert all(download.response == content for download in downloads)
+    assert {(download.status, download.response_headers[b"content-length"]) for download in downloads} == {(200, b"2097152")}
     head = Download(files, made.id, settings, method="HEAD")
     await head.run()
-    assert (head.status, head.headers[b"content-length"], head.body) == (200, b"2097152", b"")
+    assert (head.status, head.response_headers[b"content-length"], head.response) == (200, b"2097152", b"")
     assert (settings.capacity.requests, settings.capacity.buffered_bytes) == (0, 0)
 
 
@@ -300,7 +267,7 @@ async def test_a_file_is_refused_before_it_is_read_while_there_is_no_room() -> N
         others.hold(600 << 10)
         refused = Download(files, made.id, settings)
         await refused.run()
-    assert (refused.status, refused.headers[b"retry-after"], records.pieces_read) == (503, b"1", 0)
+    assert (refused.status, refused.response_headers[b"retry-after"], records.pieces_read) == (503, b"1", 0)
     assert settings.capacity.buffered_bytes == 0
 
 
@@ -317,7 +284,7 @@ async def test_a_file_that_cannot_be_read_is_an_error_or_an_incomplete_response(
     cut = Download(files, made.id, settings)
     await cut.run()
     assert (unknown.status, unreadable.status, cut.status) == (404, 503, 200)
-    assert len(cut.body) == 2 * PIECE_BYTES
+    assert len(cut.response) == 2 * PIECE_BYTES
     assert settings.capacity.buffered_bytes == 0
 
 
@@ -549,14 +516,8 @@ async def test_a_batch_is_charged_by_the_size_of_its_file() -> None:
         file = await files.create("a", "f", "batch", b"x" * size)
         body = json.dumps({"input_file_id": file.id, "endpoint": URL, "completion_window": "24h"}).encode()
 
-        async def receive(body: bytes = body) -> Message:
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        async def send(message: Message) -> None: ...
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/batches", "raw_path": b"/v1/batches"}
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        exchange = Exchange(scope | {"headers": headers}, receive, send, HttpSettings())
+        exchange = Exchange(Asking("/v1/batches", method="POST", headers=headers, body=body), HttpSettings())
         exchange.account, exchange.declared = account, create.declared
         await create.handle(exchange)
         used = account.use().calls
