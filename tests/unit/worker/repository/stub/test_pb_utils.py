@@ -106,6 +106,13 @@ def test_strings_have_no_dlpack() -> None:
         (lambda: request(correlation_id=-1), TritonModelException, "Correlation ID must not be negative, got -1"),
         (lambda: request(parameters={1: 1}), TritonModelException, "parameters keys to have type str, found type <class 'int'>"),
         (lambda: request(parameters="{}"), TritonModelException, "Expect dict, got <class 'str'>"),
+        (
+            lambda: request(parameters={"a": 2**63}),
+            TritonModelException,
+            "from -2[*][*]63 to 2[*][*]63 - 1, found one of 64 bits",
+        ),
+        (lambda: InferenceResponse([], parameters={"a": 2**63}), TritonModelException, "found one of 64 bits"),
+        (lambda: InferenceResponse([], parameters={"a": -(10**5000)}), TritonModelException, "found one of 16610 bits"),
         (lambda: request(inputs=None), TypeError, "the tensors must be list or tuple, not NoneType"),
         (lambda: request(request_id=5), TypeError, "the request_id of a request must be str"),
         (lambda: request(model_version="1"), TypeError, "the model_version of a request must be an integer, not str"),

@@ -84,7 +84,7 @@ def _tensors_of(tensors: Sequence[Tensor] | None) -> list[Tensor]:
 
 
 def _parameters_of(parameters: Mapping[str, Parameter] | None) -> dict[str, Parameter]:
-    """Return checked parameters. Raises TritonModelException for a name or value of a wrong type."""
+    """Return checked parameters. Raises TritonModelException for a name or value of a wrong type, or an int that is too large."""
     if parameters is None:
         return {}
     if not isinstance(parameters, dict):
@@ -94,6 +94,9 @@ def _parameters_of(parameters: Mapping[str, Parameter] | None) -> dict[str, Para
             raise TritonModelException(f"Expect parameters keys to have type str, found type {type(name)}")
         if not isinstance(value, bool | int | str):
             raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            found = f"found one of {value.bit_length()} bits"
+            raise TritonModelException(f"Expect parameters values of type int to be from -2**63 to 2**63 - 1, {found}")
     return dict(parameters)
 
 
