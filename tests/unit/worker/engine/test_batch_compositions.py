@@ -187,6 +187,14 @@ async def test_delayed_requests_run_when_no_other_waits() -> None:
 
 
 @in_virtual_time
+async def test_delayed_requests_run_in_the_order_in_which_they_came_whichever_timeout_was_shorter() -> None:
+    delay = QueuePolicy(timeout_action=TimeoutAction.DELAY, timeout_us=300_000, allow_timeout_override=True)
+    arrivals = [BUSY, Arrival(50, 1), timeout(60, 2, 100), timeout(65, 3, 50), Arrival(70, 4), Arrival(380, 5)]
+    batches, errors = await batches_of(policy(queue=QueuePolicies(default=delay), max_batch_size=1), arrivals)
+    assert (batches, errors) == ([[B], [5], [1], [2], [3], [4]], {})
+
+
+@in_virtual_time
 async def test_requests_of_another_shape_do_not_end_a_batch_which_triton_does() -> None:
     """Triton runs [1], [2], [3, 4] and [5, 6]."""
     widths = (1, 2, 1, 1, 2, 2)

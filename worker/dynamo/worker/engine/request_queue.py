@@ -1,7 +1,8 @@
 """The queue of requests of one model: priority levels, each with a policy of timeouts and a greatest size, as in Triton.
 
 Requests leave the queue in the order of their levels, the most urgent first, and of their arrival. One whose timeout passes while
-it waits is rejected, or delayed: then it waits behind the others of its level, as long as that takes.
+it waits is rejected, or delayed: then it waits behind the others of its level, as long as that takes, and those that are delayed
+leave in the order of their arrival, whichever timeout was shorter.
 """
 
 from __future__ import annotations
@@ -103,9 +104,11 @@ def _whole(value: object) -> int:
 class Queued:
     """What can wait in a queue."""
 
-    __slots__ = ("expiry", "line")
+    __slots__ = ("arrival", "expiry", "line")
 
     def __init__(self) -> None:
+        self.arrival = 0
+        """How many came to its queue before."""
         self.line: tuple[int, bool] | None = None
         """Its level, and whether it is delayed; None: it is not in the queue."""
         self.expiry: asyncio.TimerHandle | None = None
@@ -123,6 +126,7 @@ class RequestQueue(Generic[Q]):
         self._on_change = on_change
         self._reject = reject
         self._lines: dict[tuple[int, bool], dict[Q, None]] = {}
+        self._arrivals = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
@@ -142,6 +146,8 @@ class RequestQueue(Generic[Q]):
         if len(waiting) + len(delayed) >= policy.max_size:
             raise Overloaded(f"[request id: {options.request_id[:200] or '<id_unknown>'}] Exceeds maximum queue size")
         self._put(request, (level, False))
+        request.arrival = self._arrivals
+        self._arrivals += 1
         timeout_s = policy.timeout_s(options.timeout_us)
         if timeout_s is not None:
             expire = asyncio.get_running_loop().call_later
@@ -163,11 +169,19 @@ class RequestQueue(Generic[Q]):
         request.line = line
         self._lines.setdefault(line, {})[request] = None
 
+    def _delay(self, request: Q, line: tuple[int, bool]) -> None:
+        """Put a request before those of a line that came after it."""
+        waiting = self._lines.get(line, {})
+        later = [other for other in waiting if other.arrival > request.arrival]
+        self._put(request, line)
+        for other in later:
+            self._lines[line][other] = self._lines[line].pop(other)
+
     def _expire(self, request: Q, action: TimeoutAction) -> None:
         line = request.line
         self.remove(request)
         if line is not None and action is TimeoutAction.DELAY:
-            self._put(request, (line[0], True))
+            self._delay(request, (line[0], True))
         else:
             self._reject(request, QueueTimeout())
         self._on_change()
