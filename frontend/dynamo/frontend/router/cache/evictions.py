@@ -81,10 +81,10 @@ class Evictions:
 
     def apply(self, instance: InstanceId, update: KvUpdate) -> None:
         """Take an update of what an instance caches into account."""
-        if update.cleared:
-            self.remove_instance(instance)
+        if update.cleared:  # its cache is not full: what it stores now counts for nothing, and it may be gone
+            return self.remove_instance(instance)
         row = self._row(instance)
-        if update.removed and not update.cleared:
+        if update.removed:
             row.is_full = True
             self._evict(update.removed_hashes)
         if update.stored and row.is_full:

@@ -74,6 +74,15 @@ def test_an_instance_that_has_been_emptied_or_is_gone_evicts_nothing(is_gone: bo
     assert evictions.epoch > before, "rows that were read before are void"
 
 
+def test_an_instance_that_is_cleared_once_it_is_gone_leaves_nothing_behind() -> None:
+    evictions = evictions_of()
+    cycle(evictions, 10, 10)
+    evictions.remove_instance(A)
+    before = repr(evictions)
+    evictions.apply(A, KvUpdate(0, cleared=True))
+    assert repr(evictions) == before
+
+
 def test_rows_stay_up_to_date() -> None:
     evictions = evictions_of()
     row, _ = evictions.rows(FLEET)
