@@ -177,12 +177,13 @@ def merge_indexes(instances: Iterable[RepositoryInstance]) -> Iterator[IndexEntr
         for entry in instance.entries:
             entries.setdefault((entry.name, entry.version), []).append((instance.id, entry))
     known_names = {name for name, version in entries if version}
-    for name, version in sorted(entries, key=_order):
+    for name, version in sorted(entries, key=version_order):
         if version or name not in known_names:
             yield _merge(entries[name, version])
 
 
-def _order(key: tuple[str, str]) -> tuple[str, int, str]:
+def version_order(key: tuple[str, str]) -> tuple[str, int, str]:
+    """Return what a model's name and version are sorted by: version 10 comes after 2."""
     name, version = key
     return name, int(version) if version.isdecimal() else 0, version
 

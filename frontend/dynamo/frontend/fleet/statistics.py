@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from google.protobuf.message import Message
 
+from dynamo.common.repository import version_order
 from dynamo.protos.inference_pb2 import InferBatchStatistics, ModelStatistics, ModelStatisticsResponse, StatisticDuration
 
 
@@ -20,7 +21,7 @@ def add_up(parts: Iterable[ModelStatisticsResponse]) -> ModelStatisticsResponse:
                 total.CopyFrom(statistics)
             else:
                 _add(total, statistics)
-    return ModelStatisticsResponse(model_stats=[sums[key] for key in sorted(sums)])
+    return ModelStatisticsResponse(model_stats=[sums[key] for key in sorted(sums, key=version_order)])
 
 
 def _add(total: ModelStatistics, more: ModelStatistics) -> None:

@@ -460,6 +460,18 @@ async def test_statistics_are_added_up_over_instances() -> None:
         assert msgspec.msgpack.decode(f.client.streams[0].body) == {"model": "adder", "version": ""}
 
 
+async def test_statistics_are_in_the_order_of_the_numbers_of_versions() -> None:
+    of_versions = ModelStatisticsResponse(
+        model_stats=[ModelStatistics(name=name, version=version) for name in ("b", "a") for version in ("10", "2", "7")]
+    )
+    async with front(FakeDirectory(instance(1))) as f:
+        f.client.respond = lambda stream: stream.end(of_versions.SerializeToString())
+        entries = (await f.plane.statistics(ANONYMOUS, "adder")).model_stats
+    assert [(entry.name, entry.version) for entry in entries] == [
+        (name, version) for name in "ab" for version in ("2", "7", "10")
+    ]
+
+
 @in_virtual_time
 async def test_statistics_leave_out_instances_that_do_not_respond() -> None:
     def respond(stream: FakeStream) -> None:
