@@ -122,7 +122,7 @@ class _Scan:
         while position < end:
             fields += 1
             if fields > most:
-                raise PayloadTooLarge(f"the {self._kind.DESCRIPTOR.name} has more than {most} fields")
+                raise self._too_many_fields()
             key = data[position]
             position += 1
             if key >= 0x80:
@@ -158,6 +158,13 @@ class _Scan:
         if position != end:
             raise ValueError("the last field is truncated")
         self._fields = fields
+
+    def _too_many_fields(self) -> PayloadTooLarge:
+        description = self._kind.DESCRIPTOR
+        advice = ""
+        if "raw_input_contents" in description.fields_by_name:
+            advice = "; each string of typed contents is one, and a tensor in raw_input_contents is one whatever its size"
+        return PayloadTooLarge(f"the {description.name} has more than {self._limits.max_message_fields} fields{advice}")
 
     def _count_packed(self, start: int, end: int) -> None:
         most = self._limits.max_packed_integers

@@ -31,6 +31,13 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(bomb: str) -
     assert time.thread_time() - started < 0.2  # some 10 ms; parsing takes from one to eighty seconds
 
 
+def test_who_sends_too_many_typed_strings_learns_how_to_send_them() -> None:
+    request = pb.ModelInferRequest()
+    request.inputs.add(contents=pb.InferTensorContents(bytes_contents=[b"x"] * 100_000))
+    with pytest.raises(PayloadTooLarge, match=r"more than 65536 fields; .*raw_input_contents"):
+        TensorRequest.parse(request.SerializeToString(), SCANNER)
+
+
 def test_the_limits_hold_exactly() -> None:
     scanner = MessageScanner(pb.ModelInferRequest, MessageLimits(max_message_fields=3, max_packed_integers=4, max_name_bytes=5))
     request = pb.ModelInferRequest(model_name="a" * 5)
