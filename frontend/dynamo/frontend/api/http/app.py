@@ -48,11 +48,13 @@ class HttpApp:
         self._cors = self._guard.cors
         self._table: PathTable[_Resource] = PathTable()
         self._errors: dict[tuple[str, ...], ErrorForm] = {}
+        beginnings: list[tuple[tuple[str, ...], ErrorForm]] = []
         for resource in _resources(operations):
             self._table.add(resource.path, resource)
-            words = Template(resource.path).fixed_words
+            beginnings.append((Template(resource.path).fixed_words, resource.errors))
+        for words, errors in sorted(beginnings, key=lambda item: len(item[0])):  # `/v2` is KServe's, not that of `/v2/rerank`
             for count in range(1, len(words) + 1):
-                self._errors.setdefault(words[:count], resource.errors)
+                self._errors.setdefault(words[:count], errors)
 
     async def __call__(self, request: ServedRequest) -> None:
         exchange = Exchange(request, self._settings)

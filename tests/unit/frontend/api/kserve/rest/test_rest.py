@@ -153,7 +153,7 @@ async def test_what_is_not_there_is_404_and_what_is_not_done_501(edge: HttpEdge,
     response = await edge.http.request(method, path, json={"inputs": []} if method == "POST" else None)
     assert response.status_code == code
     assert response.headers["content-type"] == "application/json"
-    assert list(response.json()) == ["error"]
+    assert isinstance(response.json().pop("error"), str), "the form of the other protocols, whose clients look for an object"
 
 
 @pytest.mark.parametrize(
