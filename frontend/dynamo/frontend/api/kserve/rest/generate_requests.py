@@ -22,7 +22,7 @@ from dynamo.common.tensors.tensors import Buffer, datatype_named, element_count
 from dynamo.frontend.api.kserve.rest.elements import LONG_ELEMENTS, to_raw
 from dynamo.frontend.api.kserve.rest.long_arrays import GENERATE_DEPTH, SHORT_BYTES, CutBody, cut_arrays, element_number
 from dynamo.frontend.api.kserve.rest.long_tensors import LongTensor, long_tensor
-from dynamo.frontend.api.kserve.rest.requests import assembled, object_of, set_parameter
+from dynamo.frontend.api.kserve.rest.requests import assembled, object_of, set_model_parameter, set_parameter
 from dynamo.frontend.api.kserve.text import MAX_CHOICES
 from dynamo.frontend.config import HttpOptions
 from dynamo.protos.inference_pb2 import ModelInferRequest
@@ -61,7 +61,7 @@ def read_generate(body: bytes, card: ModelCard, model: str, version: str, bounds
             if name in specs:
                 raws.append((yield from _tensor(head, specs[name], cut.restored(value))))
             else:
-                set_parameter(head.parameters[name], name, value)
+                set_model_parameter(head.parameters[name], name, value)
         return RestGenerateRequest((yield from assembled(head, raws, bounds)))
     except UnicodeEncodeError:
         raise InvalidRequest("the body has text with half a surrogate pair, which is no character") from None

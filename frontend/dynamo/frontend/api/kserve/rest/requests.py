@@ -374,10 +374,16 @@ def set_request_parameter(into: InferParameter, key: str, value: object) -> None
             raise InvalidRequest(
                 "parameter keys starting with 'triton_' are reserved for Triton usage and should not be specified."
             )
-        case _ if isinstance(value, int) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
-            into.double_param = float(value) if abs(value) < 2**1000 else math.copysign(math.inf, value)
         case _:
-            set_parameter(into, key, value)
+            set_model_parameter(into, key, value)
+
+
+def set_model_parameter(into: InferParameter, key: str, value: object) -> None:
+    """Set a parameter of the request that is the model's: an integer beyond 63 bits is a float. Raises InvalidRequest."""
+    if isinstance(value, int) and not -_MAX_INT64 - 1 <= value <= _MAX_INT64:
+        into.double_param = float(value) if abs(value) < 2**1000 else math.copysign(math.inf, value)
+    else:
+        set_parameter(into, key, value)
 
 
 def set_parameter(into: InferParameter, key: str, value: object, what: str = "") -> None:

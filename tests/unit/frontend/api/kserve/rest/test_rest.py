@@ -414,6 +414,18 @@ async def test_generate_makes_tensors_of_what_names_inputs_and_parameters_of_the
     assert {tensor.name: list(tensor.shape) for tensor in sent.inputs} == {"BYTES": [2], "FP32": [1], "INT8": [3]}
 
 
+@pytest.mark.parametrize(("number", "passed_on"), [(2**63 - 1, 2**63 - 1), (2**63, 2.0**63), (-(2**63) - 1, -(2.0**63))])
+async def test_a_parameter_that_is_too_large_an_integer_is_a_float_for_infer_and_generate(
+    edge: HttpEdge, number: int, passed_on: float
+) -> None:
+    one = {"name": "INT8", "datatype": "INT8", "shape": [1], "data": [1]}
+    for path, body in (("generate", {"INT8": 1, "own": number}), ("infer", {"inputs": [one], "parameters": {"own": number}})):
+        response = await edge.http.post(f"/v2/models/org/types/{path}", json=body)
+        assert response.status_code == 200, response.text
+        sent = pb.ModelInferRequest.FromString(edge.client.streams[-1].body).parameters["own"]
+        assert getattr(sent, sent.WhichOneof("parameter_choice")) == passed_on
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
