@@ -120,6 +120,7 @@ def _elements() -> Group:
         written = _PLAIN.replace("FP32", datatype).replace("1.0", word)
         yield f"{datatype} from {word}", (f"/v2/models/echo_{datatype.lower()}/infer", written, {})
     for datatype, value in (
+        *(("BOOL", value) for value in (0, 1, 2)),
         *(("INT8", value) for value in (128, -129, 127, 2**40)),
         *(("UINT8", value) for value in (256, -1)),
         *(("INT16", value) for value in (32768, -32769)),
@@ -365,6 +366,9 @@ def _generate() -> Group:
         {"text_input": "a", "parameters": {"count": 1}},
         {"text_input": "a", "parameters": 1},
         {"text_input": "a", "other": 1, "flag": True, "name": "n", "ratio": 0.5},
+        {"text_input": "a", "other": 2**63, "less": -(2**63) - 1},
+        {"text_input": "a", "other": 1, "parameters": {"other": 2}},
+        {"text_input": "a", "priority": 3, "timeout": 5_000_000},
         {"text_input": "a", "other": [1, 2]},
         {"text_input": "a", "other": {"x": 1}},
         {"text_input": "a", "other": None},
