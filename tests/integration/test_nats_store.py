@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from dynamo.common.errors import Unavailable
+from dynamo.common.messaging.jetstream import key_values
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord
 from dynamo.common.messaging.jetstream.records import RecordStore, open_records
 from dynamo.common.messaging.nats.connection import connect_nats
@@ -92,6 +93,24 @@ async def test_a_record_that_is_renewed_is_as_it_was_and_writes_nothing_large_ag
         await records.delete("a")
         assert await records.renew("a", revision) is None
         assert await records.renew("b", 1) is None
+
+
+async def test_a_bucket_that_was_made_anew_is_listed_whole(nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its revisions begin anew, and may have passed those up to which the former one was read."""
+    monkeypatch.setattr(key_values, "CLOCK_S", -1.0)  # so that it is read each time which bucket there is
+    async with connect_nats(NatsOptions(servers=(nats_server.url,)), "test") as nats:
+        records = RecordStore(nats, "made-anew", ttl_s=3600, max_bytes=1 << 20)
+        await records.put("x.former", b"1")
+        former = await records.changes("x.*", None)
+        unchanged = await records.changes("x.*", former.position)
+        assert (unchanged.is_whole, unchanged.position) == (False, former.position)
+        jetstream = nats.client.jetstream()
+        await jetstream.delete_key_value("made-anew")
+        await jetstream.create_key_value(bucket="made-anew")
+        for key in ("x.a", "x.b", "x.c"):
+            await records.put(key, b"1")
+        anew = await records.changes("x.*", former.position)
+    assert (sorted(anew.records), anew.is_whole) == (["x.a", "x.b", "x.c"], True)
 
 
 async def test_a_byte_that_changes_on_the_disk_makes_its_record_an_error_and_no_other_one(tmp_path: Path) -> None:

@@ -31,14 +31,16 @@ _Subscription: TypeAlias = JetStreamContext.PushSubscription
 _DIGEST = "Dynamo-Digest"
 _OPERATION, _DELETED = "KV-Operation", "DEL"
 _WRONG_REVISION = (10071, 10164)
-_CLOCK_S = 60.0
-"""The clock of nats-server is read again after so long."""
+_LIMIT_S = 60.0
+CLOCK_S = 60.0
+"""The clock of nats-server, and which bucket has the name, is read again after so long."""
 
 
 class _StreamInfo(msgspec.Struct):
     """The part of nats-server's response that nats-py leaves out."""
 
     ts: datetime
+    created: str
 
 
 _info_decoder = msgspec.json.Decoder(_StreamInfo)
@@ -78,6 +80,7 @@ class KeyValues:
         self._loop = asyncio.get_running_loop()
         self._clock: tuple[float, float] | None = None
         """By how much nats-server's Unix time is ahead of the loop's, and when that was found."""
+        self._created = ""
 
     async def get(self, key: str) -> Entry | None:
         """Return what is there, which may be the mark of a deletion. Raises DamagedRecord.
@@ -196,11 +199,19 @@ class KeyValues:
 
     async def now(self) -> float:
         """Return the Unix time of nats-server, whose clock stamps entries."""
-        if self._clock is None or self._loop.time() - self._clock[1] > _CLOCK_S:
-            info = await self._client.request(f"$JS.API.STREAM.INFO.{self._stream}", timeout=_CLOCK_S)
+        return (await self.now_and_created())[0]
+
+    async def now_and_created(self) -> tuple[float, str]:
+        """Return the Unix time of nats-server, and when the bucket was made, as of `CLOCK_S` ago at most.
+
+        The latter tells one bucket from another of the same name, whose revisions begin anew.
+        """
+        if self._clock is None or self._loop.time() - self._clock[1] > CLOCK_S:
+            info = await self._client.request(f"$JS.API.STREAM.INFO.{self._stream}", timeout=_LIMIT_S)
             now = self._loop.time()
-            self._clock = _info_decoder.decode(info.data).ts.timestamp() - now, now
-        return self._loop.time() + self._clock[0]
+            stream = _info_decoder.decode(info.data)
+            self._clock, self._created = (stream.ts.timestamp() - now, now), stream.created
+        return self._loop.time() + self._clock[0], self._created
 
     def _entry(self, subject: str, value: bytes, headers: dict[str, str], revision: int, time: datetime) -> Entry:
         key = subject.removeprefix(self._prefix)

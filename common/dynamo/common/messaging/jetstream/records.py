@@ -73,6 +73,7 @@ class Position:
     """How far changes were read, for `RecordStore.changes`."""
 
     bucket: object
+    """Which one it was: one that is made anew under the same name is another."""
     revision: int
 
 
@@ -284,12 +285,14 @@ class RecordStore:
         with self._plain_errors("listed"):
             async with asyncio.timeout(_LARGE_LIMIT_S):
                 values = await self._values()
-                newest, now = await values.newest(pattern), await values.now()
-                after = 0 if since is None or since.bucket is not values or newest < since.revision else since.revision
+                newest = await values.newest(pattern)
+                now, created = await values.now_and_created()
+                bucket = values, created
+                after = 0 if since is None or since.bucket != bucket or newest < since.revision else since.revision
                 entries = [] if newest == after else await values.matching(pattern, with_values=True, after=after)
         revision = max((entry.revision for entry in entries), default=0)
         records = {entry.key: self._listed(entry) for entry in entries}
-        return Changes(records, Position(values, max(newest, revision)), is_whole=not after, now=now)
+        return Changes(records, Position(bucket, max(newest, revision)), is_whole=not after, now=now)
 
     def _listed(self, entry: Entry) -> Record | None:
         """Return the record of an entry of a list; None, and a line in the log, if it is damaged."""
