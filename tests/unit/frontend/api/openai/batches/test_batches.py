@@ -699,8 +699,10 @@ async def test_the_batches_of_one_key_leave_room_for_those_of_others() -> None:
     assert (statuses, len(begun)) == ({"completed"}, 7)
 
 
-async def test_the_batches_of_all_keys_are_carried_out_in_turn_the_oldest_of_each_first() -> None:
+@pytest.mark.parametrize("is_mixed", [True, False], ids=["created in turn", "created key by key"])
+async def test_the_batches_of_all_keys_are_carried_out_in_turn_the_oldest_of_each_first(is_mixed: bool) -> None:
     owners = ["heavy", *(f"key-{letter}" for letter in "abcdefg")]
+    created = [(owner, number) for number in range(6) for owner in owners]
     begun: list[tuple[str, int]] = []
 
     async def handle(exchange: Exchange) -> None:
@@ -708,12 +710,11 @@ async def test_the_batches_of_all_keys_are_carried_out_in_turn_the_oldest_of_eac
         await exchange.respond(b"{}")
 
     async with running(handle, lambda name, surface: KeyAccount(ApiKey(name=name, salt=b"", digest=b""))) as r:
-        for number in range(6):
+        for owner, number in created if is_mixed else sorted(created):
             r.now[0] += 1
-            for owner in owners:
-                line = {"custom_id": "c", "method": "POST", "url": URL, "body": {"prompt": number}}
-                file = await r.files.create(owner, "f", "batch", json.dumps(line).encode())
-                await r.batches.create(owner, URL, file.id, None)
+            line = {"custom_id": "c", "method": "POST", "url": URL, "body": {"prompt": number}}
+            file = await r.files.create(owner, "f", "batch", json.dumps(line).encode())
+            await r.batches.create(owner, URL, file.id, None)
         r.runner.poke()
         async with asyncio.timeout(120):
             while any(".waiting." in key for key in r.records.records):
