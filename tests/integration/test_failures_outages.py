@@ -51,7 +51,7 @@ async def test_nats_away_for_two_seconds_fails_no_request_that_has_time_and_all_
                 else:
                     os.kill(nats.pid, signal.SIGSTOP)
                 hasty = [tasks.create_task(fails(client.infer(echo_request(model="echo"), expiring(0.3)))) for _ in range(10)]
-                await asyncio.sleep(2.0)  # the outage itself
+                await asyncio.sleep(expiring(2.0))  # the outage itself
                 _, waiting = await asyncio.wait(hasty, timeout=WAIT_S)
                 assert not waiting
                 if how == "hung":
@@ -108,7 +108,7 @@ async def test_etcd_away_for_longer_than_a_lease_while_workers_die_leave_and_joi
         async with front.client() as client:
             async with client.load(4) as load:
                 await etcd.stop()
-                end_of_outage = asyncio.create_task(asyncio.sleep(5))
+                end_of_outage = asyncio.create_task(asyncio.sleep(expiring(5)))
                 await load.completed(100)
                 await dying.killed()
                 await load.completed(100)
@@ -151,7 +151,7 @@ async def test_a_pause_of_everything_that_outlasts_the_leases_fails_no_request(t
                 everything = [etcd.pid, nats.pid, only.pid, front.process.process.pid]
                 for pid in everything:
                     fleet.pause(pid)
-                await asyncio.sleep(4.0)  # twice the life of a lease
+                await asyncio.sleep(expiring(4.0))  # twice the life of a lease
                 for pid in everything:
                     fleet.resume(pid)
                 await only.process.logged("a new one is granted")
@@ -178,7 +178,7 @@ async def test_workers_whose_leases_expire_while_they_are_cut_off_from_etcd_serv
                 await load.completed(100)
                 await link.refuse()
                 await until_gone(etcd, workers)
-                await asyncio.sleep(2.5 * ABSENT_S)
+                await asyncio.sleep(expiring(2.5 * ABSENT_S))
                 await load.completed(100)
                 await front.sees(*workers)
                 dying, staying = workers
@@ -216,11 +216,11 @@ async def test_etcd_without_quorum_for_longer_than_a_lease_fails_no_request(
                         others = [server for server in etcd.servers if server is not leader]
                         for server in (leader, others[0]):
                             os.kill(server.pid, signal.SIGSTOP)
-                        await asyncio.sleep(5.0)  # without quorum, for twice the life of a lease
+                        await asyncio.sleep(expiring(5.0))  # without quorum, for twice the life of a lease
                         for server in (leader, others[0]):
                             os.kill(server.pid, signal.SIGCONT)
                         await asyncio.wait_for(etcd.find_leader(), 120)
-                        await asyncio.sleep(1.5 * ABSENT_S)
+                        await asyncio.sleep(expiring(1.5 * ABSENT_S))
                         await load.completed(100)
                         await front.sees(*workers)
                 assert load.failures == []

@@ -380,7 +380,7 @@ async def test_a_deployment_serves_with_the_permissions_of_its_roles(
                     stored = f"/v1/responses/{re.findall('resp_[0-9a-f]{32}', followed)[0]}"
                     assert (await client.get(stored, params={"stream": True, "starting_after": 1})).text in followed
                     assert (await client.delete(stored)).status_code == 200
-                await asyncio.sleep(1.2)  # a load report, a snapshot
+                await asyncio.sleep(expiring(1.2))  # a load report, a snapshot
             async with fleet.frontend(reset_states=True):
                 await fleet.generate("after the record was cleared")
         assert "Violation" not in server.log_file.read_text()

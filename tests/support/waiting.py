@@ -17,8 +17,9 @@ WAIT_S = 120.0
 def expiring(seconds: float) -> float:
     """Return `seconds`, for a limit that is shorter than `WAIT_S` since the test goes on when it has passed.
 
-    It bounds what does not come, or is the time-out that the test is about. What comes later on a busy machine has `WAIT_S`:
-    the rules of the source tree find a shorter limit that is not marked by this function.
+    It bounds what does not come, or is the time-out that the test is about; a sleep is an outage of that length, or time in which
+    something would come that must not. What comes later on a busy machine has `WAIT_S`: the rules of the source tree find a
+    shorter limit, or a sleep in a test, that is not marked by this function.
     """
     return seconds
 

@@ -15,7 +15,7 @@ Kind = Literal["clock", "moment", "span"]
 """A function that reads a clock, what it returned, and a difference of two such."""
 Kinds = frozenset[Kind]
 
-CLOCKS = {"monotonic", "perf_counter", "process_time", "time", "monotonic_ns", "perf_counter_ns", "time_ns"}
+CLOCKS = {"monotonic", "perf_counter", "process_time", "time", "monotonic_ns", "perf_counter_ns", "process_time_ns", "time_ns"}
 _PASS_ON = {
     *("abs", "float", "int", "max", "min", "round", "sum", "mean", "median"),
     *("dict", "enumerate", "filter", "iter", "list", "map", "next", "reversed", "set", "sorted", "tuple", "zip"),
@@ -164,6 +164,8 @@ class _Scope:
                 return self._names[name] | self._flow.globals[name]
             case ast.Attribute(value=ast.Name(id="time"), attr=name) if name in CLOCKS:
                 return frozenset({"clock"})
+            case ast.Attribute(value=ast.Name(id="datetime"), attr="now" | "utcnow"):
+                return frozenset({"clock"})
             case ast.Attribute(attr=name):
                 return self._flow.attributes[name] | (frozenset({"clock"}) if name in CLOCKS else _NONE)
             case ast.Call():
@@ -214,6 +216,7 @@ class _Scope:
             match node:
                 case ast.Assert(test=test):
                     filters = {id(inner) for part in ast.walk(test) for inner in _filters(part)}
+                    filters |= {id(inner.operand) for inner in ast.walk(test) if isinstance(inner, ast.UnaryOp)}
                     compares = [inner for inner in ast.walk(test) if isinstance(inner, ast.Compare)]
                     if any(self._is_small(c) or (id(c) in filters and self._is_large(c)) for c in compares):
                         yield f"line {node.lineno}: {ast.unparse(node)}"
@@ -222,7 +225,12 @@ class _Scope:
                         yield f"line {node.lineno}: if {ast.unparse(test)}"
 
     def _is_small(self, compare: ast.Compare) -> bool:
-        """Whether it holds if a span is small."""
+        """Whether it holds if a span is small, or of a certain length."""
+        match compare:
+            case ast.Compare(left=left, ops=[ast.In()]) if "span" in self.kinds(left):
+                return True
+            case ast.Compare(left=left, ops=[ast.Eq()], comparators=[ast.Call(func=ast.Attribute(attr="approx"))]):
+                return "span" in self.kinds(left)
         return any(
             "span" in self.kinds(smaller if isinstance(operator, ast.Lt | ast.LtE) else larger)
             for smaller, operator, larger in _pairs(compare)

@@ -111,6 +111,10 @@ class Probe:
         "def test():\n    best = float('inf')\n    best = min(best, time.time() - begun)\n    assert best < LIMIT_S",
         "def test():\n    took = []\n    took.append(time.time() - begun)\n    assert sorted(took)[50] < LIMIT_S",
         "def test():\n    took = time.time() - begun\n    if took > LIMIT_S:\n        pytest.fail('late')",
+        "begun = datetime.now(UTC)\nassert (datetime.now(UTC) - begun).total_seconds() < 1",
+        "begun = time.monotonic()\nassert not time.monotonic() - begun > 1",
+        "begun = time.monotonic()\nassert time.monotonic() - begun == pytest.approx(0.1, abs=0.05)",
+        "begun = time.monotonic()\nassert int(time.monotonic() - begun) in range(2)",
         "def took():\n    return time.time() - begun\nasync def test():\n    assert await asyncio.to_thread(took) < 1",
         PROBE + "def test():\n    assert Probe().worst_s < MAX_S",
         """

@@ -454,7 +454,7 @@ async def test_a_body_that_trickles_is_cut_and_one_that_is_merely_slow_is_not() 
             await client.send(post("/", 2000))
             for _ in range(10):
                 await client.send(b"a" * 200)
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(expiring(0.1))
             assert (await client.response())[2] == b"POST / 2000"
 
 
@@ -619,7 +619,7 @@ async def test_stopping_closes_idle_connections_when_the_last_request_has_ended(
         await busy.send(get("/slow"))
         await side.app.until("waiting")
         stopping = asyncio.ensure_future(side.server.stop(600))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(expiring(0.05))
         await idle.send(get("/late"))
         assert (await idle.response())[1]["connection"] == "close"
         assert (await busy.response())[2] == b"slow"

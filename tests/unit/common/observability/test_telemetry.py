@@ -22,6 +22,7 @@ from dynamo.common.observability.telemetry import SECONDS, LinkMetrics, RuntimeM
 from dynamo.common.process.background import running
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.port_metrics import GrpcServerMetrics
+from tests.support.waiting import expiring
 
 Read = Callable[..., float | None]
 
@@ -237,7 +238,7 @@ async def test_the_lag_of_the_event_loop_is_measured_while_something_blocks_it()
 
     async with running(metrics.measure_lag(), "lag"):
         await asyncio.sleep(0)  # the first timer is set
-        time.sleep(0.2)  # noqa: ASYNC251  # blocks the loop on purpose
+        time.sleep(expiring(0.2))  # noqa: ASYNC251  # blocks the loop on purpose
         async with asyncio.timeout(120):
             while not late("0.1"):
                 await asyncio.sleep(0)

@@ -56,7 +56,7 @@ async def test_a_connection_comes_back_from_every_error_that_the_server_reports(
 async def test_an_error_about_one_subject_costs_no_connection() -> None:
     async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
         fake.clients[0].send(b"-ERR 'Permissions Violation for Publish to \"x\"'")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(expiring(0.1))
         assert connection.is_connected
         assert len(fake.clients) == 1
 
@@ -88,7 +88,7 @@ async def test_a_file_with_credentials_that_is_being_replaced_is_waited_for(tmp_
         file.write_bytes(b"")
         fake.clients[0].cut()
         await asyncio.wait_for(connection.lost(), 120)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(expiring(0.05))
         file.write_bytes(seed)
         await back(connection, fake)
 
@@ -250,8 +250,8 @@ async def test_closing_does_not_wait_for_a_server_that_reads_no_more() -> None:
 
 async def test_a_process_that_hung_itself_does_not_blame_the_server() -> None:
     async with start_fake_nats() as fake, connect_nats(options(fake), "test") as connection:
-        time.sleep(1.0)  # noqa: ASYNC251  # as a handler might that computes for too long
-        await asyncio.sleep(0.2)
+        time.sleep(expiring(1.0))  # noqa: ASYNC251  # as a handler might that computes for too long
+        await asyncio.sleep(expiring(0.2))
         assert connection.is_connected
         assert len(fake.clients) == 1
 
@@ -276,7 +276,7 @@ async def test_the_same_reason_for_being_away_is_logged_once(caplog: pytest.LogC
         port = fake.port
     async with asyncio.timeout(120):
         connecting = asyncio.ensure_future(_connect(f"nats://127.0.0.1:{port}"))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(expiring(0.3))
         connecting.cancel()
         await asyncio.wait([connecting])
     refused = [record for record in caplog.records if "Connect call failed" in record.getMessage()]

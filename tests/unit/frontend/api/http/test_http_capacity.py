@@ -24,7 +24,7 @@ from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeStream, echo_tensor, tensor_card
 from tests.support.http_edge import Speaker, chat_card, end, events_of, open_http_edge, send_delta
 from tests.support.memory import kept_objects
-from tests.support.waiting import until, until_free
+from tests.support.waiting import expiring, until, until_free
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 PROMPT = {"model": "talker", "prompt": "x"}
@@ -295,7 +295,7 @@ async def test_a_client_that_closed_its_side_gets_the_rest_of_a_stream() -> None
             connection.sendall(head.encode() + body)
             connection.shutdown(socket.SHUT_WR)
             received = await asyncio.to_thread(connection.recv, 65536)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(expiring(0.3))
             [stream] = edge.client.streams
             assert not stream.cancelled
             send_delta(stream, "lo", reason=FinishReason.STOP)

@@ -20,6 +20,7 @@ from tests.support.edge import open_edge
 from tests.support.fakes import tensor_card
 from tests.support.grpc_operations import bidirectional, unary
 from tests.support.memory import resident_bytes
+from tests.support.waiting import expiring
 
 
 class Message:
@@ -107,7 +108,7 @@ async def test_streams_are_unavailable_while_a_shutdown_waits_for_other_calls() 
         accepted = asyncio.create_task(status(channel, b"", f"/{SERVICE}/ModelInfer"))
         await entered.wait()
         stopping = asyncio.create_task(running.stop(5))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(expiring(0.05))
         codes = Counter(await asyncio.gather(*(stream_status(channel) for _ in range(300))))
         finish.set()
         assert await accepted is grpc.StatusCode.OK
