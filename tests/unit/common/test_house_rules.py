@@ -340,3 +340,89 @@ class Calls:
     '''Offset of the first call, of those that wait.'''
 """
     assert without_subject(source) == [3, 5, 7]
+
+
+SUPPRESSED = {"common/dynamo/common/messaging/nats/connection.py": 2}
+"""How often a file may suppress whatever is raised: by a connection that is not used any more."""
+
+
+def swallowed(tree: ast.AST) -> Iterator[str]:
+    """Yield each place that lets any error end without a word: it raises nothing, calls nothing and does not use the error."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ExceptHandler(type=caught, name=name, body=body) if catches_all(caught):
+                inner = [each for statement in body for each in ast.walk(statement)]
+                says = any(
+                    isinstance(each, ast.Raise | ast.Call) or (isinstance(each, ast.Name) and each.id == name) for each in inner
+                )
+                if not says:
+                    yield f"line {node.lineno}: {ast.unparse(node).splitlines()[0]}"
+            case ast.Call(func=ast.Attribute(attr="suppress") | ast.Name(id="suppress"), args=args) if any(
+                map(catches_all, args)
+            ):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def catches_all(caught: ast.expr | None) -> bool:
+    kinds = caught.elts if isinstance(caught, ast.Tuple) else [caught]
+    return any(kind is None or (isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException")) for kind in kinds)
+
+
+@pytest.fixture(scope="module")
+def production() -> dict[str, ast.Module]:
+    """All modules of production, read once, and let go after this module."""
+    return modules_of("common", "frontend", "worker", "local")
+
+
+def test_no_error_is_swallowed(production: dict[str, ast.Module]) -> None:
+    found = {file: list(swallowed(tree)) for file, tree in production.items()}
+    assert {file: lines for file, lines in found.items() if len(lines) > SUPPRESSED.get(file, 0)} == {}
+
+
+def test_errors_that_are_swallowed_are_found() -> None:
+    source = """
+try: a()
+except Exception: pass
+try: a()
+except (OSError, BaseException): x = None
+try: a()
+except: return
+with contextlib.suppress(Exception): a()
+try: a()
+except Exception as error: failure = error
+try: a()
+except Exception: log.exception("x")
+try: a()
+except BaseException: raise
+try: a()
+except OSError: pass
+with suppress(OSError): a()
+"""
+    assert [found.partition(":")[0] for found in swallowed(ast.parse(source))] == [f"line {number}" for number in (3, 5, 7, 8)]
+
+
+def unread_options(modules: Mapping[str, ast.Module]) -> list[str]:
+    """Return the fields of configurations that no module reads, by their name: those whose flag has no effect."""
+    nodes = [(file, node) for file, tree in modules.items() for node in ast.walk(tree)]
+    read = {node.attr for _, node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+    return [
+        f"{file}: {name}"
+        for file, node in nodes
+        if isinstance(node, ast.AnnAssign)
+        if isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id in ("option", "group")
+        if isinstance(node.target, ast.Name) and (name := node.target.id) not in read
+    ]
+
+
+def test_every_option_is_read(production: dict[str, ast.Module]) -> None:
+    assert unread_options(production) == []
+    assert sum(len(re.findall(r" = option\(", (ROOT / file).read_text())) for file in production) > 200
+
+
+def test_options_that_nothing_reads_are_found() -> None:
+    source = (
+        "class C:\n    a: int = option(1)\n    b: int = option(2)\n    c: D = group(D)\n    d: int = 3\nprint(config.b)\nx.a = 1"
+    )
+    assert unread_options({"x": ast.parse(source)}) == ["x: a", "x: c"]
