@@ -51,8 +51,9 @@ def run(name: str, arguments: argparse.Namespace) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     statistics = dict(re.findall(r"^stat::(\w+):\s+(\d+)$", done.stderr, re.M))
     inputs, rate = statistics.get("number_of_executed_units", "0"), statistics.get("average_exec_per_sec", "0")
-    print(f"{name}: {'ok' if done.returncode == 0 else 'FAILED'}; {inputs} inputs, {rate} a second", flush=True)
-    if done.returncode == 0:
+    is_ok = done.returncode == 0 and inputs != "0"
+    print(f"{name}: {'ok' if is_ok else 'FAILED'}; {inputs} inputs, {rate} a second", flush=True)
+    if is_ok:
         return ""
     print(done.stdout[-4000:], done.stderr[-4000:], sep="\n", flush=True)
     return described(name, done.stdout, done.stderr)

@@ -93,6 +93,25 @@ def test_a_fuzzer_that_did_not_start_is_described_by_the_end_of_what_it_printed(
     assert lines[-1] == "    ImportError: no" and len(lines) == 9
 
 
+EXECUTED = "stat::number_of_executed_units: 9\n"
+
+
+def test_a_decoder_that_had_no_input_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = {"gguf": "", "http2": EXECUTED.replace("9", "0"), "registration": EXECUTED}
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, "", outputs[command[3]])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main([*outputs]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert {line for line in lines if "inputs" in line} == {
+        "gguf: FAILED; 0 inputs, 0 a second",
+        "http2: FAILED; 0 inputs, 0 a second",
+        "registration: ok; 9 inputs, 0 a second",
+    }
+
+
 def test_one_decoder_that_fails_ends_no_other_and_is_described_last(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,7 +119,8 @@ def test_one_decoder_that_fails_ends_no_other_and_is_described_last(
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         runs.append(command[3])
-        return subprocess.CompletedProcess(command, int(command[3] == "gguf"), "", "ImportError: no\n")
+        failed = command[3] == "gguf"
+        return subprocess.CompletedProcess(command, int(failed), "", "ImportError: no\n" if failed else EXECUTED)
 
     monkeypatch.setattr(subprocess, "run", run)
     assert main(["gguf", "http2", "registration"]) == 1

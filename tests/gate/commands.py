@@ -17,6 +17,22 @@ from tests.support.waiting import expiring
 
 _TERM_S = expiring(20.0)
 """Seconds that a command has to end by itself after SIGTERM."""
+_NOT_PASSED_ON = frozenset(
+    {
+        "FLAGS",
+        "KILLS",
+        "MAKEFLAGS",
+        "MAKELEVEL",
+        "MFLAGS",
+        "PYTEST_ADDOPTS",
+        "PYTEST_FLAGS",
+        "SEEDS",
+        "TESTS",
+        "VLLM_FLAGS",
+        "VLLM_TESTS",
+    }
+)
+"""Variables by which `make`, its recipes and pytest would run less than all. A shell in which one was exported proves nothing."""
 _BACKGROUND = ("nice", "-n", "19", *(("ionice", "-c", "idle") if shutil.which("ionice") else ()))
 
 
@@ -62,7 +78,7 @@ class Commands:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                env={**os.environ, **(env or {})},
+                env={name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON} | dict(env or {}),
                 start_new_session=True,
             )
             self._running.add(process)

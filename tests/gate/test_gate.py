@@ -446,6 +446,13 @@ def _downloaded(commands: Commands, command: str) -> Had:
         return downloads.result(download, 120)
 
 
+def test_suites_have_at_least_the_size_that_the_documentation_promises() -> None:
+    section = (ROOT / "docs" / "testing.md").read_text().partition("\n## The gate\n")[2].partition("\n## ")[0]
+    commands = {suite.name: suite.command for suite in SUITES}
+    assert re.findall(r"with (\d+) kills each", section) == re.findall(r"KILLS=(\d+)", commands["kills"])
+    assert "each for a minute" in section and "--seconds 60 " in commands["fuzz"]
+
+
 def test_the_drill_of_the_gate_has_every_fault_that_it_names() -> None:
     [drill] = [suite for suite in SUITES if suite.name == "drill"]
     names = re.findall(r"'([^']+)'", drill.command)
@@ -491,6 +498,27 @@ def test_a_command_shows_what_it_prints_and_one_in_the_background_does_not(
     assert capsys.readouterr().out == "out\nerror\n"
     assert commands.run("nice", 60.0, in_background=True) == Finished(0, "19\n")
     assert capsys.readouterr().out == ""
+
+
+def test_no_variable_of_the_caller_makes_a_suite_smaller(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    used = set(re.findall(r"\$\(([A-Z_]+)\)|\$\((?:or|if) \$\(([A-Z_]+)\)", makefile))
+    defined = set(re.findall(r"^([A-Z_]+) :=", makefile, re.MULTILINE)) | {"CURDIR", "MAKEFILE_LIST"}
+    variables = {name for names in used for name in names if name} - defined
+    places = {"PYTHON", "TRITON", "EXAMPLES", "BASE"}
+    """Where something is, or nothing that a suite of the gate uses."""
+    assert {"FLAGS", "TESTS", "PYTEST_FLAGS", "VLLM_TESTS"} <= variables
+    for name in variables - places | {"MAKEFLAGS", "PYTEST_ADDOPTS"}:
+        monkeypatch.setenv(name, "narrow")
+    monkeypatch.setenv("KEPT", "kept")
+    assert "narrow" not in (output := commands.run("env", 60.0).output) and "KEPT=kept" in output
+    assert "PYTEST_ADDOPTS=--junitxml=x\n" in commands.run("env", 60.0, {"PYTEST_ADDOPTS": "--junitxml=x"}).output
+
+
+def test_lint_is_all_of_its_checks() -> None:
+    recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    checks = ["ruff format --check .", "ruff check .", "mypy --strict", "lint-imports"]
+    assert re.findall(r"^\t\$\(BIN\)/(.+)$", recipe, re.MULTILINE) == checks
 
 
 def test_nothing_is_begun_after_the_gate_has_ended(commands: Commands) -> None:
