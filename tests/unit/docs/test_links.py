@@ -44,12 +44,20 @@ VARIABLES_OF_OTHERS = {
 
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`+[^`\n]+`+")
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(
+    r"""\[[^\]]*\]\(([^)\s]+)(?:\s+"[^"]*")?\)|^ {0,3}\[[^\]^]+\]:\s+(\S+)|<(?:a|img)\s[^>]*?(?:href|src)=["']([^"']+)""",
+    re.MULTILINE,
+)
+"""Links of the three kinds: beside their text, at the end of the page, and in HTML; pictures as well."""
 FLAG = re.compile(r"(?<![\w-])--[a-z](?:[a-z0-9-]*[a-z0-9])?(?![\w…-])")
 VARIABLE = re.compile(r"\bDYN(?:AMO)?_[A-Z0-9_]*[A-Z0-9](?![\w…])")
 ARGUMENT = re.compile(r'add_argument\(\s*"(?:-\w", ")?(--[a-z-]+)"')
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def links(text: str) -> list[str]:
+    return ["".join(groups) for groups in LINK.findall(text)]
 
 
 @cache
@@ -96,13 +104,18 @@ def exists(name: str) -> bool:
 
 @pages
 def test_links_and_anchors_lead_somewhere(page: Path) -> None:
-    for link in LINK.findall(INLINE.sub("", FENCED.sub("", page.read_text()))):
+    for link in links(INLINE.sub("", FENCED.sub("", page.read_text()))):
         if "://" in link or link.startswith("mailto:"):
             continue
         name, _, anchor = link.partition("#")
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_links_of_each_kind_are_found() -> None:
+    page = 'a [b](c.md#d) ![e](f.svg "g")\n[h][i]\n<a class="j" href="k.md">l</a> <img src="m.png">\n\n[i]: n.md\n'
+    assert links(page) == ["c.md#d", "f.svg", "k.md", "m.png", "n.md"]
 
 
 @pages
@@ -134,8 +147,8 @@ def linked_pages() -> set[Path]:
         if here in seen:
             continue
         seen.add(here)
-        links = [link.partition("#")[0] for link in LINK.findall(here.read_text())]
-        open_ += [(here.parent / link).resolve() for link in links if link.endswith(".md") and "://" not in link]
+        names = [link.partition("#")[0] for link in links(here.read_text())]
+        open_ += [(here.parent / name).resolve() for name in names if name.endswith(".md") and "://" not in name]
     return seen
 
 
