@@ -435,7 +435,7 @@ async def test_the_table_follows_etcd_keeps_what_is_valid_and_comes_back_after_a
         etcd.put(encoded(a=rule("b")))
         await until(lambda: "a" in table.rules)
         etcd.put(encoded(a=rule("a2"), a2=rule("a")))
-        for unreadable in (b"not json", b'{"rules": {"\xff": {}}}', b'{"rules": ' * 10_000):
+        for unreadable in (b"not json", b"[]", b"null", b'{"rules": 3}', b'{"rules": {"\xff": {}}}', b'{"rules": ' * 10_000):
             etcd.put(unreadable)
         etcd.put(encoded(x=rule("y")), key="/dynamo/v1/%names/ns2")
         await until(etcd.changes.empty)

@@ -213,7 +213,8 @@ async def test_what_etcd_loses_is_put_back_and_stays_loaded(tmp_path: Path) -> N
 
 async def test_a_record_that_cannot_be_read_concerns_no_other(tmp_path: Path) -> None:
     async with following(tmp_path) as worker:
-        await worker.etcd.put(adapter_key("dynamo", "odd"), b"{")
+        for number, odd in enumerate((b"{", b"{}", b"[]", b"null", b"3", b'{"name": 3}', b"\xff", b"[" * 10_000)):
+            await worker.etcd.put(adapter_key("dynamo", f"odd-{number}"), odd)
         await worker.etcd.put(adapter_key("dynamo", "other"), encode_adapter(DesiredAdapter(name="x", model="base", path="/")))
         await worker.reported(await worker.want("sql"))
         assert worker.llm.adapters == ("sql",)
