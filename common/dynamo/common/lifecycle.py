@@ -66,7 +66,7 @@ def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo", exit_timeout_s
     except ConfigError as error:
         exit_with(program, error)
     except TaskFailed as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)  # noqa: T201  # before there is a log, or after it
         sys.exit(EXIT_FAILURE)
 
 

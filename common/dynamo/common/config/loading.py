@@ -78,7 +78,7 @@ def load_or_exit(
 
 def exit_with(program: str, error: Exception) -> NoReturn:
     """Print the error as one sentence and end the process with status 2."""
-    print(f"{program}: {error}", file=sys.stderr)
+    print(f"{program}: {error}", file=sys.stderr)  # noqa: T201  # before there is a log, or after it
     sys.exit(EXIT_CONFIG)
 
 
