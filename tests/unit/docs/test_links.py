@@ -124,6 +124,16 @@ def test_flags_exist(page: Path) -> None:
 
 
 @pages
+def test_targets_of_make_and_modules_to_run_exist(page: Path) -> None:
+    text = page.read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert missing(re.findall(r"(?:^|`|&& |\$ )make ([a-z][\w-]*)", text, re.MULTILINE), targets) == []
+    for module in re.findall(r"-m ((?:tests|benchmarks)[\w.]*)", text):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+@pages
 def test_variables_exist(page: Path) -> None:
     assert missing(VARIABLE.findall(page.read_text()), known_variables(), of_others(VARIABLES_OF_OTHERS)) == []
 
