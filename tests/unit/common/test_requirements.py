@@ -23,6 +23,8 @@ GROUPS = ("lint", "test")
 """What the Makefile installs into `.venv` with `constraints.txt`."""
 BY_EXTRA = {"nkeys": "nats-py[nkeys]"}
 """Packages that a requirement's own extra brings."""
+NOT_INSTALLED = {"benchmarks", "docs", "examples", "tests"}
+"""Folders of the repository that a checkout can import, and that no installation has."""
 NOT_FROZEN = {"setuptools"}
 """What `pip freeze`, which `constraints.txt` is made with, leaves out."""
 
@@ -87,7 +89,7 @@ def test_requirements_without_a_fitting_version_are_found() -> None:
 
 
 def undeclared(tree: ast.Module, declared: set[str]) -> list[str]:
-    """Return the imports of packages that are installed and that no requirement names."""
+    """Return the imports of packages that are installed and that no requirement names, and of what is never installed."""
     owners = owners_of_modules()
     found = []
     for node in ast.walk(tree):
@@ -99,7 +101,8 @@ def undeclared(tree: ast.Module, declared: set[str]) -> list[str]:
             case _:
                 continue
         tops = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - {"dynamo"}
-        found += [f"line {node.lineno}: {top}" for top in sorted(tops) if top in owners and not owners[top] & declared]
+        strange = {top for top in tops if top in owners and not owners[top] & declared} | tops & NOT_INSTALLED
+        found += [f"line {node.lineno}: {top}" for top in sorted(strange)]
     return found
 
 
@@ -122,5 +125,12 @@ def test_production_imports_only_packages_that_it_requires() -> None:
 
 
 def test_an_import_that_no_requirement_names_is_found() -> None:
-    source = "import pytest, json\nfrom numpy import array\ndef late():\n    from pluggy.hooks import x\nfrom . import y"
-    assert undeclared(ast.parse(source), {"numpy"}) == ["line 1: pytest", "line 4: pluggy"]
+    source = """
+import pytest, json
+from numpy import array
+def late():
+    from pluggy.hooks import x
+from . import y
+from tests.support import z
+"""
+    assert undeclared(ast.parse(source), {"numpy"}) == ["line 2: pytest", "line 7: tests", "line 5: pluggy"]
