@@ -22,6 +22,20 @@ RAISING = {"check_guided", "check_is_local", "check_settings", "decode_batch", "
 MARKERS = {"filterwarnings", "skip", "timeout", "xfail"}
 """Markers with which a test that fails is green, or one that works fails on a busy machine."""
 LONG_TIMEOUT_S = 600
+LEFT_OUT_BY = {"collect_ignore", "collect_ignore_glob", "pytest_collection_modifyitems", "pytest_ignore_collect"}
+"""Names by which pytest lets a conftest leave tests out, of which no report tells."""
+
+PLACES = {"enabled", "endpoints", "host", "namespace", "port", "servers"}
+"""Options of where something is, which fixtures set."""
+FIXTURES = ("doors", "edge", "every_operation", "fleet", "http_edge", "processes", "sim_fleet")
+"""Modules of `tests/support` that start frontends and workers, or parts of them."""
+SET_BY_SUPPORT = {
+    "tests/support/fleet.py": {"--model"},  # a default that callers replace
+    "tests/support/processes.py": {"--grpc", "--http-port", "--grpc-port", "--namespace", "--etcd-endpoints", "--nats-servers"},
+    "tests/support/every_operation.py": {"value"},  # of no option
+    "tests/support/sim_fleet.py": {"mode", "speculative_ttl_s"},  # `KV`, which tests name
+}
+"""Options that fixtures and fakes set to what production has not: by flags and keywords."""
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +249,58 @@ def test_a(): ...
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 """
     assert [line.partition(":")[0] for line in markers(ast.parse(source))] == [f"line {n}" for n in (4, 5, 2, 3)]
+
+
+def test_no_other_conftest_leaves_tests_out(trees: dict[str, ast.Module]) -> None:
+    found = {file: LEFT_OUT_BY & set(defined_in(tree)) for file, tree in trees.items()}
+    assert {file: names for file, names in found.items() if names} == {
+        "tests/conftest.py": {"collect_ignore"},
+        "tests/clients/conftest.py": {"collect_ignore_glob"},  # where their packages are not installed
+    }
+
+
+def defined_in(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+
+
+def set_options(tree: ast.AST) -> Iterator[str]:
+    """Yield flags, and keywords with which options are made or replaced that have a value of their own there."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if re.fullmatch(r"--[a-z][a-z-]+", text):
+                yield text
+            case ast.Call(func=ast.Name(id=called), keywords=keywords) if called.endswith("Options") or called == "replace":
+                yield from (each.arg for each in keywords if each.arg and each.arg not in PLACES and is_fixed(each.value))
+
+
+def is_fixed(value: ast.expr) -> bool:
+    """Return whether a value follows from nothing that a caller gives; options made in it are looked at by themselves."""
+    names = (node.id for node in ast.walk(value) if isinstance(node, ast.Name))
+    return not isinstance(value, ast.Call) and not any(name[0].islower() for name in names)
+
+
+def test_fixtures_configure_what_production_has_by_default(trees: dict[str, ast.Module]) -> None:
+    found = {f"tests/support/{name}.py": set(set_options(trees[f"tests/support/{name}.py"])) for name in FIXTURES}
+    assert {file: names for file, names in found.items() if names - SET_BY_SUPPORT.get(file, set())} == {}
+
+
+def test_options_that_fixtures_set_are_found() -> None:
+    source = """
+run("dynamo.worker", "--lease-ttl", "1", f"--port={port}", "--namespace")
+config = FrontendConfig(http=HttpOptions(port=0, idle_timeout_s=1.0), log=LogOptions(level=level))
+etcd = EtcdOptions(endpoints=(url,), lease_ttl_s=2 * SHORT_S, user=self.user)
+replace(options, drain_timeout_s=0)
+"""
+    assert set(set_options(ast.parse(source))) == {
+        "--lease-ttl",
+        "--namespace",
+        "idle_timeout_s",
+        "lease_ttl_s",
+        "drain_timeout_s",
+    }
 
 
 def addresses(tree: ast.AST) -> Iterator[str]:
