@@ -24,6 +24,7 @@ from tests.gate.outcomes import Outcome, by_lines, by_report, closing_line, miss
 from tests.gate.skips import sentences, skipped_tests
 from tests.gate.suites import EXAMPLES, HELM, SUITES, TRITON, VLLM, Download, Suite
 from tests.support.environments import PACKAGES
+from tests.support.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 LINES = Suite("lines", "make lines", 100, cases=r"^(\w+): (?:ok|FAILED)", failures=r"^(\w+): FAILED")
@@ -486,7 +487,7 @@ def test_what_a_command_has_started_ends_with_the_gate(tmp_path: Path) -> None:
         commands.close()
         assert running.result().status == -signal.SIGTERM
     try:
-        assert select.select([child], [], [], 60)[0] == [child]  # readable when the process has ended
+        assert select.select([child], [], [], WAIT_S)[0] == [child]  # readable when the process has ended
     finally:
         os.close(child)
 

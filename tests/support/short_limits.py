@@ -17,7 +17,10 @@ _POSITIONS = {
     "asyncio.timeout_at": 0,
     "asyncio.wait_for": 1,
     "join": 0,
+    "result": 0,
+    "select.select": 3,
     "settimeout": 0,
+    "signal.alarm": 0,
     "wait": 0,
 }
 """Where a function has its limit, by its name or by that of a method; functions of the modules themselves come on top."""

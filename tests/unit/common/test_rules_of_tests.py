@@ -19,6 +19,8 @@ FILES = sorted((ROOT / "tests").rglob("*.py"))
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 RAISING = {"check_guided", "check_is_local", "check_settings", "decode_batch", "validate"}
 """Functions that a test calls as its only assertion: they raise what the test would fail with."""
+LET_OFF = {"tests/unit/frontend/api/test_every_operation.py": 1}  # for operations that name no model
+"""How often tests of a file may return before they have asserted something."""
 MARKERS = {"filterwarnings", "skip", "timeout", "xfail"}
 """Markers with which a test that fails is green, or one that works fails on a busy machine."""
 LONG_TIMEOUT_S = 600
@@ -140,6 +142,52 @@ def vacuous(tree: ast.AST) -> Iterator[str]:
             case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right])):
                 if isinstance(left, ast.Name | ast.Attribute) and ast.dump(left) == ast.dump(right):
                     yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def let_off(tree: ast.Module) -> Iterator[str]:
+    """Yield where a test ends without a word: at an `if` that only returns, or as it catches its own failure."""
+    for test in (node for node in tree.body if isinstance(node, Function) and node.name.startswith("test_")):
+        for node in test.body:
+            if isinstance(node, ast.If) and isinstance(node.body[0], ast.Return) and not node.orelse:
+                yield f"line {node.lineno}: if {ast.unparse(node.test)}: return"
+        for node in ast.walk(test):
+            if isinstance(node, ast.Try) and any(isinstance(each, ast.Assert) for part in node.body for each in ast.walk(part)):
+                for handler in node.handlers:
+                    if catches_failures(handler) and not any(map(asserts, handler.body)):
+                        yield f"line {handler.lineno}: {ast.unparse(handler).splitlines()[0]}"
+
+
+def catches_failures(handler: ast.ExceptHandler) -> bool:
+    names = {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else {"BaseException"}
+    return bool(names & {"AssertionError", "BaseException", "Exception"})
+
+
+def test_no_test_ends_without_a_word(trees: dict[str, ast.Module]) -> None:
+    found = {file: list(let_off(tree)) for file, tree in trees.items()}
+    assert {file: lines for file, lines in found.items() if len(lines) > LET_OFF.get(file, 0)} == {}
+
+
+def test_ends_without_a_word_are_found() -> None:
+    source = """
+def test_a():
+    if not gpu(): return
+    try: assert x
+    except Exception: return
+    try: assert x
+    except (OSError, AssertionError): log()
+    try: assert x
+    except Exception as error: assert str(error)
+    try: assert x
+    except OSError: pass
+    try: x()
+    except Exception: return
+    if x():
+        assert y
+        return
+def helper():
+    if x: return
+"""
+    assert [found.partition(":")[0] for found in let_off(ast.parse(source))] == ["line 3", "line 5", "line 7"]
 
 
 def test_every_test_can_fail(trees: dict[str, ast.Module]) -> None:
