@@ -327,6 +327,7 @@ async def test_the_tls_overlay_serves_over_three_etcd_and_three_nats(folder: Pat
         assert await is_refused_without_certificate(found.hosts["dynamo-etcd"])
 
 
+@pytest.mark.slow  # six processes
 async def test_the_disaggregated_overlay_computes_prompts_in_one_pool_and_responds_in_the_other(folder: Path) -> None:
     async with fleet("disaggregated", folder) as found:
         [frontend] = found.named("frontend")
@@ -339,6 +340,7 @@ async def test_the_disaggregated_overlay_computes_prompts_in_one_pool_and_respon
         assert await count(pools["--role=decode"], "status", "dynamo_component_requests_total") == 1
 
 
+@pytest.mark.slow  # six processes
 async def test_the_repository_overlay_serves_what_lies_on_the_volume_to_those_with_a_key(folder: Path, tmp_path: Path) -> None:
     key = make_key()
     given = {"dynamo-api-keys": {"keys.yaml": entry_for(key, "caller")}}

@@ -20,6 +20,7 @@ def engine() -> LlamaEngine:
     return LlamaEngine("smollm2", slots=2, context_length=512, threads=1)
 
 
+@pytest.mark.slow  # two real language models
 async def test_a_prompt_goes_to_the_worker_whose_slot_has_its_prefix(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:

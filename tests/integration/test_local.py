@@ -199,6 +199,7 @@ def secret_in(file: Path, secrets: Sequence[str]) -> bool:
     return any(secret.encode() in content for secret in secrets)
 
 
+@pytest.mark.slow  # it kills
 async def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     async with launched(command(tmp_path, "--model", "echo", "--stop-timeout", "600")) as local:
         await local.read_until(RUNNING)
@@ -212,6 +213,7 @@ async def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
         await gone(children)
 
 
+@pytest.mark.slow  # it kills
 async def test_what_is_said_to_be_served_is_and_nothing_is_left_behind_when_the_launcher_is_killed(tmp_path: Path) -> None:
     async with launched(command(tmp_path, "--model", "echo", "--no-ask")) as local:
         await local.read_until("workers      1")
@@ -251,6 +253,7 @@ async def test_whatever_dies_is_restarted_and_the_deployment_serves_on(tmp_path:
         assert await local.end() == 0, local.text
 
 
+@pytest.mark.slow  # it kills
 async def test_a_worker_that_dies_before_it_serves_ends_the_deployment_and_is_named(tmp_path: Path) -> None:
     async with launched(command(tmp_path, "--model", "echo", "--no-ask")) as local:
         await local.read_until("workers      1")
