@@ -210,8 +210,9 @@ def test_what_was_counted_before_changes_no_figure_by_more_than_a_hundredth() ->
 def _row(path: str, only: str) -> list[float]:
     command = [sys.executable, "-m", "benchmarks.costs", "--only", only]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    row = next(line for line in done.stdout.splitlines() if line.startswith(f"| {path} |"))
-    return [float(figure.replace(",", "")) for figure in re.findall(r"[\d,.]+", row.removeprefix(f"| {path} |"))]
+    rows = [line for line in done.stdout.splitlines() if line.startswith(f"| {path} |")]
+    assert rows, done.stdout + done.stderr
+    return [float(figure.replace(",", "")) for figure in re.findall(r"[\d,.]+", rows[0].removeprefix(f"| {path} |"))]
 
 
 def _decisions() -> dict[str, float]:
