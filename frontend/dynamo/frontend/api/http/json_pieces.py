@@ -5,6 +5,36 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+_PIECE_BYTES = 64 * 1024
+
+
+class JsonArray:
+    """A long array, which grows by elements that are encoded as they come: all at once would hold up everything else."""
+
+    __slots__ = ("_last", "_pieces", "_size")
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._last = bytearray(b"[")
+        self._size = 1
+
+    def extend(self, array: bytes) -> None:
+        """Add the elements of `array`, which is written without white space."""
+        elements = memoryview(array)[1:-1]
+        if not elements:
+            return
+        if self._size > 1:
+            self._last += b","
+        self._size += len(elements) + 1
+        self._last += elements
+        if len(self._last) > _PIECE_BYTES:
+            self._pieces.append(bytes(self._last))
+            self._last = bytearray()
+
+    def pieces(self) -> list[bytes]:
+        """Return the array in its pieces; it may grow afterwards."""
+        return [*self._pieces, bytes(self._last) + b"]"]
+
 
 class Spliced:
     """A text in JSON and the long parts of it, each with a mark that stands in its place until all are written."""
@@ -18,6 +48,11 @@ class Spliced:
         self._nonce = self._nonce or secrets.token_hex(16).encode()
         self._parts.append(pieces)
         return self._mark(len(self._parts) - 1)
+
+    def put(self, array: JsonArray) -> bytes:
+        """Return what is to be written, once, where `array` belongs: the array itself if it is short, or else a mark."""
+        pieces = array.pieces()
+        return pieces[0] if len(pieces) == 1 else self.mark(pieces)
 
     def _mark(self, number: int) -> bytes:
         return b'"%b-%d"' % (self._nonce, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge, Unsupported
@@ -55,7 +55,10 @@ async def _complete(plane: DataPlane, request: TensorRequest, card: ModelCard, c
     if wants_stream(request):
         raise InvalidRequest("ModelInfer returns one response; omit 'streaming', or use ModelStreamInfer")
     texts = to_text_requests(request, card)
-    return TextResponses(request, card, texts).complete(await all_text(plane, texts, call))
+    responses = TextResponses(request, card, texts)
+    gathered = responses.gather()
+    await gather_text(plane, texts, call, gathered.add)
+    return responses.complete(gathered)
 
 
 async def read_texts(plane: DataPlane, request: TensorRequest, call: Call, source: TensorSource | None) -> TensorRequest:
@@ -69,29 +72,31 @@ async def read_texts(plane: DataPlane, request: TensorRequest, call: Call, sourc
         return await plane.read(source, call)
 
 
-async def all_text(plane: DataPlane, texts: Sequence[TextRequest], call: Call) -> list[list[TextDelta]]:
-    """Return all deltas of each prompt, in the order of the prompts, which run concurrently. They count as held as they come."""
+async def gather_text(
+    plane: DataPlane, texts: Sequence[TextRequest], call: Call, add: Callable[[int, Sequence[TextDelta]], None]
+) -> None:
+    """Call `add` with the position of a prompt and its deltas as they come. They count as held. The prompts run concurrently."""
     if len(texts) == 1:
-        return [await _text(plane, texts[0], call)]
+        return await _gather(plane, 0, texts[0], call, add)
     failed: list[BaseException] = []
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_text(plane, text, call)) for text in texts]
+            for prompt, text in enumerate(texts):
+                tasks.create_task(_gather(plane, prompt, text, call, add))
     except* Exception as failures:  # the others were cancelled: a partial response is useless
         failed.append(first_of(failures))
     if failed:
         raise failed.pop()  # this frame, which its traceback keeps, must not keep the error
-    return [task.result() for task in running]
 
 
-async def _text(plane: DataPlane, text: TextRequest, call: Call) -> list[TextDelta]:
-    collected: list[TextDelta] = []
+async def _gather(
+    plane: DataPlane, prompt: int, text: TextRequest, call: Call, add: Callable[[int, Sequence[TextDelta]], None]
+) -> None:
     gathering = Gathering(call.hold)
     async with plane.generate(text, call) as generation:
         while deltas := await generation.read():
             gathering.add(deltas)
-            collected += deltas
-    return collected
+            add(prompt, deltas)
 
 
 def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -33,7 +33,7 @@ from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.kserve.declarations import INFER
-from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, all_text, call_for, check_size, first_of, read_texts
+from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, first_of, gather_text, read_texts
 from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import PlacedRequest, Places, is_placed, place
 from dynamo.frontend.api.kserve.server import KserveServer
@@ -255,7 +255,9 @@ class KserveStream:
         if streams:
             await self._stream_texts(response, texts, call)
         else:
-            await self._write(response.stream_complete(await all_text(self._plane, texts, call), final=True))
+            gathered = response.gather()
+            await gather_text(self._plane, texts, call, gathered.add)
+            await self._write(response.stream_complete(gathered, final=True))
 
     async def _stream_texts(self, response: TextResponses, texts: list[TextRequest], call: Call) -> None:
         unfinished = sum(text.n for text in texts)

@@ -41,6 +41,7 @@ from dynamo.common.tensors.tensors import (
     filled_fields,
     to_numpy,
 )
+from dynamo.frontend.api.http.json_pieces import JsonArray
 from dynamo.frontend.api.http.json_scan import check_json
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.protos.inference_pb2 import (
@@ -463,7 +464,9 @@ class TextResponses:
     def delta(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
         """Return `stream_delta` as a ModelInferResponse."""
         if not self._is_plain:
-            return self._write({prompt: deltas}, final)
+            texts = self.gather()
+            texts.add(prompt, deltas)
+            return self.complete(texts, final=final)
         reason: FinishReason | None = None
         for delta in deltas:
             reason = delta.finish_reason or reason
@@ -471,47 +474,66 @@ class TextResponses:
         size = len(text)
         return b"".join((self._raw_head, _FINAL[final], _RAW, varint(size + 4), _u32(size), text, _RAW_REASON[reason]))
 
-    def stream_complete(self, deltas: Sequence[Sequence[TextDelta]], *, final: bool | None = None) -> bytes:
+    def gather(self) -> GatheredTexts:
+        """Return what takes the deltas of all prompts, as they come, until the response is complete."""
+        return GatheredTexts(self._choices, self._n)
+
+    def stream_complete(self, texts: GatheredTexts, *, final: bool | None = None) -> bytes:
         """Return `complete` as a ModelStreamInferResponse."""
-        return delimited(_INFER_RESPONSE, self.complete(deltas, final=final))
+        pieces = self._pieces(texts, final)
+        return b"".join((_INFER_RESPONSE, varint(sum(map(len, pieces))), *pieces))
 
-    def complete(self, deltas: Sequence[Sequence[TextDelta]], *, final: bool | None = None) -> bytes:
-        """Return one ModelInferResponse with all deltas of each prompt, in the order of the prompts."""
-        return self._write(dict(enumerate(deltas)), final)
+    def complete(self, texts: GatheredTexts, *, final: bool | None = None) -> bytes:
+        """Return one ModelInferResponse with all that was gathered."""
+        return b"".join(self._pieces(texts, final))
 
-    def _write(self, by_prompt: Mapping[int, Sequence[TextDelta]], final: bool | None) -> bytes:
-        choices = [_ChoiceParts() for _ in range(self._choices)]
-        for prompt, deltas in by_prompt.items():
-            for delta in deltas:
-                choices[prompt * self._n + delta.index].add(delta)
-        pieces = [self._prefix, _FINAL[final]]
-        raws: list[bytes] = []
-        for name, described in zip(self._names, self._described, strict=True):
-            elements = [choice.element(name) for choice in choices]
-            raws.append(delimited(_RAW, encode_bytes(elements)))
-            pieces.append(delimited(_OUTPUT, described))
-        return b"".join((*pieces, *raws))
+    def _pieces(self, texts: GatheredTexts, final: bool | None) -> list[bytes]:
+        """Return the pieces of a ModelInferResponse, which are joined once: they may be long."""
+        pieces = [self._prefix, _FINAL[final], *(delimited(_OUTPUT, described) for described in self._described)]
+        for name in self._names:
+            elements: list[bytes] = []
+            for choice in texts.choices:
+                element = choice.element(name)
+                elements += (_u32(sum(map(len, element))), *element)
+            pieces += (_RAW, varint(sum(map(len, elements))), *elements)
+        return pieces
+
+
+class GatheredTexts:
+    """The completion choices of all prompts of a request, as far as their deltas have come."""
+
+    __slots__ = ("_n", "choices")
+
+    def __init__(self, choices: int, n: int) -> None:
+        self._n = n
+        self.choices = [_ChoiceParts() for _ in range(choices)]
+
+    def add(self, prompt: int, deltas: Sequence[TextDelta]) -> None:
+        """Add deltas of the prompt at the position `prompt`."""
+        for delta in deltas:
+            self.choices[prompt * self._n + delta.index].add(delta)
 
 
 class _ChoiceParts:
-    """Collects what a batch of deltas adds to one completion choice."""
+    """Collects what deltas add to one completion choice."""
 
     __slots__ = ("_logprobs", "_reason", "_texts")
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._reason: FinishReason | None = None
-        self._logprobs: list[list[tuple[int, float]]] = []
+        self._logprobs = JsonArray()
 
     def add(self, delta: TextDelta) -> None:
         self._texts.append(delta.text)
         self._reason = delta.finish_reason or self._reason
         if delta.logprobs:
-            self._logprobs += delta.logprobs
+            self._logprobs.extend(msgspec.json.encode(delta.logprobs))
 
-    def element(self, output: str) -> bytes:
+    def element(self, output: str) -> list[bytes]:
+        """Return the element of this choice in an output, in pieces."""
         if output == "text_output":
-            return "".join(self._texts).encode()
+            return ["".join(self._texts).encode()]
         if output == "finish_reason":
-            return _REASON[self._reason]
-        return msgspec.json.encode(self._logprobs)
+            return [_REASON[self._reason]]
+        return self._logprobs.pieces()

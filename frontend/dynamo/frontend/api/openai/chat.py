@@ -11,6 +11,7 @@ from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_pieces import JsonArray, Spliced
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import ChatChunks, Details, Head, encode, finish_reason, token_ids
 from dynamo.frontend.api.openai.edge import (
@@ -193,8 +194,7 @@ class ChatChoiceBuilder:
         self._reasoning: list[str] = []
         self._calls: list[tuple[str, list[str]]] = []
         self.reasoning = ReasoningTokenCounter()
-        self._logprobs: list[Raw] | None = None
-        """As JSON: the response as a whole may have too many to be encoded at once."""
+        self._logprobs: JsonArray | None = None
         self._ids: list[int] | None = None if details.prompt_ids is None else []
         self._reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
@@ -211,8 +211,8 @@ class ChatChoiceBuilder:
         details = self._details
         if details.texts is not None and delta.logprobs is not None:
             if self._logprobs is None:
-                self._logprobs = []
-            self._logprobs += [Raw(encode(each)) for each in chat_logprobs(delta.logprobs, details.texts, details.alternatives)]
+                self._logprobs = JsonArray()
+            self._logprobs.extend(encode(chat_logprobs(delta.logprobs, details.texts, details.alternatives)))
         if delta.finish_reason is not None:
             self._reason, self._stop_reason = delta.finish_reason, delta.stop_reason
 
@@ -231,7 +231,7 @@ class ChatChoiceBuilder:
             self._calls.append((part.name, []))
         self._calls[part.index][1].append(part.arguments)
 
-    def choice(self, index: int) -> ChatChoice:
+    def choice(self, long: Spliced, index: int) -> ChatChoice:
         """Return the choice. Raises EngineError if the engine did not finish it."""
         if self._reason is None:
             raise EngineError("the engine ended without finishing its response")
@@ -250,7 +250,7 @@ class ChatChoiceBuilder:
         return ChatChoice(
             index=index,
             message=message,
-            logprobs=None if self._logprobs is None else ChatLogprobs(self._logprobs),
+            logprobs=None if self._logprobs is None else ChatLogprobs(Raw(long.put(self._logprobs))),
             finish_reason=finish_reason(self._reason, called=bool(calls)),
             stop_reason=self._stop_reason,
             token_ids=self._ids,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.http.json_pieces import Spliced
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import CompletionChunks, Details, Head, token_ids
 from dynamo.frontend.api.openai.edge import (
@@ -26,12 +27,12 @@ from dynamo.frontend.api.openai.edge import (
 from dynamo.frontend.api.openai.logprobs import (
     MANY_POSITIONS,
     CompletionLogprobWriter,
+    EncodedLogprobs,
     PackedLogprobs,
-    join_logprobs,
-    prompt_logprobs,
+    encoded_prompt_logprobs,
 )
 from dynamo.frontend.api.openai.requests import CompletionRequest
-from dynamo.frontend.api.openai.response_objects import Completion, CompletionChoice, CompletionLogprobs, Usage
+from dynamo.frontend.api.openai.response_objects import Completion, CompletionChoice, Usage
 from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, completion_to_text, session_of
 from dynamo.frontend.api.openai.whole import LONG_CHARS, WholeResponse, hold_echo
 from dynamo.frontend.api.text.gathering import Gathering
@@ -208,32 +209,40 @@ class CompletionChoiceBuilder:
         """Mean log probability per token. Raises EngineError if the engine reports none."""
         if self._positions is None:
             raise EngineError("the engine reports no log probabilities, which 'best_of' needs")
-        return sum(position[0][1] for position in self._positions) / max(1, len(self._positions))
+        return self._positions.total / max(1, len(self._positions))
 
     def choice(
-        self, index: int, request: CompletionRequest, generation: Generation, texts: TokenTexts | None, echo: str
+        self,
+        long: Spliced,
+        index: int,
+        request: CompletionRequest,
+        generation: Generation,
+        texts: TokenTexts | None,
+        echo: str,
     ) -> CompletionChoice:
         """Return the choice. Raises EngineError if the engine did not finish it."""
         if self._reason is None:
             raise EngineError("the engine ended without finishing its response")
         of_prompt = generation.summary.prompt_logprobs
-        logprobs: CompletionLogprobs | None = None
+        logprobs: Raw | None = None
         if request.logprobs is not None and texts is not None:
-            writer = CompletionLogprobWriter(texts, self._alternatives)
-            parts = []
+            columns = EncodedLogprobs(CompletionLogprobWriter(texts, self._alternatives))
             if request.echo:
                 if of_prompt is None:
                     raise EngineError("the engine reports no log probabilities of the prompt, which 'echo' with 'logprobs' needs")
-                parts.append(writer.add(of_prompt, generation.prompt_ids))
-            parts.append(writer.add(() if self._positions is None else self._positions))
-            logprobs = join_logprobs(parts)
+                columns.add(of_prompt, generation.prompt_ids)
+            columns.add(() if self._positions is None else self._positions)
+            logprobs = columns.finish(long)
+        shown = None
+        if request.prompt_logprobs is not None and texts is not None:
+            shown = encoded_prompt_logprobs(of_prompt or [], texts, long)
         return CompletionChoice(
             index=index,
             text=echo + "".join(self._texts),
             logprobs=logprobs,
             finish_reason=self._reason.value,
             stop_reason=self._stop_reason,
-            prompt_logprobs=prompt_logprobs(of_prompt or [], texts) if request.prompt_logprobs is not None and texts else None,
+            prompt_logprobs=shown,
             prompt_token_ids=[*generation.prompt_ids] if request.return_token_ids else None,
             token_ids=self._ids if request.return_token_ids else None,
         )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
 
+import msgspec
+from msgspec import Raw
+
+from dynamo.frontend.api.http.json_pieces import JsonArray, Spliced
 from dynamo.frontend.api.openai.response_objects import (
     CompletionLogprobs,
     PromptLogprob,
@@ -13,6 +19,9 @@ from dynamo.frontend.api.openai.response_objects import (
     TopLogprob,
 )
 from dynamo.frontend.api.text.token_texts import TokenTexts, best_first
+
+_encode: Callable[[object], bytes] = msgspec.json.Encoder().encode
+T = TypeVar("T")
 
 Positions = Sequence[Sequence[tuple[int, float]]]
 """For each token: itself and its alternatives, with their log probabilities."""
@@ -25,12 +34,14 @@ MANY_POSITIONS = 512
 class PackedLogprobs:
     """`Positions` in 16 bytes for each token or alternative, where tuples take seven times as much."""
 
-    __slots__ = ("_lengths", "_tokens", "_values")
+    __slots__ = ("_lengths", "_tokens", "_values", "total")
 
     def __init__(self) -> None:
         self._lengths = array("I")
         self._tokens = array("q")
         self._values = array("d")
+        self.total = 0.0
+        """The sum over the tokens themselves."""
 
     def __len__(self) -> int:
         """Return the number of positions."""
@@ -46,6 +57,7 @@ class PackedLogprobs:
     def add(self, positions: Positions) -> None:
         for position in positions:
             self._lengths.append(len(position))
+            self.total += position[0][1] if position else 0.0
             self._tokens.extend([token for token, _ in position])
             self._values.extend([value for _, value in position])
 
@@ -89,13 +101,40 @@ class CompletionLogprobWriter:
         return {self._texts[token]: value for token, value in (position[0], *best_first(position, self._top))}
 
 
-def join_logprobs(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        [token for part in parts for token in part.tokens],
-        [value for part in parts for value in part.token_logprobs],
-        [tops for part in parts for tops in part.top_logprobs],
-        [offset for part in parts for offset in part.text_offset],
-    )
+class EncodedLogprobs:
+    """The columns of plain completions, encoded some positions at a time: an encoder keeps the interpreter to itself."""
+
+    def __init__(self, writer: CompletionLogprobWriter) -> None:
+        self._writer = writer
+        self._columns = [JsonArray() for _ in msgspec.structs.fields(CompletionLogprobs)]
+
+    def add(self, positions: Iterable[Sequence[tuple[int, float]] | None], tokens: Sequence[int] | None = None) -> None:
+        """Add what `CompletionLogprobWriter.add` returns."""
+        begin = 0
+        for group in _groups(positions):
+            part = self._writer.add(group, None if tokens is None else tokens[begin : begin + len(group)])
+            for column, values in zip(self._columns, msgspec.structs.astuple(part), strict=True):
+                column.extend(_encode(values))
+            begin += len(group)
+
+    def finish(self, long: Spliced) -> Raw:
+        """Return what stands for the columns as an object."""
+        fields = zip(msgspec.structs.fields(CompletionLogprobs), self._columns, strict=True)
+        return Raw(_encode({field.encode_name: Raw(long.put(column)) for field, column in fields}))
+
+
+def encoded_prompt_logprobs(positions: Sequence[Sequence[tuple[int, float]] | None], texts: TokenTexts, long: Spliced) -> Raw:
+    """Return what stands for `prompt_logprobs`, encoded some positions at a time."""
+    result = JsonArray()
+    for group in _groups(positions):
+        result.extend(_encode(prompt_logprobs(group, texts)))
+    return Raw(long.put(result))
+
+
+def _groups(positions: Iterable[T]) -> Iterator[list[T]]:
+    left = iter(positions)
+    while group := list(islice(left, MANY_POSITIONS)):
+        yield group
 
 
 def prompt_logprobs(positions: Sequence[Sequence[tuple[int, float]] | None], texts: TokenTexts) -> PromptLogprobs:

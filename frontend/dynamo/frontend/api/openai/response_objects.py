@@ -50,8 +50,8 @@ class TokenLogprob(Struct, frozen=True):
 
 
 class ChatLogprobs(Struct, frozen=True):
-    content: list[Raw]
-    """`TokenLogprob`s, encoded."""
+    content: Raw
+    """An array of `TokenLogprob`s, encoded."""
     refusal: None = None
 
 
@@ -118,10 +118,12 @@ class CompletionLogprobs(Struct, frozen=True):
 class CompletionChoice(Struct, frozen=True, kw_only=True):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: Raw | None = None
+    """`CompletionLogprobs`, encoded."""
     finish_reason: str
     stop_reason: str | int | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: Raw | None = None
+    """`PromptLogprobs`, encoded."""
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
 

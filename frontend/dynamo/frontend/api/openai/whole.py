@@ -6,12 +6,13 @@ Text that is repeated in front of each choice is bounded, and held for all of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate
 
 from msgspec import Raw, Struct
 
 from dynamo.common.errors import PayloadTooLarge
 from dynamo.frontend.api.http.exchange import JSON, Exchange
+from dynamo.frontend.api.http.json_pieces import Spliced
 from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.pooling.vectors import with_rows
 from dynamo.frontend.preprocess.offload import Offload, P
@@ -43,7 +44,8 @@ class WholeResponse:
     def __init__(self, exchange: Exchange, offload: Offload) -> None:
         self._exchange = exchange
         self._offload = offload
-        self._choices: list[bytes] = []
+        self._choices: list[list[bytes]] = []
+        """Each in pieces."""
         self._size = 0
 
     @property
@@ -51,22 +53,26 @@ class WholeResponse:
         """Number of choices so far."""
         return len(self._choices)
 
-    async def add(self, is_long: bool, choice: Callable[P, Struct], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Add the choice that `choice` returns, beside the event loop if `is_long`. Raises Overloaded."""
-        data = await self._offload.run_if(is_long, _encoded, choice, *args, **kwargs)
-        if self._size + len(data) > _BRIEF_BYTES:
-            self._exchange.hold(len(data) if self._size > _BRIEF_BYTES else self._size + len(data))
-        self._size += len(data)
-        self._choices.append(data)
+    async def add(
+        self, is_long: bool, choice: Callable[Concatenate[Spliced, P], Struct], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Add the choice that `choice` returns, beside the event loop if `is_long`, and spliced. Raises Overloaded."""
+        pieces = await self._offload.run_if(is_long, _encoded, choice, *args, **kwargs)
+        size = sum(map(len, pieces))
+        if self._size + size > _BRIEF_BYTES:
+            self._exchange.hold(size if self._size > _BRIEF_BYTES else self._size + size)
+        self._size += size
+        self._choices.append(pieces)
 
     async def send(self, describe: Callable[[Any], Struct]) -> None:
         """Send the response; `describe` gets what stands for its choices."""
         if self._size <= _BRIEF_BYTES:
-            return await self._exchange.respond(encode(describe([Raw(choice) for choice in self._choices])))
-        array = [part for choice in self._choices for part in (b",", choice)]
+            return await self._exchange.respond(encode(describe([Raw(b"".join(pieces)) for pieces in self._choices])))
+        array = [part for pieces in self._choices for part in (b",", *pieces)]
         array[0] = b"["
         await self._exchange.respond_in_pieces(with_rows([*array, b"]"], describe), (JSON,), held_bytes=self._size)
 
 
-def _encoded(choice: Callable[P, Struct], /, *args: P.args, **kwargs: P.kwargs) -> bytes:
-    return encode(choice(*args, **kwargs))
+def _encoded(choice: Callable[Concatenate[Spliced, P], Struct], /, *args: P.args, **kwargs: P.kwargs) -> list[bytes]:
+    long = Spliced()
+    return long.pieces(encode(choice(long, *args, **kwargs)))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -327,7 +328,10 @@ def test_deltas_become_one_message(
     parameters = {key: value.bool_param for key, value in response.parameters.items()}
     assert parameters == ({} if final is None else {"triton_final_response": final})
     assert ModelInferResponse.FromString(responses.delta(deltas, final=final)) == response
-    assert ModelInferResponse.FromString(responses.complete([deltas], final=final)) == response
+    gathered = responses.gather()
+    for delta in deltas:
+        gathered.add(0, [delta])
+    assert ModelInferResponse.FromString(responses.complete(gathered, final=final)) == response
 
 
 @pytest.mark.parametrize("make", [raw_request, typed_request])
@@ -338,7 +342,9 @@ def test_choices_of_a_batch_have_one_element_each(make: Callable[..., ModelInfer
     deltas = [TextDelta(1, "x", finish_reason=FinishReason.STOP), TextDelta(0, "y"), TextDelta(0, "z")]
     streamed = ModelInferResponse.FromString(responses.delta(deltas, prompt=1))
     assert elements(streamed) == {"text_output": [b"", b"", b"yz", b"x"], "finish_reason": [b"", b"", b"", b"stop"]}
-    stream = ModelStreamInferResponse.FromString(responses.stream_complete([deltas, []]))
+    gathered = responses.gather()
+    gathered.add(0, deltas)
+    stream = ModelStreamInferResponse.FromString(responses.stream_complete(gathered))
     assert elements(stream.infer_response)["text_output"] == [b"yz", b"x", b"", b""]
 
 
@@ -369,3 +375,17 @@ def test_the_guide_names_every_input_and_output() -> None:
     )
     assert inputs == {"text_input", "messages", "streaming", "stream", "stop", *SETTINGS, *FLAGS}
     assert outputs == {"text_output", "finish_reason", "logprobs"}
+
+
+def test_log_probabilities_are_encoded_as_they_come_and_not_kept() -> None:
+    request = raw_request("x")
+    request.parameters["logprobs"].int64_param = 1
+    responses = responses_for(request)
+    gathered = responses.gather()
+    position = [(5, -0.5), (6, -1.5)]
+    references = sys.getrefcount(position)
+    for _ in range(5000):
+        gathered.add(0, [TextDelta(0, "a", (5,), logprobs=[position])])
+    assert sys.getrefcount(position) == references
+    response = ModelInferResponse.FromString(responses.complete(gathered))
+    assert json.loads(elements(response)["logprobs"][0]) == [[[5, -0.5], [6, -1.5]]] * 5000

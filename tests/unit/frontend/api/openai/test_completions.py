@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, request_decoder, summary_encoder
-from dynamo.frontend.api.openai.chunks import CompletionChunks, Details, Head
+from dynamo.frontend.api.http.json_pieces import Spliced
+from dynamo.frontend.api.openai.chunks import CompletionChunks, Details, Head, encode
+from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, EncodedLogprobs, PackedLogprobs
+from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.frontend.preprocess.text import TextDelta
 from tests.support.fakes import FakeStream
@@ -158,6 +161,31 @@ def test_choices_begin_with_their_prompts_one_by_one(details: Details) -> None:
         waits.append(chunks.awaits_prompt())
         chunks.add([TextDelta(index, "a", (1,))], [])
     assert [*waits, chunks.awaits_prompt()] == [True, True, False]
+
+
+def test_many_log_probabilities_are_encoded_some_at_a_time() -> None:
+    class Texts:
+        def __getitem__(self, token: int) -> str:
+            return f"<{token}>"
+
+    positions = PackedLogprobs()
+    positions.add([[(token, -1.5), *((other, -2.0 - other) for other in range(20))] for token in range(100, 5100)])
+    texts = cast(TokenTexts, Texts())
+    columns, long = EncodedLogprobs(CompletionLogprobWriter(texts, 20)), Spliced()
+    columns.add(positions)
+    pieces = long.pieces(encode([columns.finish(long)]))
+    assert json.loads(b"".join(pieces)) == json.loads(encode([CompletionLogprobWriter(texts, 20).add(positions)]))
+    assert max(map(len, pieces)) < sum(map(len, pieces)) / 3
+
+
+async def test_prompt_log_probabilities_of_many_positions_are_spliced_after_those_of_the_text() -> None:
+    async with open_http_edge(respond=Speaker(("xyz" * 500,), logprobs=lambda index: -0.1)) as edge:
+        fields = {"prompt": "ab" * 1000, "logprobs": 1, "prompt_logprobs": 1, "max_tokens": 1500}
+        choice = (await edge.post(PATH, ONCE | fields)).json()["choices"][0]
+    assert "".join(choice["logprobs"]["tokens"]) == "xyz" * 500
+    assert len(choice["prompt_logprobs"]) == 2000
+    assert choice["prompt_logprobs"][0] is None
+    assert choice["prompt_logprobs"][1][str(tokens_of("b")[0])]["logprob"] == -0.5
 
 
 async def test_echo_with_logprobs_includes_those_of_the_prompt() -> None:

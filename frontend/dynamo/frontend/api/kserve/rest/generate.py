@@ -19,8 +19,8 @@ from dynamo.common.tensors.tensors import element_count
 from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.exchange import Exchange
-from dynamo.frontend.api.http.json_pieces import Spliced
-from dynamo.frontend.api.kserve.infer import all_text, infer
+from dynamo.frontend.api.http.json_pieces import JsonArray, Spliced
+from dynamo.frontend.api.kserve.infer import gather_text, infer
 from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.rest.generate_requests import RestGenerateRequest, read_generate
 from dynamo.frontend.api.kserve.rest.infer import begin
@@ -108,7 +108,7 @@ async def _single_response(
 ) -> list[bytes]:
     """Return the pieces of the response as JSON."""
     if card.kind is ModelKind.LLM:
-        return [orjson.dumps(await _all_text(plane, parsed, card, call))]
+        return await _all_text(plane, parsed, card, call)
     if not card.decoupled:
         return await _to_json(exchange, ModelResponse.parse(await infer(plane, parsed.request, card, call)), exchange.hold)
     results: list[ModelResponse] = []
@@ -150,12 +150,17 @@ def _write(response: ModelResponse, long: Spliced | None = None) -> Work[list[by
 # Language models
 
 
-async def _all_text(plane: DataPlane, parsed: RestGenerateRequest, card: ModelCard, call: Call) -> dict[str, Any]:
+async def _all_text(plane: DataPlane, parsed: RestGenerateRequest, card: ModelCard, call: Call) -> list[bytes]:
     texts = to_text_requests(parsed.request, card)
     writer = await _writer(plane, call.account, parsed, card, texts)
-    choices: list[list[TextDelta]] = []
-    for deltas in await all_text(plane, texts, call):
-        choices += [[delta for delta in deltas if delta.index == index] for index in range(texts[0].n)]
+    n = texts[0].n
+    choices = [writer.choice() for _ in range(len(texts) * n)]
+
+    def add(prompt: int, deltas: Sequence[TextDelta]) -> None:
+        for delta in deltas:
+            choices[prompt * n + delta.index].add(delta)
+
+    await gather_text(plane, texts, call, add)
     return writer.whole(choices)
 
 
@@ -196,14 +201,19 @@ class _TextWriter:
         self._tokens = tokens
         self._plain = b"data: " + orjson.dumps(self._fields)[:-1] + b',"text_output":'
 
-    def whole(self, choices: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
-        """Return the whole response; `text_output` and `details` are arrays if there are several choices."""
-        texts = ["".join([delta.text for delta in deltas]) for deltas in choices]
+    def choice(self) -> _Choice:
+        """Return a choice of a whole response, without text yet."""
+        return _Choice(self._tokens if self._details else None)
+
+    def whole(self, choices: Sequence[_Choice]) -> list[bytes]:
+        """Return the pieces of the response; `text_output` and `details` are arrays if there are several choices."""
+        texts = ["".join(choice.texts) for choice in choices]
         fields = self._fields | {"text_output": texts[0] if len(texts) == 1 else texts}
+        long = Spliced()
         if self._details:
-            details = [self._describe(deltas) for deltas in choices]
+            details = [choice.details(long) for choice in choices]
             fields["details"] = details[0] if len(details) == 1 else details
-        return fields
+        return long.pieces(orjson.dumps(fields))
 
     def event(self, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if the delta adds nothing to it."""
@@ -211,20 +221,44 @@ class _TextWriter:
             return b""
         if not self._details:
             return self._plain + orjson.dumps(delta.text) + b"}\n\n"
-        return b"data: " + orjson.dumps(self._fields | {"text_output": delta.text, "details": self._describe([delta])}) + b"\n\n"
+        choice = self.choice()
+        choice.add(delta)
+        long = Spliced()
+        event = orjson.dumps(self._fields | {"text_output": delta.text, "details": choice.details(long)})
+        return b"".join((b"data: ", *long.pieces(event), b"\n\n"))
 
-    def _describe(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
-        details: dict[str, Any] = {}
-        last = deltas[-1] if deltas else None
-        if last is not None and last.finish_reason is not None:
-            details["finish_reason"] = _reason(last)
+
+class _Choice:
+    """Collects the text and the details of a choice."""
+
+    __slots__ = ("_last", "_logprobs", "_tokens", "texts")
+
+    def __init__(self, tokens: TokenTexts | None) -> None:
+        """`tokens`: for log probabilities, if details have them."""
+        self.texts: list[str] = []
+        self._last: TextDelta | None = None
+        self._tokens = tokens
+        self._logprobs = JsonArray()
+
+    def add(self, delta: TextDelta) -> None:
+        self.texts.append(delta.text)
+        self._last = delta
         tokens = self._tokens
-        if tokens is not None:
-            chosen = [position[0] for delta in deltas for position in delta.logprobs or () if position]
-            details["logprobs"] = [
+        if tokens is not None and delta.logprobs:
+            chosen = [position[0] for position in delta.logprobs if position]
+            shown = [
                 {"id": token, "text": tokens[token], "logprob": logprob, "special": tokens.is_special(token)}
                 for token, logprob in chosen
             ]
+            self._logprobs.extend(orjson.dumps(shown))
+
+    def details(self, long: Spliced) -> dict[str, Any]:
+        """Return the details, with what stands for log probabilities that are long."""
+        details: dict[str, Any] = {}
+        if self._last is not None and self._last.finish_reason is not None:
+            details["finish_reason"] = _reason(self._last)
+        if self._tokens is not None:
+            details["logprobs"] = orjson.Fragment(long.put(self._logprobs))
         return details
 
 

@@ -503,6 +503,16 @@ async def test_generate_returns_details_and_log_probabilities_if_requested(edge:
     assert details == {"finish_reason": "eos_token"}
 
 
+async def test_generate_joins_many_log_probabilities_of_several_choices(edge: HttpEdge) -> None:
+    edge.client.respond = Speaker(pieces=("ab" * 50,) * 20, logprobs=lambda at: -float(at))
+    body = {"text_input": "Hi", "n": 2, "details": True, "logprob": True, "temperature": 1}
+    response = (await edge.post("/v2/models/talker/generate", body)).json()
+    for text, details in zip(response["text_output"], response["details"], strict=True):
+        assert text == "ab" * 1000
+        assert [token["logprob"] for token in details["logprobs"]] == [-float(at) for at in range(2000)]
+        assert "".join(token["text"] for token in details["logprobs"]) == text
+
+
 async def test_generate_handles_several_prompts_and_choices(edge: HttpEdge) -> None:
     edge.client.respond = Speaker(reason=FinishReason.LENGTH)
     body = {"text_input": ["a", "b"], "n": 2, "details": True, "temperature": 1}
