@@ -36,7 +36,7 @@ from dynamo.common.messaging.request_plane.server import RequestServer, serve_re
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import NatsOptions
 from tests.support.servers import NatsServer, start_nats
-from tests.support.waiting import WAIT_S, expiring
+from tests.support.waiting import WAIT_S, expiring, until
 
 LIMITS = PlaneLimits()
 """Production's."""
@@ -333,6 +333,25 @@ async def test_an_instance_that_was_given_up_gives_a_sign_of_life_by_its_next_fr
         assert await asyncio.wait_for(alive.get(), 120) == hung
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(alive.get(), expiring(0.1))
+
+
+async def test_a_beat_that_names_very_many_streams_has_few_of_them_cancelled(nats_server: NatsServer) -> None:
+    async with plane(nats_server.url, {}, client=QUICK) as p:
+        cancelled: list[int] = []
+
+        def on_message(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+            cancelled.extend(frame.stream for frame in frames.decode(payload) if isinstance(frame, frames.Cancel))
+
+        forger = new_instance_id()
+        await p.workers_connection.subscribe("dynamo.forger.rpc", on_message)
+        stream = p.client.open(forger, "dynamo.forger.rpc", "held", b"")
+        beat = frames.message_head(3) + b"".join(
+            frames.encode(frames.Beat([stream.id, *range(begin, begin + 40_000)])) for begin in (10**6, 2 * 10**6, 3 * 10**6)
+        )
+        p.workers_connection.publish_nowait(f"{p.client.prefix}.{forger:x}", beat)
+        await until(lambda: len(cancelled) > 0)
+        assert len(cancelled) <= 1000
+        stream.cancel()
 
 
 async def test_a_silent_but_living_request_is_waited_for(nats_server: NatsServer) -> None:

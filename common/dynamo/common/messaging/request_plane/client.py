@@ -13,7 +13,7 @@ import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 from dynamo.common.errors import InstanceGone, InvalidRequest, PayloadTooLarge
 from dynamo.common.messaging.buffers import Body
@@ -34,7 +34,7 @@ from dynamo.common.shared_memory.sharing import SharedMemory
 
 _NO_HEADERS: dict[str, str] = {}
 _PER_FRAME = 1000
-"""Streams named in one frame."""
+"""Streams named in one frame. No instance names more, so what a frame names beyond is not looked at."""
 _WITNESSES = 3
 """So many other instances are probed before one is taken for gone."""
 _WITHOUT_WITNESSES = 3
@@ -157,13 +157,13 @@ class RequestClient:
                     stream.last_frame_at = now
                     stream.on_data(frame)
                 else:
-                    peer.unknown.add(frame.stream)
+                    peer.note_unknown(frame.stream)
             elif isinstance(frame, frames.Many):
                 if stream := streams.get(frame.stream):
                     stream.last_frame_at = now
                     stream.on_many(frame)
                 else:
-                    peer.unknown.add(frame.stream)
+                    peer.note_unknown(frame.stream)
             elif isinstance(frame, frames.End):
                 if stream := streams.get(frame.stream):
                     stream.on_end(frame)
@@ -184,7 +184,7 @@ class RequestClient:
                     continue
                 if stream is None:
                     if not isinstance(frame, frames.Error):
-                        peer.unknown.add(frame.stream)
+                        peer.note_unknown(frame.stream)
                     continue
                 stream.last_frame_at = now
                 if isinstance(frame, frames.Chunk):
@@ -198,7 +198,7 @@ class RequestClient:
         """Take the region, even if the stream is over: so it returns to the instance."""
         stream = peer.streams.get(frame.stream)
         if stream is None:
-            peer.unknown.add(frame.stream)
+            peer.note_unknown(frame.stream)
         else:
             stream.last_frame_at = self.now
         body = None
@@ -211,27 +211,28 @@ class RequestClient:
                 stream.on_lent(frame, body)
 
     def _on_beat(self, peer: InstancePeer, frame: frames.Beat) -> None:
-        for id_ in frame.streams:
+        for id_ in islice(frame.streams, _PER_FRAME):
             if stream := peer.streams.get(id_):
                 stream.last_frame_at = self.now
                 stream.acknowledge()
             else:
-                peer.unknown.add(id_)
-        for (id_, granted, seq), needed in zip_longest(frame.blocked, frame.needed[: len(frame.blocked)]):
+                peer.note_unknown(id_)
+        blocked = frame.blocked[:_PER_FRAME]
+        for (id_, granted, seq), needed in zip_longest(blocked, frame.needed[: len(blocked)]):
             if stream := peer.streams.get(id_):
                 stream.last_frame_at = self.now
                 # An instance of an older version does not say how much it needs.
                 stream.on_blocked(granted, seq, granted + self.limits.kept_credit_bytes if needed is None else needed)
             else:
-                peer.unknown.add(id_)
+                peer.note_unknown(id_)
 
     def _on_known(self, peer: InstancePeer, frame: frames.Known) -> None:
-        for id_ in frame.streams:
+        for id_ in islice(frame.streams, _PER_FRAME):
             if stream := peer.streams.get(id_):
                 stream.last_frame_at = self.now
             else:
-                peer.unknown.add(id_)
-        for id_ in frame.unknown:  # its last frame would have come before this one
+                peer.note_unknown(id_)
+        for id_ in islice(frame.unknown, _PER_FRAME):  # its last frame would have come before this one
             if stream := peer.streams.get(id_):
                 stream.fail(InstanceGone(peer.instance, "does not know the request any more", is_alive=True))
 

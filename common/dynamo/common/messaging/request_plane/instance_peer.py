@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 LARGE_RESPONSE_BYTES = 256
 """Smaller ones fit into windows."""
+_MAX_UNKNOWN = 1000
+"""An instance names a stream again with its next beat, so what is left out is cancelled then."""
 
 
 class InstancePeer:
@@ -74,6 +76,11 @@ class InstancePeer:
     def near(self) -> Neighbour | None:
         """Its arena, if bodies may be lent."""
         return None if self.is_far else self.neighbour
+
+    def note_unknown(self, stream: int) -> None:
+        """Have a stream cancelled that is over here, unless very many are due: then a later beat names it again."""
+        if len(self.unknown) < _MAX_UNKNOWN:
+            self.unknown.add(stream)
 
     def learn(self, verb: str, size: int) -> None:
         """Expect a stream of `verb` to need `size` bytes of credit; where that varies, the larger number."""
