@@ -21,6 +21,7 @@ from dynamo.common.kv.hashes import HASH_BYTES, pack_hashes, unpack_hashes
 
 MAX_UPDATE_BLOCKS = 1 << 16
 """More blocks than this are split into several updates, since nats-server closes a connection that sends too long a message."""
+_MAX_UPDATE_BYTES = MAX_UPDATE_BLOCKS * HASH_BYTES
 # What readers accept, so that no instance can make others compute with infinities or less than nothing.
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _Sum: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -320,11 +321,21 @@ class KvQuery(msgspec.Struct, frozen=True, array_like=True):
 
 
 def read_message(payload: bytes | memoryview) -> KvMessage:
-    """Decode a KvMessage. Raises ValueError, also for a hash that is cut off."""
+    """Decode a KvMessage. Raises ValueError, also for a hash that is cut off and for too many of them."""
     message: KvMessage = _kv_message_decoder.decode(payload)
-    if (len(message.update.stored) | len(message.update.removed)) % HASH_BYTES:
-        raise ValueError("its blocks are not a whole number of hashes")
+    stored, removed = len(message.update.stored), len(message.update.removed)
+    if (stored | removed) % HASH_BYTES or stored + removed > _MAX_UPDATE_BYTES:
+        check_update(message.update)
     return message
+
+
+def check_update(update: KvUpdate) -> None:
+    """Raise ValueError unless an update has whole hashes, and no more than one may have."""
+    stored, removed = len(update.stored), len(update.removed)
+    if (stored | removed) % HASH_BYTES:
+        raise ValueError("its blocks are not a whole number of hashes")
+    if stored + removed > _MAX_UPDATE_BYTES:
+        raise ValueError(f"it has {(stored + removed) // HASH_BYTES} blocks; at most {MAX_UPDATE_BLOCKS} are allowed")
 
 
 message_encoder = msgspec.msgpack.Encoder()

@@ -168,6 +168,9 @@ class KvRouter:
     def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None:
         self.index(model).replace(instance, snapshot)
 
+    def held_blocks(self, model: str, instance: InstanceId) -> int:
+        return self.index(model).held_blocks(instance)
+
     def set_current(self, is_current: bool) -> None:
         """Use the indexes, or, while they are out of date, only what this process itself knows of loads and prompts."""
         self.uses_index = is_current and self.config.use_kv_events

@@ -10,13 +10,17 @@ instance is queried for what was missed. However many queries are due, they are 
 
 With a history (durable events, `history`), a component's past is read from the store first, and only the instances that the
 history does not cover are queried.
+
+What an instance may add is bounded, since it could be invented: an update has `MAX_UPDATE_BLOCKS` at most, one with many blocks
+is applied in steps, and of one instance no more are kept than some times what its card says that it caches.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -29,14 +33,17 @@ from dynamo.common.kv.events import (
     KvSnapshot,
     KvUpdate,
     LoadReport,
+    check_update,
     load_message_decoder,
     message_encoder,
     read_message,
     snapshot_decoder,
 )
+from dynamo.common.kv.hashes import HASH_BYTES
 from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.messaging.nats.connection import OnMessage
 from dynamo.common.messaging.unreadable import Unreadable
+from dynamo.common.model_card import LlmInfo
 from dynamo.common.names import Endpoint, InstanceId, instance_of
 from dynamo.common.process.background import Tasks, running_tasks
 from dynamo.frontend.fleet.event_bus import Closable
@@ -57,6 +64,17 @@ _QUERIES_PER_S = 200.0
 """Queries that are begun, once `_MAX_QUERIES` have been begun at once: a thousand instances in five seconds."""
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
+_STEP_BYTES = 1 << 16
+"""Hashes that are applied in one turn of the event loop: 8,192 blocks, which take about 4 ms."""
+_MANY_BYTES = 1 << 62
+"""For an update of any size."""
+_MAX_WAITING = 64
+"""Parts of updates that wait for their turn. Beyond it, updates of an instance count as lost, and are queried later."""
+_KEPT_PER_BLOCK = 16
+"""Blocks kept of an instance for each that its card says it caches: it may cache more of them in slower memory."""
+_FEWEST_KEPT, _MOST_KEPT = 1 << 17, 1 << 23
+_KEPT_WITHOUT_TOTAL = 1 << 22
+"""For an instance whose card does not say how many blocks it caches."""
 _updates_decoder = msgspec.msgpack.Decoder(list[KvUpdate] | None)
 
 
@@ -66,6 +84,10 @@ class Caches(Protocol):
     def apply(self, model: str, instance: InstanceId, update: KvUpdate) -> None: ...
 
     def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None: ...
+
+    def held_blocks(self, model: str, instance: InstanceId) -> int:
+        """Return how many blocks of an instance are kept."""
+        ...
 
     def set_current(self, is_current: bool) -> None:
         """Say whether the caches are current: whether no update is missing but those on their way."""
@@ -93,12 +115,35 @@ class FeedBus(Protocol):
 class _Source:
     """One model of one instance."""
 
-    __slots__ = ("follower", "instance", "resync")
+    __slots__ = ("applying", "follower", "instance", "max_blocks", "resync", "room_bytes", "waiting")
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.follower = Follower()
         self.resync: asyncio.Task[None] | None = None
+        self.max_blocks = max_kept_blocks(instance.card.llm)
+        self.room_bytes = self.max_blocks * HASH_BYTES
+        """Hashes that updates may have, removed ones included, before it is looked up again how many are kept."""
+        self.waiting: deque[KvUpdate] = deque()
+        """Parts of updates that are applied in later turns, in this order."""
+        self.applying: asyncio.Task[None] | None = None
+        """Applies what waits."""
+
+
+def max_kept_blocks(card: LlmInfo | None) -> int:
+    """Return how many blocks are kept of an instance."""
+    total = 0 if card is None else card.total_blocks * max(1, card.data_parallel_size)
+    return min(max(_KEPT_PER_BLOCK * total, _FEWEST_KEPT), _MOST_KEPT) if total > 0 else _KEPT_WITHOUT_TOTAL
+
+
+def _parts(update: KvUpdate) -> Iterator[KvUpdate]:
+    """Yield updates that change the same in small steps."""
+    if update.cleared:
+        yield KvUpdate(update.number, cleared=True)
+    for begin in range(0, len(update.removed), _STEP_BYTES):
+        yield KvUpdate(update.number, removed=update.removed[begin : begin + _STEP_BYTES])
+    for begin in range(0, len(update.stored), _STEP_BYTES):
+        yield KvUpdate(update.number, stored=update.stored[begin : begin + _STEP_BYTES])
 
 
 class _Pacer:
@@ -158,6 +203,11 @@ class KvFeed:
         self._registered: dict[InstanceId, set[str]] = {}
         """The language models of each registered instance."""
         self._unreadable_updates = Unreadable("a KV update")
+        self._excess = Unreadable("a part of a KV update")
+        self.dropped_blocks = 0
+        """Blocks that were not stored since their instance has too many."""
+        self._steps = asyncio.Lock()
+        """One step in a turn of the event loop, of whichever instance."""
         self._unreadable_reports = Unreadable("a load report")
         self._turns = asyncio.Semaphore(_MAX_QUERIES)
         self._pace = _Pacer(_QUERIES_PER_S, _MAX_QUERIES)
@@ -206,6 +256,7 @@ class KvFeed:
 
     def _drop(self, source: _Source) -> None:
         self._cancel_resync(source)
+        source.waiting.clear()
         self._no_longer_stale(source)
         self._loads.remove_report(source.instance.id, source.instance.card.name)
         if self._caches is not None:
@@ -252,11 +303,17 @@ class KvFeed:
         if source is not None:
             self._replace(source, snapshot)
 
-    def apply_update(self, instance: InstanceId, model: str, update: KvUpdate) -> None:
-        """Apply an update of now or of the record. Instances that are not registered yet are dropped and queried later."""
+    def apply_update(self, instance: InstanceId, model: str, update: KvUpdate, size_bytes: int = _MANY_BYTES) -> None:
+        """Apply an update of now or of the record. Instances that are not registered yet are dropped and queried later.
+
+        `size_bytes` is at least what its hashes have.
+        """
         source = self._sources.get((instance, model))
         if source is not None and self._caches is not None:
-            self._apply(source, source.follower.update(update))
+            if source.waiting and len(source.waiting) > _MAX_WAITING:
+                return source.follower.announced(update.number)  # as if it were lost
+            is_short = size_bytes <= _STEP_BYTES
+            self._apply(source, source.follower.update(update), update if is_short else None, size_bytes)
             self._catch_up(source)
 
     async def fetch_snapshot(self, instance: InstanceId, model: str) -> KvSnapshot | None:
@@ -279,7 +336,7 @@ class KvFeed:
             instance = instance_of(subject)
         except (ValueError, RecursionError) as error:
             return self._unreadable_updates.drop(subject, error)
-        self.apply_update(instance, message.model, message.update)
+        self.apply_update(instance, message.model, message.update, payload.nbytes)
         if self._history is not None:
             self._history.count_events(subject)
 
@@ -301,16 +358,59 @@ class KvFeed:
             source.follower.announced(report.kv_number)
             self._catch_up(source)
 
-    def _apply(self, source: _Source, updates: Iterable[KvUpdate]) -> None:
+    def _apply(self, source: _Source, updates: Iterable[KvUpdate], short: KvUpdate | None = None, short_bytes: int = 0) -> None:
+        """Apply updates, in steps if they are long; `short` is one that has `short_bytes` at most."""
         assert self._caches is not None
         for update in updates:
-            self._caches.apply(source.instance.card.name, source.instance.id, update)
+            size = short_bytes if update is short else len(update.stored) + len(update.removed)
+            source.room_bytes -= size
+            if source.waiting or source.room_bytes < 0 or size > _STEP_BYTES:
+                self._apply_later(source, update)
+            else:
+                self._caches.apply(source.instance.card.name, source.instance.id, update)
+
+    def _apply_later(self, source: _Source, update: KvUpdate) -> None:
+        source.waiting.extend(_parts(update))
+        if source.applying is None and source.waiting:
+            source.applying = self._tasks.start(self._apply_waiting(source), "KV updates")
+
+    async def _apply_waiting(self, source: _Source) -> None:
+        assert self._caches is not None
+        instance = source.instance
+        while source.waiting:
+            async with self._steps:
+                if source.waiting:  # else the instance left, or a snapshot came
+                    part = self._fitting(source, source.waiting.popleft())
+                    self._caches.apply(instance.card.name, instance.id, part)
+                await asyncio.sleep(0)
+        source.applying = None
+
+    def _fitting(self, source: _Source, part: KvUpdate) -> KvUpdate:
+        """Return a part without what its instance has too many of: its last blocks, whose parents are kept."""
+        if not part.stored:
+            return part
+        assert self._caches is not None
+        instance = source.instance
+        room = max(0, source.max_blocks - self._caches.held_blocks(instance.card.name, instance.id)) * HASH_BYTES
+        source.room_bytes = max(0, room - len(part.stored))
+        if len(part.stored) <= room:
+            return part
+        excess = (len(part.stored) - room) // HASH_BYTES
+        self.dropped_blocks += excess
+        reason = f"of {instance.id:x}, {source.max_blocks} blocks are kept, and {self.dropped_blocks} were dropped of all"
+        self._excess.drop(instance.endpoint.kv_subject(), reason)
+        return KvUpdate(part.number, stored=part.stored[:room])
 
     def _replace(self, source: _Source, snapshot: KvSnapshot) -> None:
         assert self._caches is not None
         updates = source.follower.snapshot(snapshot)
         if updates is not None:
-            self._caches.replace(source.instance.card.name, source.instance.id, snapshot)
+            source.waiting.clear()
+            first, rest = snapshot.blocks[:_STEP_BYTES], snapshot.blocks[_STEP_BYTES:]
+            self._caches.replace(source.instance.card.name, source.instance.id, KvSnapshot(snapshot.number, first))
+            source.room_bytes = source.max_blocks * HASH_BYTES - len(snapshot.blocks)
+            if rest:
+                self._apply_later(source, KvUpdate(snapshot.number, stored=rest))
             self._apply(source, updates)
 
     # While events are dropped
@@ -366,6 +466,8 @@ class KvFeed:
     async def _resync(self, source: _Source) -> None:
         pause_s = _FIRST_PAUSE_S
         while True:
+            if source.applying is not None:
+                await asyncio.wait((source.applying,))
             try:
                 async with self._turns:
                     await self._pace.wait()
@@ -390,6 +492,8 @@ class KvFeed:
             response = await self._query(instance, "events_since", query_body, self._loop.time() + _QUERY_TIMEOUT_S)
             updates: Sequence[KvUpdate] | None = _updates_decoder.decode(response)
             if updates is not None:
+                for update in updates:
+                    check_update(update)
                 self._apply(source, source.follower.recovered(updates))
                 return
         self._replace(source, await self._query_snapshot(source))
@@ -398,6 +502,8 @@ class KvFeed:
         query_body = message_encoder.encode(KvQuery(source.instance.card.name))
         response = await self._query(source.instance, "snapshot", query_body, self._loop.time() + _QUERY_TIMEOUT_S)
         snapshot: KvSnapshot = snapshot_decoder.decode(response)
+        if len(snapshot.blocks) % HASH_BYTES:
+            raise ValueError("its blocks are not a whole number of hashes")
         return snapshot
 
     async def close(self) -> None:

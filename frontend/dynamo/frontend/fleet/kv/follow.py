@@ -16,15 +16,19 @@ from collections.abc import Iterable
 
 from dynamo.common.kv.events import KvSnapshot, KvUpdate
 
+_MAX_KEPT_BYTES = 8 << 20
+"""Hashes of kept updates: more than what an instance keeps for a reader that missed some."""
+
 
 class Follower:
     """The position of one subscriber in one instance's stream of updates."""
 
-    __slots__ = ("_announced", "_kept", "_max_kept", "_next")
+    __slots__ = ("_announced", "_kept", "_kept_bytes", "_max_kept", "_next")
 
     def __init__(self, max_kept: int = 1024) -> None:
         self._next: int | None = None
         self._kept: dict[int, KvUpdate] = {}
+        self._kept_bytes = 0
         self._max_kept = max_kept
         self._announced = -1
         """Highest number announced since `request_from` was called."""
@@ -81,10 +85,12 @@ class Follower:
                 ready.append(update)
                 self._next = update.number + 1
                 continue
+            self._forget(update.number)
             self._kept[update.number] = update
-            if len(self._kept) > self._max_kept:
+            self._kept_bytes += _size(update)
+            while len(self._kept) > self._max_kept or (self._kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1):
                 # The oldest is evicted: the snapshot that is due covers it, or else the gap it leaves requests another one.
-                del self._kept[min(self._kept)]
+                self._forget(min(self._kept))
         return ready + self._drain()
 
     def _drain_after_recovery(self) -> list[KvUpdate]:
@@ -93,16 +99,27 @@ class Follower:
         if self._next is not None:
             last = max(self._next - 1, self._announced)
             for number in [number for number in self._kept if number > last]:
-                del self._kept[number]
+                self._forget(number)
         return ready
 
     def _drain(self) -> list[KvUpdate]:
         ready: list[KvUpdate] = []
         if self._next is None or not self._kept:
             return ready
-        while (update := self._kept.pop(self._next, None)) is not None:
+        while (update := self._forget(self._next)) is not None:
             ready.append(update)
             self._next += 1
         for number in [number for number in self._kept if number < self._next]:
-            del self._kept[number]
+            self._forget(number)
         return ready
+
+    def _forget(self, number: int) -> KvUpdate | None:
+        """Return a kept update, which is kept no longer."""
+        update = self._kept.pop(number, None)
+        if update is not None:
+            self._kept_bytes -= _size(update)
+        return update
+
+
+def _size(update: KvUpdate) -> int:
+    return len(update.stored) + len(update.removed)

@@ -94,6 +94,8 @@ class PrefixIndex:
         self._slots: dict[InstanceId, int] = {}
         self._owners: list[InstanceId | None] = []
         """Instance of each slot; None: retired, or free."""
+        self._blocks: list[int] = []
+        """Number of blocks of each slot."""
         self._free: list[int] = []
         """A heap: the lowest is used first, so that small sets stay small integers and masks short."""
         self._live = 0
@@ -124,6 +126,11 @@ class PrefixIndex:
         """Return the positions in `instances` by slot; instances that hold nothing have no slot."""
         slots = self._slots
         return Positions({slots[instance.id]: position for position, instance in enumerate(instances) if instance.id in slots})
+
+    def held_blocks(self, instance: InstanceId) -> int:
+        """Return the number of blocks of an instance."""
+        slot = self._slots.get(instance)
+        return 0 if slot is None else self._blocks[slot]
 
     def instances(self) -> list[InstanceId]:
         return list(self._slots)
@@ -157,13 +164,18 @@ class PrefixIndex:
         if slot is None:
             slot = self._new_slot(instance)
         only, shards, with_slot = holders.single(slot), self._shards, holders.with_slot
+        count = self._blocks[slot]
         for block in blocks:
             shard = shards[block >> _SHARD_SHIFT]
             held = shard.get(block)
             if held is None:
                 shard[block] = only
+                count += 1
             elif held != only:
-                shard[block] = with_slot(held, slot)
+                shard[block] = both = with_slot(held, slot)
+                if both != held:
+                    count += 1
+        self._blocks[slot] = count
 
     def remove(self, instance: InstanceId, blocks: Iterable[int]) -> None:
         """Remove blocks of an instance. Blocks that it does not hold are ignored."""
@@ -171,6 +183,7 @@ class PrefixIndex:
         if slot is None:
             return
         only, shards, without_slot = holders.single(slot), self._shards, holders.without_slot
+        count = self._blocks[slot]
         for block in blocks:
             shard = shards[block >> _SHARD_SHIFT]
             held = shard.get(block)
@@ -179,8 +192,12 @@ class PrefixIndex:
             left = holders.EMPTY if held == only else without_slot(held, slot)
             if left:
                 shard[block] = left
+                if left == held:
+                    continue
             else:
                 del shard[block]
+            count -= 1
+        self._blocks[slot] = count
 
     def sweep(self, shards: int = _SHARDS) -> bool:
         """Remove retired slots from the next few shards, and return whether more is left to do.
@@ -199,9 +216,11 @@ class PrefixIndex:
         if self._free:
             slot = heappop(self._free)
             self._owners[slot] = instance
+            self._blocks[slot] = 0
         else:
             slot = len(self._owners)
             self._owners.append(instance)
+            self._blocks.append(0)
         self._slots[instance] = slot
         self._live |= 1 << slot
         self.epoch += 1

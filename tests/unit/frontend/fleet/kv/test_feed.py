@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InstanceGone, Unavailable
-from dynamo.common.kv.events import KvMessage, KvSnapshot, KvUpdate, message_encoder
+from dynamo.common.kv.events import MAX_UPDATE_BLOCKS, KvMessage, KvSnapshot, KvUpdate, message_encoder
+from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.nats.connection import OnMessage
 from dynamo.common.messaging.request_plane.frames import joined
@@ -25,6 +26,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import InstanceId
 from dynamo.frontend.fleet.kv.archive import Archive
 from dynamo.frontend.fleet.kv.feed import KvFeed, open_kv_feed
+from dynamo.frontend.fleet.kv.follow import Follower
 from dynamo.frontend.fleet.kv.history import KvHistory
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.worker.process.publisher import KvPublishers, publishing
@@ -601,3 +603,88 @@ async def test_however_many_queries_are_due_they_begin_at_a_bounded_rate() -> No
     assert len(begun) == 1000
     assert most <= 32
     assert max(sum(at <= each < at + 1.0 for each in begun) for at in begun) <= 32 + 200 + 1
+
+
+@asynccontextmanager
+async def following(card: ModelCard, caches: KvRouter) -> AsyncIterator[tuple[KvFeed, Callable[[KvUpdate], None]]]:
+    """A feed of one instance that responds to no query, and what hands an update of it to the feed."""
+
+    async def query(known: Instance, verb: str, body: Body, deadline: float) -> Buffer:
+        raise InstanceGone(known.id)
+
+    async with open_kv_feed(Nats(), Directory(instance(1, card)), query, caches, caches.loads) as feed:
+
+        def publish(update: KvUpdate) -> None:
+            payload = message_encoder.encode(KvMessage("m", update))
+            feed.on_kv(ENDPOINT.kv_subject(InstanceId(1)), "", memoryview(payload), False)
+
+        yield feed, publish
+
+
+def invented(count: int, begin: int = 1) -> bytes:
+    return pack_hashes(range(begin, begin + count))
+
+
+@in_virtual_time
+async def test_an_update_with_more_blocks_than_one_has_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    router = KvRouter()
+    async with following(CARD, router) as (feed, publish):
+        publish(KvUpdate(0, invented(MAX_UPDATE_BLOCKS + 1), cleared=True))
+        await asyncio.sleep(1.0)
+        assert (router.held_blocks("m", InstanceId(1)), feed.number(InstanceId(1), "m")) == (0, None)
+    assert "it has 65537 blocks; at most 65536 are allowed" in caplog.text
+
+
+@in_virtual_time
+async def test_an_update_with_many_blocks_is_applied_in_steps_and_those_after_it_wait() -> None:
+    router, first = KvRouter(), InstanceId(1)
+    async with following(CARD, router) as (_, publish):
+        publish(KvUpdate(0, invented(MAX_UPDATE_BLOCKS), cleared=True))
+        publish(KvUpdate(1, removed=invented(MAX_UPDATE_BLOCKS - 3)))
+        publish(KvUpdate(2, invented(1, begin=MAX_UPDATE_BLOCKS + 1)))
+        largest_step = held = 0
+        for _ in range(100):
+            await asyncio.sleep(0)
+            largest_step = max(largest_step, abs(router.held_blocks("m", first) - held))
+            held = router.held_blocks("m", first)
+        assert largest_step == 8192
+        assert router.index("m").held(first) == set(range(MAX_UPDATE_BLOCKS - 2, MAX_UPDATE_BLOCKS + 2))
+
+
+@in_virtual_time
+async def test_of_one_instance_no_more_blocks_are_kept_than_some_times_what_its_card_says(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert CARD.llm is not None
+    card = msgspec.structs.replace(CARD, llm=msgspec.structs.replace(CARD.llm, total_blocks=10_000))
+    router, first = KvRouter(), InstanceId(1)
+    async with following(card, router) as (feed, publish):
+        for number in range(5):
+            publish(KvUpdate(number, invented(60_000, begin=1 + number * 60_000), cleared=number == 0))
+            await asyncio.sleep(1.0)
+        assert (router.held_blocks("m", first), feed.dropped_blocks) == (160_000, 140_000)
+        assert caplog.text.count("160000 blocks are kept") == 1
+        publish(KvUpdate(5, invented(3, begin=10**6), invented(60_000)))
+        await asyncio.sleep(1.0)
+        assert router.held_blocks("m", first) == 100_003
+
+
+@in_virtual_time
+async def test_updates_that_come_faster_than_they_are_applied_count_as_lost() -> None:
+    router, first = KvRouter(), InstanceId(1)
+    async with following(CARD, router) as (feed, publish):
+        for number in range(50):
+            publish(KvUpdate(number, invented(MAX_UPDATE_BLOCKS, begin=1 + number * MAX_UPDATE_BLOCKS), cleared=number == 0))
+        await asyncio.sleep(1.0)
+        assert router.held_blocks("m", first) == 8 * MAX_UPDATE_BLOCKS
+        assert feed.resyncs > 0
+
+
+def test_kept_updates_are_bounded_in_bytes() -> None:
+    follower = Follower()
+    follower.snapshot(KvSnapshot())
+    for number in range(1, 100):
+        assert follower.update(KvUpdate(number, invented(MAX_UPDATE_BLOCKS))) == []
+    ready = follower.recovered([KvUpdate(number) for number in range(84)])
+    assert [update.number for update in ready] == list(range(100))
+    assert [len(update.stored) > 0 for update in ready].count(True) == 16

@@ -283,3 +283,13 @@ def test_positions_of_masks_are_right_however_many_there_have_been() -> None:
     for mask in range(1 << 12):
         assert positions.of(mask) == [slot + 100 for slot in range(0, 12, 2) if mask >> slot & 1]
     assert kept_objects(positions) < 1000
+
+
+@given(st.lists(st.tuples(st.sampled_from([A, B, C]), st.booleans(), st.lists(st.integers(0, 9), unique=True)), max_size=30))
+def test_the_blocks_of_an_instance_are_counted_whatever_it_says(changes: list[tuple[InstanceId, bool, list[int]]]) -> None:
+    index = PrefixIndex()
+    for instance, is_stored, blocks in changes:
+        hashes = pack_hashes([h(block) for block in blocks])
+        index.apply(instance, KvUpdate(0, stored=hashes) if is_stored else KvUpdate(0, removed=hashes, cleared=not blocks))
+        for each in (A, B, C):
+            assert index.held_blocks(each) == len(index.held(each))
