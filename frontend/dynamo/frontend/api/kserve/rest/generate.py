@@ -201,11 +201,11 @@ class _TextWriter:
         self._tokens = tokens
         self._plain = b"data: " + orjson.dumps(self._fields)[:-1] + b',"text_output":'
 
-    def choice(self) -> _Choice:
+    def choice(self) -> GeneratedChoice:
         """Return a choice of a whole response, without text yet."""
-        return _Choice(self._tokens if self._details else None)
+        return GeneratedChoice(self._tokens if self._details else None)
 
-    def whole(self, choices: Sequence[_Choice]) -> list[bytes]:
+    def whole(self, choices: Sequence[GeneratedChoice]) -> list[bytes]:
         """Return the pieces of the response; `text_output` and `details` are arrays if there are several choices."""
         texts = ["".join(choice.texts) for choice in choices]
         fields = self._fields | {"text_output": texts[0] if len(texts) == 1 else texts}
@@ -228,7 +228,7 @@ class _TextWriter:
         return b"".join((b"data: ", *long.pieces(event), b"\n\n"))
 
 
-class _Choice:
+class GeneratedChoice:
     """Collects the text and the details of a choice."""
 
     __slots__ = ("_last", "_logprobs", "_tokens", "texts")

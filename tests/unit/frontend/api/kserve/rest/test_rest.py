@@ -5,18 +5,24 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import orjson
 import pytest
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded
 from dynamo.common.generation import FinishReason, request_decoder
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensors.tensors import DATATYPES, encode_bytes
+from dynamo.frontend.api.http.json_pieces import Spliced
+from dynamo.frontend.api.kserve.rest.generate import GeneratedChoice
+from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.config import HttpOptions, OverloadStatus
+from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeStream, tensor_card
 from tests.support.http_edge import HttpEdge, Speaker, chat_card, end, events_of, open_http_edge, raw_connection, send_delta
@@ -501,6 +507,26 @@ async def test_generate_returns_details_and_log_probabilities_if_requested(edge:
         "details"
     ]
     assert details == {"finish_reason": "eos_token"}
+
+
+def test_generate_keeps_no_log_probabilities_but_encodes_them_as_they_come() -> None:
+    class Texts:
+        def __getitem__(self, token: int) -> str:
+            return f"<{token}>"
+
+        def is_special(self, token: int) -> bool:
+            return False
+
+    choice, position = GeneratedChoice(cast(TokenTexts, Texts())), [(5, -0.5), (6, -1.5)]
+    references = sys.getrefcount(position)
+    for _ in range(3000):
+        choice.add(TextDelta(0, "a", (5,), logprobs=[position]))
+    choice.add(TextDelta(0, "", finish_reason=FinishReason.LENGTH))
+    assert sys.getrefcount(position) == references
+    long = Spliced()
+    details = json.loads(b"".join(long.pieces(orjson.dumps(choice.details(long)))))
+    shown = {"id": 5, "text": "<5>", "logprob": -0.5, "special": False}
+    assert details == {"finish_reason": "length", "logprobs": [shown] * 3000}
 
 
 async def test_generate_joins_many_log_probabilities_of_several_choices(edge: HttpEdge) -> None:
