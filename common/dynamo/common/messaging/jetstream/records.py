@@ -247,11 +247,10 @@ class RecordStore:
             async with asyncio.timeout(_LARGE_LIMIT_S if is_large else _LIMIT_S):
                 values = await self._values()
                 replaced = None if last == 0 else _object_of(await values.peek(key))
-                content, name = _INLINE + value, None
-                if is_large:
-                    name = f"{key}.{secrets.token_hex(8)}"
+                name = f"{key}.{secrets.token_hex(8)}" if is_large else None
+                if name is not None:
                     await (await self._objects()).put(name, value)
-                    content = _ELSEWHERE + name.encode()
+                content = _INLINE + value if name is None else _ELSEWHERE + name.encode()
                 revision = await values.put(key, content, last)
             unused = name if revision is None else replaced
             if unused is not None:

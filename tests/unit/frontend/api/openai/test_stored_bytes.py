@@ -187,6 +187,55 @@ async def test_an_upload_that_fails_takes_no_room() -> None:
     await frontend.files.create("team", "f", "batch", b"x" * 1900)
 
 
+class FailingRecords(FakeRecords):
+    """Fails at the second write with `error`, and then, if it is away, at all."""
+
+    def __init__(self, error: BaseException, *, is_away: bool = False) -> None:
+        super().__init__()
+        self._error: BaseException | None = error
+        self._is_away_then = is_away
+
+    async def put(self, key: str, value: bytes, **more: Any) -> int | None:
+        if self.records and self._error is not None:
+            error, self._error = self._error, None
+            self.is_away = self._is_away_then
+            raise error
+        return await super().put(key, value, **more)
+
+
+@pytest.mark.parametrize("error", [Unavailable("full"), asyncio.CancelledError(), RuntimeError()])
+async def test_an_upload_that_fails_between_its_two_writes_leaves_nothing(error: BaseException) -> None:
+    files = FailingRecords(error)
+    frontend = Frontend(files, FakeRecords(), [0.0])
+    with pytest.raises(type(error)):
+        await frontend.files.create("team", "f", "batch", b"x" * 1900)
+    assert not files.records
+    await frontend.files.create("team", "f", "batch", b"x" * 1900)
+
+
+async def test_what_an_upload_left_counts_until_it_can_be_deleted() -> None:
+    files, now = FailingRecords(Unavailable("full"), is_away=True), [0.0]
+    frontend = Frontend(files, FakeRecords(), now)
+    with pytest.raises(Unavailable):
+        await frontend.files.create("team", "f", "batch", b"x" * 1900)
+    files.is_away = False
+    assert len(files.records) == 1
+    with pytest.raises(PayloadTooLarge, match="has stored 1900 of its 2000"):
+        await frontend.files.create("team", "f", "batch", b"x" * 1900)
+    now[0] += COUNTED_S
+    await frontend.files.create("team", "f", "batch", b"x" * 1900)
+    assert [file.bytes for file in await frontend.files.owned_by("team")] == [1900]
+    assert len(files.records) == 2
+
+
+async def test_a_file_that_cannot_be_described_is_not_written() -> None:
+    files = FakeRecords()
+    frontend = Frontend(files, FakeRecords(), [0.0])
+    with pytest.raises(UnicodeEncodeError):
+        await frontend.files.put("team", "file-" + "0" * 32, "\ud800", "batch_output", b"x")
+    assert not files.written_bytes
+
+
 async def test_output_of_a_batch_is_kept_even_above_the_limit_and_counts() -> None:
     frontend, _, _ = frontends()
     await frontend.files.create("team", "f", "batch", b"x" * 1500)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -11,9 +12,10 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge
+from dynamo.common.errors import DynamoError, InvalidRequest, NotFound, PayloadTooLarge
 from dynamo.common.messaging.jetstream.records import RecordContent, RecordStore
 from dynamo.common.names import encode
+from dynamo.common.process.background import awaited
 from dynamo.frontend.api.declaration import MAX_FILE_BYTES
 from dynamo.frontend.api.openai.batches.index import Index
 from dynamo.frontend.api.openai.store.owners import owner_token
@@ -21,6 +23,8 @@ from dynamo.frontend.api.openai.store.quota import StoredBytes
 
 MAX_FILES = 10_000
 """Files of one API key, at most."""
+_MAX_LEFT = 1000
+"""Contents without a record that are counted at most. Each takes an upload that failed while JetStream took no writes."""
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
 
@@ -61,6 +65,8 @@ class Files:
         self._index = Index(records, _decoder.decode)
         self._prefix = encode(namespace, "namespace")
         self._clock = clock
+        self._left: dict[tuple[str, str], int] = {}
+        """Bytes that uploads which failed may have left, by key and file, until they are deleted. Only of keys with a limit."""
 
     async def create(self, owner: str, filename: str, purpose: str, content: bytes) -> FileObject:
         """Make a file. Raises PayloadTooLarge, InvalidRequest."""
@@ -68,8 +74,13 @@ class Files:
             raise PayloadTooLarge(f"the file has {len(content)} bytes; at most {MAX_FILE_BYTES} are allowed")
         if len(await self.owned_by(owner)) >= MAX_FILES:
             raise InvalidRequest(f"there are {MAX_FILES} files already; delete some")
+        id = f"file-{secrets.token_hex(16)}"
         async with self._quota.room(owner, len(content)):
-            return await self.put(owner, f"file-{secrets.token_hex(16)}", filename, purpose, content)
+            try:
+                return await self.put(owner, id, filename, purpose, content)
+            except BaseException:  # in a task of its own: this one may have been cancelled
+                await asyncio.shield(awaited(self._drop(owner, id, len(content))))
+                raise
 
     async def put(
         self, owner: str, id: str, filename: str, purpose: str, content: bytes, *, counted_bytes: int = 0
@@ -79,8 +90,9 @@ class Files:
         `counted_bytes` of it count already as stored by the key.
         """
         file = FileObject(id=id, bytes=len(content), created_at=int(self._clock()), filename=filename, purpose=purpose)
+        record = msgspec.json.encode(file)  # before anything is written
         await self._records().put(self._content_key(owner, file.id), content)
-        await self._records().put(self._key(owner, file.id), msgspec.json.encode(file))
+        await self._records().put(self._key(owner, file.id), record)
         self._quota.add(owner, file.bytes - counted_bytes)
         return file
 
@@ -108,8 +120,7 @@ class Files:
     async def delete(self, owner: str, id: str) -> None:
         """Raises FileNotFound."""
         file = await self.read(owner, id)
-        await self._records().delete(self._key(owner, id))
-        await self._records().delete(self._content_key(owner, id))
+        await self._delete_records(owner, id)
         self._quota.add(owner, -file.bytes)
 
     async def owned_by(self, owner: str) -> Sequence[FileObject]:
@@ -117,7 +128,29 @@ class Files:
         return await self._index.of(self._key(owner, "*"))
 
     async def _bytes_of(self, owner: str) -> int:
-        return sum(file.bytes for file in await self.owned_by(owner))
+        left = [(id, size_bytes) for (name, id), size_bytes in self._left.items() if name == owner]
+        for id, size_bytes in left:
+            await self._drop(owner, id, size_bytes)
+        listed = sum(file.bytes for file in await self.owned_by(owner))
+        return listed + sum(size_bytes for id, size_bytes in left if (owner, id) in self._left)
+
+    async def _drop(self, owner: str, id: str, size_bytes: int) -> None:
+        """Delete what an upload that failed has written; what cannot be deleted now counts as stored."""
+        try:
+            await self._delete_records(owner, id)
+        except DynamoError:
+            if self._quota.limit(owner) is None or (owner, id) in self._left:
+                return
+            self._left[owner, id] = size_bytes
+            self._quota.add(owner, size_bytes)
+            if len(self._left) > _MAX_LEFT:
+                del self._left[next(iter(self._left))]
+        else:
+            self._left.pop((owner, id), None)
+
+    async def _delete_records(self, owner: str, id: str) -> None:
+        await self._records().delete(self._key(owner, id))
+        await self._records().delete(self._content_key(owner, id))
 
     def _key(self, owner: str, id: str) -> str:
         return f"{self._prefix}.file.{owner_token(owner)}.{id}"

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from email.message import Message
 from email.parser import HeaderParser
-from email.utils import collapse_rfc2231_value
 
 from dynamo.common.errors import InvalidRequest
 
@@ -14,6 +13,8 @@ _MAX_PARTS = 32
 _MAX_HEADER_BYTES = 2 * 1024
 _MAX_PARAMETERS = 32
 """The parser of `email` takes time by the square of their number."""
+_WINDOW_BYTES = 1 << 20
+"""Bytes that are searched before another thread may have its turn: one search keeps the interpreter to itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,12 @@ def parse_form(content_type: str, body: bytes) -> dict[str, FormPart]:
 
 
 def _parts(body: bytes, delimiter: bytes) -> Iterator[FormPart]:
-    position = body.find(delimiter)
+    position = _find(body, delimiter, 0)
     for _ in range(_MAX_PARTS):
         start = position + len(delimiter)
         if position < 0 or body[start : start + 2] == b"--":
             break
-        end = body.find(b"\r\n" + delimiter, start)
+        end = _find(body, b"\r\n" + delimiter, start)
         head_end = body.find(b"\r\n\r\n", start, start + _MAX_HEADER_BYTES)
         if body[start : start + 2] != b"\r\n" or head_end < 0 or end < head_end:
             raise InvalidRequest("the body is not a complete multipart/form-data form")
@@ -53,10 +54,35 @@ def _parts(body: bytes, delimiter: bytes) -> Iterator[FormPart]:
         name, filename = (_parameter(head, "content-disposition", key) for key in ("name", "filename"))
         if not isinstance(name, str):
             raise InvalidRequest("a part of the form has no name")
-        yield FormPart(name, "" if filename is None else collapse_rfc2231_value(filename), body[head_end + 4 : end])
+        yield FormPart(name, "" if filename is None else _decoded(filename), body[head_end + 4 : end])
         position = end + 2
     else:
         raise InvalidRequest(f"the form has more than {_MAX_PARTS} parts")
+
+
+def _find(body: bytes, sought: bytes, start: int) -> int:
+    """Do what `body.find` does, a window at a time."""
+    for begin in range(start, len(body), _WINDOW_BYTES):
+        position = body.find(sought, begin, begin + _WINDOW_BYTES + len(sought) - 1)
+        if position >= 0:
+            return position
+    return -1
+
+
+def _decoded(filename: str | tuple[str | None, str | None, str]) -> str:
+    """Return the name of a file that may be percent-encoded, with its character set. Raises InvalidRequest.
+
+    Text in some other sets, such as UTF-7, decodes to lone surrogates, which cannot be stored.
+    """
+    try:
+        if isinstance(filename, str):
+            return filename.encode().decode()
+        charset, _, text = filename
+        if (charset or "utf-8").lower() in ("utf-8", "us-ascii"):
+            return text.encode("latin-1").decode()
+    except UnicodeError:
+        pass
+    raise InvalidRequest("the name of the file must be in UTF-8", param="file")
 
 
 def _parameter(message: Message, header: str, name: str) -> str | tuple[str | None, str | None, str] | None:

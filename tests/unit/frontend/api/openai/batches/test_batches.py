@@ -76,6 +76,11 @@ def form(*parts: bytes) -> bytes:
     return b"".join(b"--b\r\n" + part + b"\r\n" for part in parts) + b"--b--\r\n"
 
 
+def named(filename: bytes) -> bytes:
+    """Return a form with one file, whose name is given by a parameter."""
+    return form(b'Content-Disposition: form-data; name="file"; ' + filename + b"\r\n\r\nx")
+
+
 def test_a_form_has_its_fields_and_files_byte_for_byte() -> None:
     content = bytes(range(256)) + b"\r\n--not the boundary\r\n"
     body = form(
@@ -106,6 +111,10 @@ def test_names_of_files_may_have_any_letters(filename: str) -> None:
             form(b"Content-Disposition: form-data; " + b";" * 1900 + b"\r\n\r\nx"),
             "content-disposition has more than 32 parameters",
         ),
+        ("multipart/form-data; boundary=b", named(b"filename*=utf-7''+2AA-"), "must be in UTF-8"),
+        ("multipart/form-data; boundary=b", named(b"filename*=iso-8859-1''%E9"), "must be in UTF-8"),
+        ("multipart/form-data; boundary=b", named(b"filename*=utf-8''%ED%A0%80"), "must be in UTF-8"),
+        ("multipart/form-data; boundary=b", named("filename*=utf-8''€".encode()), "must be in UTF-8"),
         ("multipart/form-data; boundary=b", b"--b\r\nno end", "not a complete"),
         ("multipart/form-data; boundary=b", b"--b" + b"x" * 20000, "not a complete"),
         ("multipart/form-data; boundary=b", form(b"Content-Disposition: form-data\r\n\r\nx"), "has no name"),
@@ -115,6 +124,26 @@ def test_names_of_files_may_have_any_letters(filename: str) -> None:
 def test_what_is_no_form_is_refused_with_a_sentence(kind: str, body: bytes, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         parse_form(kind, body)
+
+
+class _Searched(bytes):
+    """Bytes that keep how much each search may look at."""
+
+    windows: list[int]
+
+    def find(self, sought: Any, start: Any = 0, end: Any = None) -> int:
+        self.windows.append((len(self) if end is None else end) - start)
+        return super().find(sought, start, end)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 3, 4, 5])
+def test_a_long_form_is_searched_in_steps_wherever_these_end(shift: int) -> None:
+    head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+    content = b"\n" * (2 * (1 << 20) + len(b"--b") - len(head) - shift)
+    body = _Searched(head + content + b"\r\n--b--\r\n")
+    body.windows = []
+    assert parse_form("multipart/form-data; boundary=b", body)["file"].content == content
+    assert max(body.windows) <= (1 << 20) + 100
 
 
 async def test_files_are_bounded_and_belong_to_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
