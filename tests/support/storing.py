@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from dynamo.frontend.api.openai.store.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.quota import StoredBytes
 from dynamo.frontend.api.openai.store.stored import StoredResponses
 from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
@@ -80,6 +81,7 @@ async def storing(
     bus: FakeBus | None = None,
     look_s: float = 60.0,
     parsers: OutputParsers | None = None,
+    quota: StoredBytes | None = None,
 ) -> AsyncIterator[Storing]:
     """`look_s`: how often those that follow a response look into the store without an announcement."""
     records, now = records or FakeRecords(), [1000.0]
@@ -88,7 +90,8 @@ async def storing(
     made: list[BackgroundResponses] = []
 
     def background(metrics: FrontendMetrics) -> BackgroundResponses:
-        stored = stored_responses(records, metrics, nats=nats, look_s=look_s, by_default=by_default, clock=lambda: now[0])
+        options: dict[str, Any] = {"by_default": by_default, "clock": lambda: now[0], "quota": quota}
+        stored = stored_responses(records, metrics, nats=nats, look_s=look_s, **options)
         made.append(BackgroundResponses(stored, beat_s=beat_s))
         return made[0]
 

@@ -381,7 +381,7 @@ class Batches:
             pass
         return True
 
-    def room(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
+    def room(self, owner: str, size_bytes: int) -> AbstractAsyncContextManager[object]:
         """Keep room for results until they are kept; see `StoredBytes.room`."""
         return self._quota.room(owner, size_bytes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -55,6 +55,9 @@ _FIELDS = {
 """By their names in the chat request that a response is generated for."""
 
 
+def _no_room() -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ResponseWork:
     """A request of the Responses API, ready to be tried on a model."""
@@ -70,6 +73,8 @@ class _ResponseWork:
     """What the response is stored with; None: it is not stored."""
     added: Sequence[Item]
     """What is added to the conversation, before the response's own items."""
+    give_back: Callable[[], None] = _no_room
+    """Gives back the room that is kept for `added`."""
 
     @property
     def owner(self) -> str:
@@ -112,6 +117,11 @@ class Responses:
             assert exchange.occupancy is not None, "requests to models are counted"
             response = await self._start(work, caller, exchange.occupancy.handed_over())
             return await (self.follow(exchange, id) if request.stream else exchange.respond(encode(response)))
+        async with self._room_for_added(work) as work:
+            await self._serve(exchange, caller, work)
+
+    async def _serve(self, exchange: Exchange, caller: Caller, work: _ResponseWork) -> None:
+        edge, request, chat = self._edge, work.request, work.chat
 
         async def attempt(model: str, caller: Caller) -> None:
             async with exchange.attended(), self._generating(work, model, caller) as (generation, feeder):
@@ -202,8 +212,11 @@ class Responses:
 
             progress.on_sent = stages.sent
             session, user, name = session_of(chat), chat.user, chat.model_name
-            response = await serve_by_name(edge.plane, detached, name, attempt, lambda: events.begun, session=session, user=user)
-            await self._add_to_conversation(work, response)
+            async with self._room_for_added(work) as kept:
+                response = await serve_by_name(
+                    edge.plane, detached, name, attempt, lambda: events.begun, session=session, user=user
+                )
+                await self._add_to_conversation(kept, response)
             return response
 
         plane, account = edge.plane, work.account
@@ -277,6 +290,20 @@ class Responses:
         if id is not None and stored is not None:
             output = map(without_logprobs, response.output)
             await stored.conversations.add(work.owner, id, [*work.added, *output], is_bounded=False)
+            work.give_back()
+
+    @asynccontextmanager
+    async def _room_for_added(self, work: _ResponseWork) -> AsyncIterator[_ResponseWork]:
+        """Keep room for what is added to the conversation; the response's own items are kept in any case.
+
+        Raises PayloadTooLarge if the key may not store so much more.
+        """
+        stored = self._edge.stored
+        if work.request.conversation_id is None or stored is None:
+            yield work
+            return
+        async with stored.conversations.room(work.owner, work.added) as give_back:
+            yield replace(work, give_back=give_back)
 
 
 async def _write_parts(stream: EventStream, generation: Generation, feeder: _Feeder) -> FinishReason | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -107,6 +108,14 @@ class Conversations:
             return msgspec.structs.replace(stored, items=_joined(stored.items, added))
 
         await self._change("add_items", owner, id, change, hold, is_bounded=is_bounded)
+
+    @asynccontextmanager
+    async def room(self, owner: str, items: Sequence[Item]) -> AsyncIterator[Callable[[], None]]:
+        """Keep room for items that the body adds later with others, which are kept in any case; see `StoredBytes.room`."""
+        quota = self._storage.quota
+        size_bytes = 0 if quota.limit(owner) is None else len(memoryview(await encode_items(items)))
+        async with quota.room(owner, size_bytes) as give_back:
+            yield give_back
 
     async def delete_item(self, owner: str, id: str, item_id: str, hold: Hold = hold_nothing) -> ConversationObject:
         """Delete an item. Raises ConversationNotFound; NotFound if there is no such item."""

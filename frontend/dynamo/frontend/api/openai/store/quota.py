@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from dynamo.common.errors import PayloadTooLarge
@@ -58,22 +58,23 @@ class StoredBytes:
             )
 
     @asynccontextmanager
-    async def room(self, owner: str, size_bytes: int) -> AsyncIterator[None]:
+    async def room(self, owner: str, size_bytes: int) -> AsyncIterator[Callable[[], None]]:
         """Keep room for what the body writes, so that of several at the same time each counts the others.
 
-        The body calls `add` once that is written. Raises as `check` does.
+        The body calls `add` once that is written, and may then call what it gets, to give the room back before its end.
+        Raises as `check` does.
         """
-        if size_bytes <= 0 or self.limit(owner) is None:
-            yield
-            return
-        await self.check(owner, size_bytes)
-        self._writing[owner] += size_bytes  # without an await in between
-        try:
-            yield
-        finally:
-            self._writing[owner] -= size_bytes
-            if not self._writing[owner]:
-                del self._writing[owner]
+        with ExitStack() as kept:
+            if size_bytes > 0 and self.limit(owner) is not None:
+                await self.check(owner, size_bytes)
+                self._writing[owner] += size_bytes  # without an await in between
+                kept.callback(self._give_back, owner, size_bytes)
+            yield kept.close
+
+    def _give_back(self, owner: str, size_bytes: int) -> None:
+        self._writing[owner] -= size_bytes
+        if not self._writing[owner]:
+            del self._writing[owner]
 
     def add(self, owner: str, size_bytes: int) -> None:
         """So much more was stored here, or less if negative."""

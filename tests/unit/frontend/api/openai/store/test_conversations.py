@@ -20,6 +20,7 @@ from dynamo.common.process.background import running
 from dynamo.frontend.api.openai.store import storage as storage_module
 from dynamo.frontend.api.openai.store.conversations import ConversationNotFound, Conversations
 from dynamo.frontend.api.openai.store.events import ResponseObject
+from dynamo.frontend.api.openai.store.quota import StoredBytes
 from dynamo.frontend.api.openai.store.storage import ItemIds, Storage, encode_items, parse_items
 from dynamo.frontend.api.openai.store.stored import new_response_id
 from dynamo.frontend.config import CapacityOptions
@@ -110,6 +111,53 @@ async def test_a_response_whose_conversation_is_deleted_meanwhile_fails() -> Non
             response = await s.edge.post(PATH, {"model": "talker", "input": "Hi", "conversation": made.id, "stream": stream})
             assert f"conversation '{made.id}' is not found" in response.text
             assert "response.completed" not in response.text
+
+
+def long_input(size: int) -> list[dict[str, Any]]:
+    """Return items of so many characters, of which a prompt has few."""
+    thought = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "x" * size}]}
+    return [thought, {"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize("fields", [{"store": False}, {"stream": True, "store": False}, {"background": True}])
+async def test_input_for_which_a_conversation_has_no_room_is_refused_before_anything_is_generated(fields: dict[str, Any]) -> None:
+    speaker = Speaker()
+    async with storing(speaker, quota=StoredBytes(lambda owner: 2000)) as s:
+        conversation = (await s.edge.post("/v1/conversations", {})).json()["id"]
+        request = {"model": "talker", "input": long_input(2000), "conversation": conversation} | fields
+        refused = await s.edge.post(PATH, request)
+        assert (refused.status_code, speaker.requests) == (413, [])
+        assert "of its 2000 bytes" in refused.text
+        assert (await s.edge.http.get(f"/v1/conversations/{conversation}/items")).json()["data"] == []
+        await s.create(input=long_input(600), conversation=conversation, store=False)
+        assert len((await s.edge.http.get(f"/v1/conversations/{conversation}/items")).json()["data"]) == 3
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"background": True}])
+async def test_input_counts_once_before_and_after_it_is_added_to_a_conversation(fields: dict[str, Any]) -> None:
+    quota = StoredBytes(lambda owner: 10_000)
+    async with storing(Speaker(), quota=quota) as s:
+        conversation = (await s.edge.post("/v1/conversations", {})).json()["id"]
+        request = {"model": "talker", "input": long_input(3000), "conversation": conversation, "store": True} | fields
+        created = await s.edge.post(PATH, request)
+        assert created.status_code == 200, created.text
+        if "background" in fields:
+            await s.reached(created.json()["id"], "completed")
+        with pytest.raises(PayloadTooLarge, match=r"has stored [6-9]... of its 10000 bytes"):
+            await quota.check("", 10_000)
+
+
+async def test_requests_at_the_same_time_count_together_what_they_are_to_add() -> None:
+    store: Any = FakeRecords()
+    storage = Storage(lambda: store, "ns", FrontendMetrics(CollectorRegistry()), quota=StoredBytes(lambda owner: 1000))
+    items = [{"type": "message", "content": "x" * 600}]
+    async with Conversations(storage).room("", items) as give_back:
+        with pytest.raises(PayloadTooLarge):
+            async with Conversations(storage).room("", items):
+                pass
+        give_back()
+        async with Conversations(storage).room("", items):
+            pass
 
 
 async def test_items_of_stored_responses_are_referred_to() -> None:
