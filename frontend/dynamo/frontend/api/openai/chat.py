@@ -107,8 +107,7 @@ class ChatCompletions:
         async with exchange.events() as stream:
             if extras.annotations:
                 model = await self._edge.plane.text_model(exchange.account, text.model)
-                if annotations := await extras.prompt_annotations(generation, model, text, exchange.request_id):
-                    await stream.write(b"".join(annotations))
+                await stream.write_pieces(await extras.prompt_annotations(exchange, generation, model, text))
             collecting = extras.collecting(chunks)
             if details.echo:
                 await write_prompts(stream, generation, collecting, chunks.awaits_prompt)

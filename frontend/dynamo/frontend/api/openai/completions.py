@@ -112,8 +112,7 @@ class Completions:
         async with exchange.events() as stream:
             if extras.annotations:
                 model = await self._edge.plane.text_model(exchange.account, text.model)
-                if annotations := await extras.prompt_annotations(generations[0], model, text, exchange.request_id):
-                    await stream.write(b"".join(annotations))
+                await stream.write_pieces(await extras.prompt_annotations(exchange, generations[0], model, text))
             collecting = extras.collecting(chunks)
             if request.echo or request.return_token_ids:
                 await write_prompts(stream, source, collecting, chunks.awaits_prompt)

@@ -12,8 +12,10 @@ import msgspec
 from dynamo.common.errors import InvalidRequest, Unsupported
 from dynamo.common.generation import Summary
 from dynamo.common.process.background import awaited
+from dynamo.common.process.work import Work
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.event_stream import EventStream
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.openai.chunks import Head
 from dynamo.frontend.api.openai.requests import ChatRequest, CompletionRequest, NvExt, TextGenerationRequest
 from dynamo.frontend.api.openai.response_objects import Usage
@@ -33,6 +35,8 @@ from dynamo.frontend.serving.text.text_models import TextModel
 R = TypeVar("R", ChatRequest, CompletionRequest)
 
 _NO_EXTENSION = NvExt()
+_ELEMENTS_PER_STEP = 16_384
+"""Characters or token ids of a prompt that are encoded before other requests have their turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +151,8 @@ class Extras:
 
     def __init__(self, request: TextGenerationRequest, started: float, clock: Callable[[], float]) -> None:
         nvext = request.nvext or _NO_EXTENSION
-        self.annotations = nvext.annotations or []
+        self.annotations = list(dict.fromkeys(nvext.annotations or ()))
+        """Each once: the prompt may be long."""
         self._fields = nvext.extra_fields or []
         self._started = started
         self._clock = clock
@@ -161,18 +166,18 @@ class Extras:
         return chunks if self.tokens is None else _TokenCollector(chunks, self.tokens)
 
     async def prompt_annotations(
-        self, generation: Generation, text: TextModel, request: TextRequest, request_id: str
+        self, exchange: Exchange, generation: Generation, text: TextModel, request: TextRequest
     ) -> list[bytes]:
-        """Return the annotations about the prompt, as events."""
-        events: list[bytes] = []
+        """Return the annotations about the prompt, as pieces of events, whose bytes `exchange` holds. Raises Overloaded."""
+        pieces: list[bytes] = []
         for name in self.annotations:
             if name == "token_ids":
-                events.append(annotation(name, list(generation.prompt_ids)))
+                pieces += await exchange.in_steps(_long_annotation(name, generation.prompt_ids))
             elif name == "formatted_prompt":
-                events.append(annotation(name, await formatted_prompt(text, request)))
+                pieces += await exchange.in_steps(_long_annotation(name, await formatted_prompt(text, request)))
             elif name == "request_id":
-                events.append(annotation(name, request_id))
-        return events
+                pieces.append(annotation(name, exchange.request_id))
+        return pieces
 
     def final_annotations(self, source: TextSource) -> list[bytes]:
         """Return the annotations about the whole response, as events."""
@@ -215,6 +220,19 @@ class Extras:
 def annotation(name: str, value: object) -> bytes:
     """Return an event without data, which clients that do not know it ignore; its value is a comment."""
     return b"event: " + name.encode() + b"\n: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _long_annotation(name: str, value: str | Sequence[int]) -> Work[list[bytes]]:
+    """Return the pieces of an annotation with text or token ids of a prompt."""
+    is_text = isinstance(value, str)
+    pieces = [b"event: " + name.encode() + b"\n: " + (b'"' if is_text else b"[")]
+    for start in range(0, len(value), _ELEMENTS_PER_STEP):
+        part = value[start : start + _ELEMENTS_PER_STEP]
+        encoded = msgspec.json.encode(part if isinstance(part, str) else list(part))[1:-1]
+        yield len(encoded)
+        pieces.append(encoded if is_text or not start else b"," + encoded)
+    pieces.append(b'"\n\n' if is_text else b"]\n\n")
+    return pieces
 
 
 async def formatted_prompt(text: TextModel, request: TextRequest) -> str:

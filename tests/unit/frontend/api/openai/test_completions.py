@@ -152,6 +152,23 @@ async def test_a_long_echo_is_held_for_all_choices_before_they_are_made(path: st
             await until_free(edge.capacity)
 
 
+@pytest.mark.parametrize("name", ["token_ids", "formatted_prompt"])
+async def test_an_annotation_with_a_long_prompt_is_made_once_and_held(name: str) -> None:
+    card = chat_card(context_length=200_000)
+    plain = {"model": "talker", "prompt": "~" * 150_000, "max_tokens": 1, "stream": True}
+    annotated = plain | {"nvext": {"annotations": [name] * 16}}
+    async with open_http_edge(card, respond=Speaker()) as edge:
+        response = await edge.post(PATH, annotated)
+        await until_free(edge.capacity)
+    [event] = [event for event in response.text.split("\n\n") if event.startswith("event: ")]
+    head, _, value = event.partition("\n: ")
+    assert head == f"event: {name}"
+    assert json.loads(value) == (list(tokens_of("~" * 150_000)) if name == "token_ids" else "~" * 150_000)
+    async with open_http_edge(card, respond=Speaker(), capacity=CapacityOptions(max_buffered_bytes=550_000)) as edge:
+        assert (await edge.post(PATH, plain)).status_code == 200
+        assert (await edge.post(PATH, annotated)).status_code == 503
+
+
 @pytest.mark.parametrize("details", [Details(echo=["x", "x"]), Details(prompt_ids=[[5, 6]])])
 def test_choices_begin_with_their_prompts_one_by_one(details: Details) -> None:
     """All of them together may be too long for one write."""
