@@ -38,6 +38,8 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     """Chosen if it is a candidate and not busy."""
     session: str = ""
     """Requests of one session should go to one instance."""
+    session_owner: str = ""
+    """The API key whose session it is; empty without one."""
     sequence: str = ""
     """Requests of one sequence have to go to one instance."""
     overrides: Mapping[str, float] = {}

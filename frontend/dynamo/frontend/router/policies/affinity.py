@@ -30,6 +30,8 @@ class SessionKey(msgspec.Struct, frozen=True, array_like=True):
     model: str
     role: str
     session: str
+    owner: str = ""
+    """The API key whose session it is; empty without one. Frontends of former versions leave it out."""
 
 
 @dataclass(slots=True)
@@ -43,7 +45,9 @@ class _Session:
 
 
 class SessionRouter(RouterWrapper):
-    """Wraps a router and adds session affinity. Keeps at most `max_sessions`, and evicts the least recently used one first.
+    """Wraps a router and adds session affinity. Keeps at most `max_sessions`.
+
+    Of the key that is to have fewer, the least recently used one is evicted.
 
     `on_placed` is called with a session and its instance, at most once per half `ttl_s` while the session is used; `placed`
     applies what other frontends published.
@@ -67,6 +71,8 @@ class SessionRouter(RouterWrapper):
         self._clock = clock
         self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
         """Least recently used first."""
+        self._by_owner: dict[str, OrderedDict[SessionKey, None]] = {}
+        """The same by API key."""
         self._bookings: dict[str, SessionKey] = {}
 
     def __len__(self) -> int:
@@ -78,7 +84,7 @@ class SessionRouter(RouterWrapper):
             return self.inner.pick(request, candidates, explain=explain)
         now = self._clock()
         self._expire(now)
-        key = SessionKey(request.model, candidates[0].card.role.value, request.session)
+        key = SessionKey(request.model, candidates[0].card.role.value, request.session, request.session_owner)
         current = self._sessions.get(key)
         if current is not None and current.open == 0 and current.used_at + self._ttl_s <= now:
             current = None
@@ -103,7 +109,7 @@ class SessionRouter(RouterWrapper):
         if key is not None and session is not None and session.open:
             session.open -= 1
             session.used_at = self._clock()
-            self._sessions.move_to_end(key)
+            self._move_to_end(key)
 
     # Inside
 
@@ -123,14 +129,33 @@ class SessionRouter(RouterWrapper):
         session = self._sessions.get(key)
         if session is None:
             while len(self._sessions) >= self._max_sessions:
-                self._sessions.popitem(last=False)
+                self._forget(self._evicted_for(key.owner))
             session = self._sessions[key] = _Session(instance)
+            self._by_owner.setdefault(key.owner, OrderedDict())[key] = None
         if session.instance != instance:
             session.instance = instance
             session.announced_at = -math.inf
         session.used_at = now
-        self._sessions.move_to_end(key)
+        self._move_to_end(key)
         return session
+
+    def _move_to_end(self, key: SessionKey) -> None:
+        self._sessions.move_to_end(key)
+        self._by_owner[key.owner].move_to_end(key)
+
+    def _evicted_for(self, owner: str) -> SessionKey:
+        """Return the session that makes room for a new one of `owner`."""
+        own = self._by_owner.get(owner)
+        if own is None or len(own) * len(self._by_owner) < self._max_sessions:  # then another key has more than its share
+            own = max(self._by_owner.values(), key=len)
+        return next(iter(own))
+
+    def _forget(self, key: SessionKey) -> None:
+        del self._sessions[key]
+        own = self._by_owner[key.owner]
+        del own[key]
+        if not own:
+            del self._by_owner[key.owner]
 
     def _expire(self, now: float) -> None:
         for _ in range(_EXPIRED_PER_TURN):
@@ -141,6 +166,6 @@ class SessionRouter(RouterWrapper):
                 return
             if session.open:  # still in use
                 session.used_at = now
-                self._sessions.move_to_end(key)
+                self._move_to_end(key)
             else:
-                del self._sessions[key]
+                self._forget(key)

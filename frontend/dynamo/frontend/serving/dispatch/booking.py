@@ -110,6 +110,7 @@ class Booker:
                 pinned=call.instance,
                 needs_room=call.instance is not None,
                 session=call.session,
+                session_owner=call.account.name if call.session else "",
                 sequence=work.sequence,
                 overrides=call.overrides,
                 hashes=work.hashes,

@@ -126,6 +126,43 @@ def test_memory_is_bounded_and_the_least_recently_used_session_goes_first() -> N
     assert len(sessions.router) == 3
 
 
+def test_keys_have_sessions_of_their_own() -> None:
+    sessions = Sessions()
+    first = sessions.ask("chat", session_owner="a")
+    other = InstanceId(first % 3 + 1)
+    assert sessions.ask("chat", session_owner="b", pinned=other) == other
+    assert sessions.ask("chat", session_owner="a") == first
+    assert sessions.ask("chat", session_owner="b") == other
+
+
+def test_a_key_with_many_sessions_evicts_none_of_those_of_keys_with_few() -> None:
+    sessions = Sessions(max_sessions=6)
+    for number in range(9):
+        sessions.ask(f"invented {number}", session_owner="a")
+    homes = {(owner, name): sessions.ask(name, session_owner=owner) for owner in "bc" for name in ("x", "y")}
+    for number in range(30):
+        sessions.ask(f"more {number}", session_owner="a")
+    for (owner, name), home in homes.items():
+        assert sessions.ask(name, session_owner=owner) == home
+        assert sessions.decision.reason == "session"
+    assert len(sessions.router) == 6
+
+
+def test_more_keys_than_sessions_leave_each_a_chance_and_no_memory() -> None:
+    sessions = Sessions(max_sessions=3)
+    for number in range(20):
+        sessions.ask("x", session_owner=str(number % 5))
+    assert len(sessions.router) == 3
+    sessions.now = 61.0
+    for _ in range(20):
+        sessions.ask("y", session_owner="last")
+    kept = kept_objects(sessions.router)
+    for number in range(20):
+        sessions.now += 61.0
+        sessions.ask("y", session_owner=str(number))
+    assert (len(sessions.router), kept_objects(sessions.router)) == (1, kept)
+
+
 def test_a_session_whose_instance_is_gone_moves_to_another_and_stays_there() -> None:
     sessions = Sessions()
     first = sessions.ask("a")
