@@ -986,7 +986,9 @@ class RouterOptions:
         AffinityMode.HARD, help="A session whose instance is busy: hard keeps it there, soft moves it."
     )
     session_affinity_max: int = option(
-        65_536, minimum=1, help="Sessions remembered at most; the one that was used least recently is forgotten first."
+        65_536,
+        minimum=1,
+        help="Sessions remembered at most. Those of a key with more than its share are forgotten first, the least used first.",
     )
 
 
@@ -1035,9 +1037,11 @@ class RetryOptions:
         0.2,
         minimum=0,
         maximum=1,
-        help="Retries and migrations allowed per request, over all requests: a dying fleet does not get every request twice.",
+        help="Retries and migrations allowed per request, for each API key and model: a dying fleet gets few requests twice.",
     )
-    floor_per_s: float = option(10.0, minimum=0, help="Retries and migrations allowed per second however few requests there are.")
+    floor_per_s: float = option(
+        10.0, minimum=0, help="Retries and migrations of an API key at a model allowed per second however few requests it sends."
+    )
     burst: int = 1000
     """Retries saved up at most. An instance's death costs one for each request it held."""
     reconnect_grace_s: float = 5.0

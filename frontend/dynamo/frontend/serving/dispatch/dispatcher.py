@@ -37,9 +37,11 @@ from dynamo.frontend.serving.dispatch.retry import (
     Attempt,
     Attempts,
     RetryBudget,
+    RetryBudgets,
     RetryPolicy,
     Suspects,
     Verdict,
+    cost_no_work,
     died_holding,
     reason_of,
     was_lost_on_the_way,
@@ -58,7 +60,7 @@ class _DispatchParts:
     link: Link
     reconnect_grace_s: float
     policy: RetryPolicy
-    budget: RetryBudget
+    budgets: RetryBudgets
     suspects: Suspects
     clock: Callable[[], float]
 
@@ -100,7 +102,7 @@ class Dispatcher:
             link=link,
             reconnect_grace_s=retry.reconnect_grace_s,
             policy=RetryPolicy(retry),
-            budget=RetryBudget(retry, clock()),
+            budgets=RetryBudgets(retry, clock()),
             suspects=Suspects(),
             clock=clock,
         )
@@ -171,6 +173,7 @@ class DispatchedStream:
     __slots__ = (
         "_attempts",
         "_booking",
+        "_budget",
         "_call",
         "_deadline",
         "_ended",
@@ -201,8 +204,8 @@ class DispatchedStream:
         """Whether the instance in `decision` has responded with anything yet."""
         self.trailer: Buffer = b""
         """The last frame of the instance, after `read` returned []."""
-        if not call.is_copy:
-            shared.budget.request()
+        self._budget: RetryBudget | None = None if call.is_copy else shared.budgets.request(work.model, call.account.name)
+        """For retries; None: there are none."""
 
     def __repr__(self) -> str:
         state = "ended" if self._ended else repr(self._failure) if self._failure is not None else repr(self._booking)
@@ -294,7 +297,7 @@ class DispatchedStream:
         """
         shared, attempts = self._shared, self._attempts
         # Nothing has failed if it was our own connection that was away.
-        if attempts.failed and not self._take_retry(shared.clock()):
+        if attempts.failed and not (self._budget is not None and self._budget.take(shared.clock())):
             raise error
         return DispatchedStream(shared, work, self._call, self._deadline, attempts.copy())
 
@@ -345,16 +348,12 @@ class DispatchedStream:
             attempts.failed = failed if attempt.has_alternative else []
             work.metrics.recovered(LINK_REASON)
             return
-        if not self._take_retry(now):
+        if self._budget is None or not (cost_no_work(error) or self._budget.take(now)):
             raise error
         work.metrics.recovered(reason_of(error))
         attempts.number += 1
         attempts.failed = failed
         self._work = work
-
-    def _take_retry(self, now: float) -> bool:
-        """Return whether another instance may be sent the request now, and count that."""
-        return not self._call.is_copy and self._shared.budget.take(now)
 
     def _failed_by(self, error: DynamoError, instance: InstanceId, work: Work) -> list[InstanceId]:
         """Return the instances that are not to be sent the request, now that `instance` has failed it."""

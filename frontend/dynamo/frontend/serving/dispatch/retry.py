@@ -1,11 +1,11 @@
-"""What follows a failed attempt: a decision without I/O, and a budget over all requests.
+"""What follows a failed attempt: a decision without I/O, and a budget for each model and API key.
 
 A failed attempt is repeated
 
 1. only if the error says that it may be (`retryable`), and only before the first frame was delivered;
 2. only on another instance or, where there is none, on one that got or sent only a part of it, and never if the caller named the
    instance;
-3. only inside the deadline, `max_attempts` and the retry budget;
+3. only inside the deadline, `max_attempts` and the retry budget, of which a refusal that cost no work takes nothing;
 4. only once after an instance died while it held the request, which may be what killed it, also if a response had begun.
 
 A client that repeats such a request would end two instances each time, so what two instances died of in a row is refused for
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Self
 
-from dynamo.common.errors import DynamoError, EngineError, InstanceGone
+from dynamo.common.errors import DynamoError, EngineError, InstanceGone, InvalidRequest
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import RetryOptions
 
@@ -36,6 +36,8 @@ _MAX_DEATHS = 1
 QUARANTINE_S = 600.0
 """How long a schema or grammar is refused after the last instance died that held it."""
 _MAX_SUSPICIONS = 1024
+MAX_BUDGETS = 4096
+"""Above it, the budget that was made first is forgotten, and made anew when there is a request for it."""
 
 LINK_REASON = "link"
 """Label of a retry after our own connection to NATS was away or silent."""
@@ -111,6 +113,11 @@ def died_holding(error: DynamoError) -> bool:
 def was_lost_on_the_way(error: DynamoError) -> bool:
     """Return whether `error` says that a part of the request or its response did not arrive: the instance may well serve it."""
     return isinstance(error, InstanceGone) and error.is_alive
+
+
+def cost_no_work(error: DynamoError) -> bool:
+    """Return whether `error` says that an instance only looked at the request, as for a sequence that began elsewhere."""
+    return isinstance(error, InvalidRequest)
 
 
 def reason_of(error: DynamoError) -> str:
@@ -203,3 +210,22 @@ class RetryBudget:
             return False
         self._left -= 1.0
         return True
+
+
+class RetryBudgets:
+    """A budget for each model and API key, so that no key and no model uses up the retries of another."""
+
+    def __init__(self, options: RetryOptions, now: float) -> None:
+        self._options = options
+        self._opened_at = now
+        self._budgets: dict[tuple[str, str], RetryBudget] = {}
+
+    def request(self, model: str, owner: str) -> RetryBudget:
+        """Return the budget of a request that came in, and count it there."""
+        budget = self._budgets.get((model, owner))
+        if budget is None:
+            if len(self._budgets) >= MAX_BUDGETS:
+                del self._budgets[next(iter(self._budgets))]
+            budget = self._budgets[model, owner] = RetryBudget(self._options, self._opened_at)
+        budget.request()
+        return budget

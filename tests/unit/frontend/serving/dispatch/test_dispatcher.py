@@ -24,7 +24,8 @@ from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import RetryOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
-from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
+from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.dispatch.candidates import able_to_serve
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
@@ -307,6 +308,33 @@ async def test_retries_stay_a_fraction_of_the_requests() -> None:
         except Overloaded:
             outcomes.append(False)
     assert sum(outcomes) == 1 + 20
+
+
+@in_virtual_time
+async def test_a_key_that_uses_up_its_retries_leaves_those_of_others() -> None:
+    settings = ServingOptions(retry=RetryOptions(ratio=0.0, floor_per_s=0.0, burst=2))
+    b = bench(failing_on({1: Overloaded("full")}), settings=settings)
+    call_of_key = Call(account=KeyAccount(ApiKey(name="greedy", salt=b"", digest=b"")), request_id="k")
+    for _ in range(2):
+        assert await b.call(call_of_key) == b"response"
+    with pytest.raises(Overloaded):
+        await b.call(call_of_key)
+    for _ in range(2):
+        assert await b.call() == b"response"
+
+
+@in_virtual_time
+async def test_a_refusal_that_cost_no_work_takes_no_retry() -> None:
+    settings = ServingOptions(retry=RetryOptions(ratio=0.0, floor_per_s=0.0, burst=1))
+    unknown = InvalidRequest("the sequence has not begun here")
+    unknown.retryable = True
+    b = bench(failing_on({1: unknown}), settings=settings)
+    for _ in range(3):
+        assert await b.call() == b"response"
+    b.client.respond = failing_on({1: Overloaded("full")})
+    assert await b.call() == b"response"
+    with pytest.raises(Overloaded):
+        await b.call()
 
 
 @in_virtual_time

@@ -5,7 +5,9 @@ import pytest
 from dynamo.common.errors import DynamoError, EngineError, InstanceGone, NoInstances, Overloaded, ShuttingDown, Unavailable
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import RetryOptions
-from dynamo.frontend.serving.dispatch.retry import Attempt, RetryBudget, RetryPolicy, Verdict, died_holding
+from dynamo.frontend.serving.dispatch import retry as retry_module
+from dynamo.frontend.serving.dispatch.retry import Attempt, RetryBudget, RetryBudgets, RetryPolicy, Verdict, died_holding
+from tests.support.memory import kept_objects
 
 RETRY, WAIT, RAISE, EXPIRE, BLAME = Verdict.RETRY, Verdict.WAIT, Verdict.RAISE, Verdict.EXPIRE, Verdict.BLAME
 NOW = 100.0
@@ -78,3 +80,17 @@ def test_an_idle_frontend_may_still_retry_a_few_times_a_second() -> None:
     assert [budget.take(0.0) for _ in range(6)] == [True] * 5 + [False]
     assert [budget.take(0.25) for _ in range(3)] == [True, True, False]
     assert [budget.take(1000.0) for _ in range(6)] == [True] * 5 + [False]
+
+
+def test_each_model_and_key_has_a_budget_of_its_own_and_there_are_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry_module, "MAX_BUDGETS", 3)
+    budgets = RetryBudgets(RetryOptions(ratio=0.0, floor_per_s=0.0, burst=1), now=0.0)
+    of = [("m", "a"), ("m", "b"), ("n", "a")]
+    assert [budgets.request(*pair).take(0.0) for pair in [*of, *of]] == [True] * 3 + [False] * 3
+    assert budgets.request("o", "a").take(0.0)
+    assert not budgets.request("n", "a").take(0.0)
+    assert budgets.request("m", "a").take(0.0)
+    kept = kept_objects(budgets)
+    for number in range(20):
+        budgets.request("m", str(number))
+    assert kept_objects(budgets) <= kept
