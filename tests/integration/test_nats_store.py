@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -200,3 +201,20 @@ async def test_a_full_disk_holds_up_one_write_and_is_used_again_when_nats_server
             await server.restart()  # it does not write again by itself
             await until(lambda: records.is_ready)
             assert await records.put("b", bytes(100_000), last=0) is not None
+
+
+async def test_a_large_record_whose_writing_is_cancelled_leaves_nothing(nats_server: NatsServer, namespace: str) -> None:
+    async with (
+        connect_nats(NatsOptions(servers=(nats_server.url,)), "test") as nats,
+        open_records(nats, namespace, ttl_s=600, max_bytes=64 << 20) as records,
+    ):
+        await until(lambda: records.is_ready)
+        stream = nats.client.jetstream()
+        writing = asyncio.ensure_future(records.put("ns.a", b"x" * (8 << 20)))
+        while not (await stream.stream_info(f"OBJ_{namespace}-large")).state.messages:
+            pass
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert await records.get("ns.a") is None
+        assert (await stream.stream_info(f"OBJ_{namespace}-large")).state.bytes < 64 << 10

@@ -29,7 +29,7 @@ from dynamo.common.messaging.jetstream.objects import object_pieces, read_object
 from dynamo.common.messaging.jetstream.reasons import reason_of
 from dynamo.common.messaging.jetstream.replicas import create_replicated
 from dynamo.common.messaging.nats.connection import Connection
-from dynamo.common.process.background import Tasks, raise_if_cancelled, running
+from dynamo.common.process.background import Tasks, awaited, raise_if_cancelled, running
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -249,7 +249,7 @@ class RecordStore:
                 replaced = None if last == 0 else _object_of(await values.peek(key))
                 name = f"{key}.{secrets.token_hex(8)}" if is_large else None
                 if name is not None:
-                    await (await self._objects()).put(name, value)
+                    await self._put_object(name, value)
                 content = _INLINE + value if name is None else _ELSEWHERE + name.encode()
                 revision = await values.put(key, content, last)
             unused = name if revision is None else replaced
@@ -323,6 +323,19 @@ class RecordStore:
                 await values.delete(key)
             if (name := _object_of(entry)) is not None:
                 await self._discard(name)
+
+    async def _put_object(self, name: str, value: bytes) -> None:
+        """Write an object. If cancelled, it is written to its end and deleted: nats-py leaves the pieces that it wrote."""
+        writing = awaited((await self._objects()).put(name, value))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait({writing}, timeout=_LARGE_LIMIT_S)
+            if not writing.done():
+                writing.cancel()
+            elif writing.exception() is None:
+                await self._discard(name)
+            raise
 
     async def _discard(self, name: str) -> None:
         """Delete an object that no record names any more. If that fails, it is there until it expires."""
