@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from dynamo.common.errors import DynamoError
 from dynamo.common.etcd import Etcd, LeaseSession
+from dynamo.common.process.background import running
+
+log = logging.getLogger(__name__)
 
 _TTL_S = 10.0
+RETRY_S = 5.0
+"""After a name could not be released, and between attempts to do so."""
 
 
 class Leases:
@@ -22,6 +30,11 @@ class Leases:
         self._holder = f"{os.getpid()}-{secrets.token_hex(8)}".encode()
         self._taken: dict[str, int] = {}
         """The lease under which each name was taken."""
+        self._unreleased: set[str] = set()
+        """Names that are to be released, which failed so far."""
+        self._has_failed = asyncio.Event()
+        self._lock = asyncio.Lock()
+        """So that no name is taken while it is being released."""
         self._on_lost: list[Callable[[], None]] = []
 
     def on_lost(self, callback: Callable[[], None]) -> None:
@@ -34,17 +47,44 @@ class Leases:
 
     async def take(self, name: str) -> bool:
         """Take `name` unless another process has it; return whether it is ours. Raises EtcdUnavailable, LeaseLost."""
-        lease = self._lease
-        if not lease or not await self._etcd.replace(self._prefix + name, self._holder, mod_revision=0, lease=lease):
-            return False
-        self._taken[name] = lease
-        return lease == self._lease  # otherwise it was lost meanwhile, and `on_lost` was called too early for this name
+        async with self._lock:
+            lease = self._lease
+            if not lease or not await self._etcd.replace(self._prefix + name, self._holder, mod_revision=0, lease=lease):
+                return False
+            self._taken[name] = lease
+            self._unreleased.discard(name)
+            return lease == self._lease  # otherwise it was lost meanwhile, and `on_lost` was called too early for this name
 
     async def release(self, name: str) -> None:
-        """Let others take `name`. Raises EtcdUnavailable; then it is free when the lease ends."""
-        lease = self._taken.pop(name, 0)
-        if lease == self._lease != 0:  # otherwise it may be another's
-            await self._etcd.delete(self._prefix + name)
+        """Let others take `name`. Raises EtcdUnavailable; then `release_again` does so."""
+        async with self._lock:
+            self._unreleased.add(name)
+            await self._release(name)
+
+    async def _release(self, name: str) -> None:
+        try:
+            if self._taken.get(name, 0) == self._lease != 0:  # otherwise it may be another's
+                await self._etcd.delete(self._prefix + name)
+        except BaseException:
+            self._has_failed.set()
+            raise
+        self._taken.pop(name, None)
+        self._unreleased.discard(name)
+
+    async def release_again(self) -> None:
+        """Release what could not be released, as while etcd was away, until cancelled."""
+        while True:
+            await self._has_failed.wait()
+            await asyncio.sleep(RETRY_S)
+            self._has_failed.clear()
+            for name in [*self._unreleased]:
+                try:
+                    async with self._lock:
+                        if name in self._unreleased:  # it may have been taken again meanwhile
+                            await self._release(name)
+                except DynamoError as error:
+                    log.debug("the lease of %s could not be given back: %s", name, error)
+                    break
 
     @property
     def _lease(self) -> int:
@@ -56,4 +96,5 @@ async def open_leases(etcd: Etcd, prefix: str) -> AsyncIterator[Leases]:
     """Keep a lease while the body runs; at its end all that was taken is free. Does not wait for etcd."""
     leases = Leases(etcd, prefix)
     async with etcd.session(_TTL_S, on_lost=leases.lost) as leases.session:
-        yield leases
+        async with running(leases.release_again(), "leases to give back"):
+            yield leases
