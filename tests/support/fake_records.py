@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord
 from dynamo.common.messaging.jetstream.records import INLINE_BYTES, Changes, Position, Record, RecordContent
+from dynamo.common.process.background import raise_if_cancelled
 
 PIECE_BYTES = 128 * 1024
 
@@ -43,14 +45,14 @@ class FakeRecords:
         return not self.is_away
 
     async def get(self, key: str, hold: Callable[[int], None] | None = None) -> Record | None:
-        self._check()
-        self.reads += 1
-        if key in self.damaged:
-            raise DamagedRecord("test", key)
-        record = self.records.get(key)
-        if record is not None and hold is not None:
-            hold(len(record.value))
-        return record
+        with self._operation():
+            self.reads += 1
+            if key in self.damaged:
+                raise DamagedRecord("test", key)
+            record = self.records.get(key)
+            if record is not None and hold is not None:
+                hold(len(record.value))
+            return record
 
     async def open(self, key: str) -> RecordContent | None:
         record = await self.get(key)
@@ -65,34 +67,34 @@ class FakeRecords:
             yield value[start : start + PIECE_BYTES]
 
     async def put(self, key: str, value: bytes, *, last: int | None = None, inline_bytes: int | None = None) -> int | None:
-        self._check()
-        present = self.records.get(key)
-        if last is not None and last != (0 if present is None else present.revision):
-            return None
-        self._revision += 1
-        self.records[key] = Record(value, self._revision, self.clock())
-        self._inline_bytes[key] = len(value) if len(value) <= (inline_bytes or INLINE_BYTES) else 100
-        self.written_bytes += len(value)
-        return self._revision
+        with self._operation():
+            present = self.records.get(key)
+            if last is not None and last != (0 if present is None else present.revision):
+                return None
+            self._revision += 1
+            self.records[key] = Record(value, self._revision, self.clock())
+            self._inline_bytes[key] = len(value) if len(value) <= (inline_bytes or INLINE_BYTES) else 100
+            self.written_bytes += len(value)
+            return self._revision
 
     async def renew(self, key: str, last: int) -> int | None:
-        self._check()
-        present = self.records.get(key)
-        if present is None or present.revision != last:
-            return None
-        self._revision += 1
-        self.records[key] = Record(present.value, self._revision, self.clock())
-        self.written_bytes += self._inline_bytes[key]
-        self.renewed += 1
-        return self._revision
+        with self._operation():
+            present = self.records.get(key)
+            if present is None or present.revision != last:
+                return None
+            self._revision += 1
+            self.records[key] = Record(present.value, self._revision, self.clock())
+            self.written_bytes += self._inline_bytes[key]
+            self.renewed += 1
+            return self._revision
 
     async def age_s(self, record: Record) -> float:
-        self._check()
-        return self.clock() - record.written_at
+        with self._operation():
+            return self.clock() - record.written_at
 
     async def keys(self, pattern: str) -> list[str]:
-        self._check()
-        return sorted(key for key in self.records if _matches(key, pattern))
+        with self._operation():
+            return sorted(key for key in self.records if _matches(key, pattern))
 
     async def values(self, pattern: str) -> dict[str, bytes]:
         values = {key: self.records[key].value for key in await self.keys(pattern)}
@@ -110,12 +112,20 @@ class FakeRecords:
         )
 
     async def delete(self, key: str) -> None:
+        with self._operation():
+            if self.records.pop(key, None) is not None:
+                self._revision += 1
+                self._deleted[key] = self._revision
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Raise as the store does, which also does so at the end for a task that is cancelled."""
         self._check()
-        if self.records.pop(key, None) is not None:
-            self._revision += 1
-            self._deleted[key] = self._revision
+        yield
+        raise_if_cancelled()
 
     def _check(self) -> None:
+        raise_if_cancelled()
         if self.is_away:
             raise Unavailable("the bucket test in JetStream cannot be read: it is away")
 

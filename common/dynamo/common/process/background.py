@@ -7,6 +7,7 @@
 | `Tasks(on_failure)` | tasks of an object that has a `close()` | is logged, and given to `on_failure` |
 | `start(work, name, on_failure)` | one such task | is logged, and given to `on_failure` |
 | `awaited(work, name)` | a task that the function which starts it awaits as well | is raised by awaiting |
+| `outlasting(work, grace_s)` | what goes on for a while when its caller is cancelled | is raised, unless that was cancelled |
 
 `asyncio.TaskGroup` is fine inside a function. A test forbids bare `create_task` and `ensure_future` everywhere else.
 
@@ -44,6 +45,18 @@ class TaskFailed(Exception):
 def awaited(work: Work[T], name: str | None = None) -> asyncio.Task[T]:
     """Start `work` beside the calling function, which awaits the task or hands it to an awaiter, and so gets its failure."""
     return asyncio.get_running_loop().create_task(work, name=name)
+
+
+async def outlasting(work: Work[T], grace_s: float) -> T:
+    """Return what `work` does. If the calling task is cancelled, `work` has so many more seconds before that is raised."""
+    task = awaited(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task], timeout=grace_s)
+        raise
+    finally:
+        task.cancel()
 
 
 def start(work: Work[T], name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:

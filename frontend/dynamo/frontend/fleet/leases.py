@@ -95,6 +95,8 @@ class Leases:
 async def open_leases(etcd: Etcd, prefix: str) -> AsyncIterator[Leases]:
     """Keep a lease while the body runs; at its end all that was taken is free. Does not wait for etcd."""
     leases = Leases(etcd, prefix)
-    async with etcd.session(_TTL_S, on_lost=leases.lost) as leases.session:
-        async with running(leases.release_again(), "leases to give back"):
-            yield leases
+    async with (
+        etcd.session(_TTL_S, on_lost=leases.lost) as leases.session,
+        running(leases.release_again(), "leases to give back"),
+    ):
+        yield leases

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dynamo.common.errors import Unavailable
-from dynamo.common.process.background import TaskFailed, Tasks, running, running_tasks, start
+from dynamo.common.process.background import TaskFailed, Tasks, outlasting, running, running_tasks, start
+from tests.support.virtual_time import in_virtual_time
 
 ROOT = Path(__file__).parents[4]
 SOURCES = [path for room in ("common", "frontend", "worker", "local") for path in (ROOT / room).rglob("*.py")]
@@ -162,6 +163,33 @@ async def test_the_failure_of_a_started_task_is_logged_though_it_is_not_awaited(
     await asyncio.wait([task])
     await asyncio.sleep(0)
     assert [record.getMessage() for record in caplog.records] == ["work failed"]
+
+
+@in_virtual_time
+@pytest.mark.parametrize(("work_s", "ended_s"), [(2.0, 2.0), (20.0, 4.0)])
+async def test_work_that_outlasts_its_caller_ends_or_is_cancelled_in_time(work_s: float, ended_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    ends: list[tuple[str, float]] = []
+
+    async def work() -> str:
+        try:
+            await asyncio.sleep(work_s)
+        except asyncio.CancelledError:
+            ends.append(("cancelled", loop.time() - begin))
+            raise
+        ends.append(("done", loop.time() - begin))
+        return "done"
+
+    begin = loop.time()
+    caller = asyncio.create_task(outlasting(work(), 3.0))
+    await asyncio.sleep(1.0)
+    caller.cancel()
+    await asyncio.wait([caller])
+    await asyncio.sleep(0)
+    assert caller.cancelled() and ends == [("done" if work_s == ended_s else "cancelled", ended_s)]
+    assert await outlasting(work(), 3.0) == "done"
+    with pytest.raises(LookupError):
+        await outlasting(_fail(), 3.0)
 
 
 _STARTS = ("create_task", "ensure_future")

@@ -12,4 +12,5 @@
 | `result_lines` | lines of the output and error files |
 | `result_room` | what the results of a batch may take |
 | `runner` | carries out the batches whose lease this process holds |
+| `segments` | the results of some lines in a row, and the record that has them |
 """

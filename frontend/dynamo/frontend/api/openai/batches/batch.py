@@ -6,13 +6,13 @@ line that was carried out twice, because a frontend died or lost its lease, is i
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from io import BytesIO
 from typing import Annotated, Literal
 
 import msgspec
@@ -23,7 +23,7 @@ from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Rate
 from dynamo.common.messaging.jetstream.records import Record, RecordStore
 from dynamo.common.names import encode
 from dynamo.frontend.api.openai.batches.index import Index
-from dynamo.frontend.api.openai.batches.long_texts import position, unescaped, write_escaped
+from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment, decode_segment, encode_segment, writer_of
 from dynamo.frontend.api.openai.store.owners import owner_token
 from dynamo.frontend.api.openai.store.quota import StoredBytes
 
@@ -47,15 +47,13 @@ _BLOCK_BYTES = 64 * 1024
 """So much of a file is looked at in one call, which keeps the interpreter from other threads."""
 _UNSET = frozenset({b"", b"null", b"false"})
 _ATTEMPTS = 5
+_WRITES = 3
+"""Attempts to keep the results of a segment: more would not help if the store has no room for them."""
+READY_S = 1.0
+"""How often it is looked whether a store that has failed takes writes again."""
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"]
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
-
-
-class RequestCounts(Struct, frozen=True):
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
 
 
 class Problem(Struct, frozen=True):
@@ -114,25 +112,6 @@ class _ForbiddenFlags(Struct, frozen=True):
     @property
     def are_set(self) -> bool:
         return any(bytes(flag) not in _UNSET for flag in (self.stream, self.background))
-
-
-class Segment(Struct, frozen=True):
-    """The results of some lines in a row, as they are in the files: in UTF-8, since a text takes four bytes for each character
-    as soon as one of them is an emoji."""
-
-    outputs: bytes
-    errors: bytes
-    counts: RequestCounts
-    """`total` is that of the segment; lines that were not carried out, since the batch was cancelled, are in no other one."""
-
-    @property
-    def is_complete(self) -> bool:
-        return self.counts.completed + self.counts.failed == self.counts.total
-
-    @property
-    def size_bytes(self) -> int:
-        """What it adds to the files."""
-        return len(self.outputs) + len(self.errors)
 
 
 class Lines(Struct, frozen=True):
@@ -234,9 +213,6 @@ _lines = msgspec.json.Decoder(BatchLine)
 _flags = msgspec.json.Decoder(_ForbiddenFlags)
 _waiting = msgspec.json.Decoder(Waiting)
 _owned = msgspec.json.Decoder(Owned)
-_counts = msgspec.json.Decoder(RequestCounts)
-_OUTPUTS, _ERRORS, _COUNTS = b'{"outputs":"', b'","errors":"', b'","counts":'
-"""What stands around the parts of the record of a segment, and within none of them, where quotes are escaped."""
 
 
 def _listed(record: bytes) -> _Listed:
@@ -434,11 +410,17 @@ class Batches:
         begun = None if lines is None else Begun(lines, by)
         await self._change_by(by, owner, id, lambda owned: replace(owned, begun=begun))
 
-    async def stop(self, owner: str, id: str, by: str) -> None:
-        """Note that a frontend carries a batch out no more, in good order. Raises BatchNotFound."""
+    async def stop(self, owner: str, id: str, by: str, max_attempts: int | None = None) -> None:
+        """Note that a frontend carries a batch out no more, in good order. Raises BatchNotFound.
+
+        `max_attempts`: how many attempts at the next segment count, without its own; None: all do.
+        """
 
         def stopped(owned: Owned) -> Owned:
-            return replace(owned, begun=None, by="", is_unleased=False) if owned.by == by else owned
+            if owned.by != by:
+                return owned
+            attempts = owned.attempts if max_attempts is None else min(owned.attempts, max_attempts)
+            return replace(owned, begun=None, by="", is_unleased=False, attempts=attempts)
 
         await self._change(owner, id, stopped)
 
@@ -496,18 +478,41 @@ class Batches:
             record = await self._records().get(key, hold)
             if record is not None:
                 hold(len(record.value))
-                segments[int(key.rpartition(".")[2])] = await _read_segment(record.value)
+                segments[int(key.rpartition(".")[2])] = await decode_segment(record.value)
         return segments
 
-    async def put_segment(self, id: str, number: int, segment: Segment) -> bool:
-        """Keep the results of a segment, unless there are some; return whether they were kept."""
-        record = BytesIO()
-        record.write(_OUTPUTS)
-        await write_escaped(segment.outputs, record)
-        record.write(_ERRORS)
-        await write_escaped(segment.errors, record)
-        record.write(_COUNTS + msgspec.json.encode(segment.counts) + b"}")
-        return await self._records().put(self._segment_key(id, str(number)), record.getvalue(), last=0) is not None
+    async def put_segment(self, owner: str, id: str, by: str, number: int, segment: Segment) -> bool:
+        """Keep the results of a segment, unless there are some, or another frontend carries the batch out.
+
+        Return whether those that are there are these. nats-server may do later what it did not respond to in time: so that is
+        tried again when the store takes writes, until it is known what became of it. Raises BatchNotFound.
+        """
+        key, writer = self._segment_key(id, str(number)), secrets.token_hex(8)
+        record, failure = await encode_segment(segment, writer), Unavailable("the results are not kept")
+        for _ in range(_WRITES):
+            try:
+                is_ours = (await self._load(owner, id))[0].by == by
+                if is_ours and await self._records().put(key, record, last=0) is not None:
+                    return True
+                return await self._writer_of(key) == writer
+            except Unavailable as error:
+                failure = error
+            await self._until_ready()
+        if await self._writer_of(key) == writer:
+            return True
+        raise failure
+
+    async def _until_ready(self) -> None:
+        """Return when the store, which has failed, takes what is written."""
+        while True:
+            await asyncio.sleep(READY_S)
+            if self._records().is_ready:
+                return
+
+    async def _writer_of(self, key: str) -> str:
+        """Return the token of the one that wrote the results of a segment; empty if there are none."""
+        content = await self._records().open(key)
+        return "" if content is None else await writer_of(content)
 
     async def _bytes_of(self, owner: str) -> int:
         return sum(listed.stored_bytes for listed in await self._index.of(self._key(owner, "*")))
@@ -520,16 +525,6 @@ class Batches:
 
     def _segment_key(self, id: str, number: str) -> str:
         return f"{self._prefix}.segment.{id}.{number}"
-
-
-async def _read_segment(record: bytes) -> Segment:
-    counts = await position(record, _COUNTS, len(record))
-    errors = await position(record, _ERRORS, counts)
-    return Segment(
-        await unescaped(record, len(_OUTPUTS), errors),
-        await unescaped(record, errors + len(_ERRORS), counts),
-        _counts.decode(record[counts + len(_COUNTS) : -1]),
-    )
 
 
 def result_file_id(batch: str, kind: str) -> str:

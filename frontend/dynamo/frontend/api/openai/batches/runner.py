@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from dynamo.common.errors import DynamoError, Forbidden, Overloaded, PayloadTooLarge, Unauthenticated, Unavailable
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord
-from dynamo.common.process.background import Tasks, awaited
+from dynamo.common.process.background import Tasks, awaited, outlasting
 from dynamo.frontend.api.calls import TIMEOUT
 from dynamo.frontend.api.declaration import Charge, Reads
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
@@ -43,8 +43,6 @@ from dynamo.frontend.api.openai.batches.batch import (
     Owned,
     Problem,
     Problems,
-    RequestCounts,
-    Segment,
     TakenOver,
     Waiting,
     parse_lines,
@@ -55,6 +53,7 @@ from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount
 from dynamo.frontend.api.openai.batches.long_texts import joined
 from dynamo.frontend.api.openai.batches.result_lines import line_id, result_line
 from dynamo.frontend.api.openai.batches.result_room import ResultRoom
+from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.offload import Offload
@@ -77,6 +76,8 @@ MAX_ATTEMPTS = 10
 ALONE_S = 60.0
 """How long a line at which a frontend may have ended is carried out alone."""
 POLL_S = 5.0
+STOP_S = 2.5
+"""How long a frontend that stops may take to keep results that it is about to, and then to write that it stops."""
 CREATED_WITHIN_S = 120
 """After a batch waits, its record is written; otherwise it will never be."""
 _REFUSED = frozenset({429, 503, 529})
@@ -87,6 +88,7 @@ _RETRIES = 20
 """While the fleet refuses a line. For the limits of its key it waits until they have room, or the batch expires."""
 _PRIORITY = b"-1000"
 _ENDED = "frontends_ended"
+_NO_ROOM = "what the batch, or the API key, may store leaves no room for the result"
 
 FindAccount = Callable[[str, Surface], Account]
 """Returns the account of a key by its name. Raises Unauthenticated if there is no such key, Forbidden if it lacks the scope."""
@@ -126,6 +128,8 @@ class BatchRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._owners: dict[str, str] = {}
         """Owners of the batches that are carried out here, by the batches' ids."""
+        self._attempts: dict[str, int] = {}
+        """Earlier attempts at the segments that are carried out here, by the batches' ids."""
         self._last_start: dict[str, int] = {}
         """For each owner with waiting batches, which of all starts here was its last one."""
         self._starts = 0
@@ -222,8 +226,23 @@ class BatchRunner:
         owner, id = waiting.owner, waiting.id
         try:
             log.info("batch %s is carried out here", id)
+            await self._carry_out_owned(waiting)
+        except asyncio.CancelledError:  # in a task of its own, since the store does nothing for one that is cancelled
+            stopping = awaited(self._try_to_stop(owner, id, self._attempts.get(id)))
+            await asyncio.wait([stopping], timeout=STOP_S)
+            stopping.cancel()
+            raise
+        finally:
+            self._unleased.discard(id)
+            self._attempts.pop(id, None)
+            del self._running[id], self._owners[id]
+            await self._release(id)
+
+    async def _carry_out_owned(self, waiting: Waiting) -> None:
+        owner, id = waiting.owner, waiting.id
+        try:
             owned = await self._batches.take_over(owner, id, self._token)
-            batch = owned.batch
+            batch, self._attempts[id] = owned.batch, owned.attempts
             if batch.status not in ENDED:
                 with self._settings.capacity.holding() as occupied:
                     try:
@@ -239,14 +258,10 @@ class BatchRunner:
         except DynamoError as error:
             level = logging.DEBUG if isinstance(error, TakenOver) else logging.WARNING
             log.log(level, "batch %s stops for now: %s", id, error)
-            await self._stopped(owner, id)
-        except asyncio.CancelledError:
-            await self._try_to_stop(owner, id)
-            raise
-        finally:
-            self._unleased.discard(id)
-            del self._running[id], self._owners[id]
-            await self._release(id)
+            while True:  # it keeps its lease until that is written
+                if await self._try_to_stop(owner, id, None):
+                    return
+                await asyncio.sleep(POLL_S)
 
     async def _release(self, id: str) -> None:
         try:
@@ -254,16 +269,10 @@ class BatchRunner:
         except DynamoError as error:
             log.debug("the lease of batch %s could not be given back: %s", id, error)
 
-    async def _stopped(self, owner: str, id: str) -> None:
-        """Say that nothing of a batch is carried out here any more; keep its lease until that is written."""
-        while True:
-            if await self._try_to_stop(owner, id):
-                return
-            await asyncio.sleep(POLL_S)
-
-    async def _try_to_stop(self, owner: str, id: str) -> bool:
+    async def _try_to_stop(self, owner: str, id: str, max_attempts: int | None) -> bool:
+        """Say that nothing of a batch is carried out here any more; return whether that is written."""
         try:
-            await self._batches.stop(owner, id, self._token)
+            await self._batches.stop(owner, id, self._token, max_attempts)
         except Unavailable:
             return False
         except DynamoError as error:
@@ -292,6 +301,8 @@ class BatchRunner:
         batch = await self._batches.change(owner, batch.id, started)
         done = await self._batches.segments(batch.id, hold)
         results_bytes = sum(segment.size_bytes for segment in done.values())
+        if results_bytes != owned.results_bytes:  # what kept the last ones could not count them
+            batch = await self._count(owner, batch, results_bytes, [segment.counts for segment in done.values()])
         left_out = "output_too_large" if _is_full(done) else ""
         if owned.ended >= MAX_ENDED_FRONTENDS:
             left_out = _ENDED
@@ -329,7 +340,9 @@ class BatchRunner:
         def counted(batch: Batch) -> Batch:
             return replace(batch, request_counts=RequestCounts(batch.request_counts.total, completed, failed))
 
-        return await self._batches.succeeded(owner, batch.id, self._token, results_bytes, counted)
+        batch = await self._batches.succeeded(owner, batch.id, self._token, results_bytes, counted)
+        self._attempts[batch.id] = 0
+        return batch
 
     async def _finish(
         self, owner: str, batch: Batch, lines: Sequence[BatchLine], done: Mapping[int, Segment], left_out: str
@@ -412,13 +425,17 @@ class BatchRunner:
         abandoned = sum(outcome.is_abandoned for outcome in outcomes)
         counts = RequestCounts(len(own), len(outputs), len(errors) - abandoned)
         segment = Segment(await joined(outputs), await joined(errors), counts)
-        if not await self._batches.put_segment(batch.id, number, segment):
+        await outlasting(self._keep(owned, number, segment, outcomes), STOP_S)
+        return segment
+
+    async def _keep(self, owned: Owned, number: int, segment: Segment, outcomes: Sequence[LineOutcome]) -> None:
+        """Keep results, and charge what they used."""
+        if not await self._batches.put_segment(owned.owner, owned.batch.id, self._token, number, segment):
             raise TakenOver
         for outcome in outcomes:
             if outcome.account is not None:
                 outcome.account.settle()
-        self._metrics.batch_lines(completed=counts.completed, failed=counts.failed)
-        return segment
+        self._metrics.batch_lines(completed=segment.counts.completed, failed=segment.counts.failed)
 
     async def _is_wanted(self, owner: str, id: str) -> bool:
         try:
@@ -481,13 +498,7 @@ class BatchRunner:
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
         if not await room.take(len(response), len(result_line(batch.id, line, (status, b""))) + len(response)):
-            text = result_line(
-                batch.id,
-                line,
-                None,
-                "output_too_large",
-                "what the batch, or the API key, may store leaves no room for the result",
-            )
+            text = result_line(batch.id, line, None, "output_too_large", _NO_ROOM)
             return LineOutcome(text, is_good=False, account=line_account)
         result = result_line(batch.id, line, (status, response))
         return LineOutcome(result, is_good=status < 400, account=line_account)

@@ -36,8 +36,6 @@ from dynamo.frontend.api.openai.batches.batch import (
     Batches,
     InvalidBatch,
     Lines,
-    RequestCounts,
-    Segment,
     TakenOver,
     parse_lines,
 )
@@ -45,6 +43,7 @@ from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner, FindAccount
+from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment
 from dynamo.frontend.api.openai.store.owners import owner_token
 from dynamo.frontend.api.openai.store.quota import COUNTED_S, StoredBytes
 from dynamo.frontend.config import CapacityOptions, HttpOptions
@@ -642,16 +641,137 @@ async def test_a_line_that_is_carried_out_again_is_in_the_ledger_once(is_lost: b
     async with running(handle, lambda name, surface: team) as r:
         put_segment, failures = r.batches.put_segment, [is_lost]
 
-        async def fail_once(id: str, number: int, segment: Segment) -> bool:
+        async def fail_once(*args: Any) -> bool:
             if failures.pop() if failures else False:
                 raise Unavailable("the results are not kept")
-            return await put_segment(id, number, segment)
+            return await put_segment(*args)
 
         monkeypatch.setattr(r.batches, "put_segment", fail_once)
         done = await r.ended(await r.create(lines_of(1)))
     assert (done.request_counts, calls) == (RequestCounts(1, 1, 0), 2)
     (row,) = ledger.rows(ledger.today())
     assert (row.requests, row.prompt_tokens) == (1, 7)
+
+
+class LateRecords(FakeRecords):
+    """A store that does its first write of results, and says that it failed; `late_s`: after so long, else before that."""
+
+    def __init__(self, late_s: float = 0.0) -> None:
+        super().__init__()
+        self.late_s = late_s
+        self.writes = 0
+
+    async def put(self, key: str, value: bytes, *, last: int | None = None, inline_bytes: int | None = None) -> int | None:
+        self.writes += ".segment." in key
+        if ".segment." not in key or self.writes > 1:
+            return await super().put(key, value, last=last, inline_bytes=inline_bytes)
+        if not self.late_s:
+            await super().put(key, value, last=last)
+            raise Unavailable("no response in time")
+        self.is_away = True
+
+        def late() -> None:
+            self.is_away = False
+            self.records[key] = Record(value, 10**6)
+
+        asyncio.get_running_loop().call_later(self.late_s, late)
+        raise Unavailable("no response in time")
+
+
+@in_virtual_time
+@pytest.mark.parametrize("late_s", [0.0, 40.0])
+async def test_lines_whose_results_are_kept_later_than_the_store_said_are_charged_and_counted(late_s: float) -> None:
+    ledger = Ledger()
+    team = KeyAccount(ApiKey(name="", salt=b"", digest=b""), ledger=ledger)
+    calls = 0
+
+    async def handle(exchange: Exchange) -> None:
+        nonlocal calls
+        calls += 1
+        exchange.account.record("m", UsageCounts(requests=1, prompt_tokens=7))
+        await exchange.respond(b"{}")
+
+    records = LateRecords(late_s)
+    async with running(handle, lambda name, surface: team, records=records) as r:
+        batch = await r.create(lines_of(5))
+        r.runner.poke()
+        while any(".waiting." in key for key in records.records):
+            await asyncio.sleep(1.0)
+        done = await r.batches.read("", batch.id)
+    assert (done.status, done.request_counts, calls, records.writes) == ("completed", RequestCounts(5, 5, 0), 5, 2)
+    (row,) = ledger.rows(ledger.today())
+    assert (row.requests, row.prompt_tokens) == (5, 35)
+
+
+@in_virtual_time
+async def test_results_that_are_being_kept_when_a_frontend_stops_are_charged_and_counted() -> None:
+    ledger, is_written, records = Ledger(), asyncio.Event(), FakeRecords()
+    team = KeyAccount(ApiKey(name="", salt=b"", digest=b""), ledger=ledger)
+
+    async def handle(exchange: Exchange) -> None:
+        exchange.account.record("m", UsageCounts(requests=1))
+        await exchange.respond(b"{}")
+
+    async with running(handle, lambda name, surface: team, records=records) as r:
+        put = r.batches.put_segment
+
+        async def slow_put(*args: Any) -> bool:
+            is_kept = await put(*args)
+            is_written.set()
+            await asyncio.sleep(1.0)
+            return is_kept
+
+        r.batches.put_segment = slow_put  # type: ignore[assignment,method-assign]
+        batch = await r.create(lines_of(5))
+        r.runner.poke()
+        await is_written.wait()
+    async with running(handle, lambda name, surface: team, records=records) as r:
+        r.runner.poke()
+        while any(".waiting." in key for key in records.records):
+            await asyncio.sleep(1.0)
+        done = await r.batches.read("", batch.id)
+    assert (done.status, done.request_counts) == ("completed", RequestCounts(5, 5, 0))
+    (row,) = ledger.rows(ledger.today())
+    assert row.requests == 5
+
+
+@in_virtual_time
+async def test_a_store_that_does_not_respond_holds_up_no_frontend_that_stops() -> None:
+    endpoint, loop = Lethal(), asyncio.get_running_loop()
+    endpoint.may_respond.clear()
+
+    async def stuck(*args: object) -> None:
+        await asyncio.Event().wait()
+
+    async with running(endpoint.handle) as r:
+        await r.create(lines_of(5))
+        r.runner.poke()
+        await until(lambda: len(endpoint.in_flight) == 5)
+        r.batches.stop = stuck  # type: ignore[assignment,method-assign]
+        begin = loop.time()
+    assert loop.time() - begin == runner_module.STOP_S
+
+
+async def test_a_frontend_that_was_overtaken_keeps_no_results() -> None:
+    records: Any = FakeRecords()
+    batches = Batches(lambda: records, "ns")
+    id = (await batches.create("", URL, "file", None)).id
+    await batches.take_over("", id, "first")
+    await batches.take_over("", id, "second")
+    segment = Segment(b"x", b"", RequestCounts(1, 1, 0))
+    assert not await batches.put_segment("", id, "first", 0, segment)
+    assert await batches.segments(id, hold_nothing) == {}
+
+
+async def test_results_that_an_earlier_frontend_could_not_count_are_counted() -> None:
+    async def handle(exchange: Exchange) -> None:
+        raise AssertionError("nothing is carried out")
+
+    async with running(handle) as r:
+        batch = await r.create(lines_of(5))
+        await r.batches.put_segment("", batch.id, "", 0, Segment(b"{}\n" * 4, b"{}\n", RequestCounts(5, 4, 1)))
+        done = await r.ended(batch)
+    assert (done.status, done.request_counts) == ("completed", RequestCounts(5, 4, 1))
 
 
 async def test_a_batch_waits_until_there_is_room_for_its_file_and_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -765,8 +885,8 @@ async def test_what_was_done_before_is_not_done_again() -> None:
     async with running(handle) as r:
         batch = await r.create(lines_of(SEGMENT_LINES + 5))
         kept = Segment(b'{"custom_id": "kept"}\n', b"", RequestCounts(SEGMENT_LINES, SEGMENT_LINES, 0))
-        assert await r.batches.put_segment(batch.id, 0, kept)
-        assert not await r.batches.put_segment(batch.id, 0, kept)
+        assert await r.batches.put_segment("", batch.id, "", 0, kept)
+        assert not await r.batches.put_segment("", batch.id, "", 0, kept)
         done = await r.ended(batch)
         results = await r.results(done.output_file_id)
     assert sorted(prompts) == [SEGMENT_LINES + n for n in range(5)]
@@ -781,7 +901,7 @@ async def test_a_batch_whose_input_or_results_are_damaged_fails(part: str) -> No
 
     async with running(handle) as r:
         batch = await r.create(lines_of(1))
-        await r.batches.put_segment(batch.id, 0, Segment(b"", b"", RequestCounts(1, 0, 0)))
+        await r.batches.put_segment("", batch.id, "", 0, Segment(b"", b"", RequestCounts(1, 0, 0)))
         r.records.damaged = {key for key in r.records.records if f".{part}." in key}
         assert len(r.records.damaged) == 1
         failed = await r.ended(batch)
@@ -888,7 +1008,7 @@ async def test_the_results_of_a_batch_count_once_from_when_there_are_some_until_
 async def test_a_batch_that_has_no_results_after_ten_attempts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "POLL_S", 0.001)
 
-    async def full(id: str, number: int, segment: object) -> bool:
+    async def full(*args: object) -> bool:
         raise Unavailable("the store has no room")
 
     served = 0
@@ -1168,9 +1288,10 @@ async def test_results_are_kept_as_they_are_whatever_their_characters() -> None:
     lines = [
         json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in ("a", '"\\', "é\u2028", "😀" * 1000, "\x7f\x00\r\n")
     ]
+    id = (await batches.create("", URL, "file", None)).id
     segment = Segment("".join(lines).encode(), lines[3].encode(), RequestCounts(6, 5, 1))
-    assert await batches.put_segment("batch_1", 3, segment)
-    assert await batches.segments("batch_1", lambda size: None) == {3: segment}
+    assert await batches.put_segment("", id, "", 3, segment)
+    assert await batches.segments(id, lambda size: None) == {3: segment}
     [record] = [record for key, record in fake.records.items() if ".segment." in key]
     assert json.loads(record.value)["outputs"] == "".join(lines), "frontends of an earlier version read a text"
 
@@ -1181,13 +1302,14 @@ async def test_long_results_are_written_and_read_in_steps_wherever_these_end(shi
     records: Any = fake
     batches = Batches(lambda: records, "ns")
     text = "x" * ((1 << 18) + shift) + '\\\\"\\"\n\x01é😀' * 3 + "y" * (1 << 19) + "\n"
+    id = (await batches.create("", URL, "file", None)).id
     segment = Segment(text.encode(), text.encode(), RequestCounts(2, 1, 1))
     async with counting_turns() as turns:
-        assert await batches.put_segment("batch_1", 0, segment)
+        assert await batches.put_segment("", id, "", 0, segment)
         assert turns[0] >= 6
-        assert await batches.segments("batch_1", lambda size: None) == {0: segment}
+        assert await batches.segments(id, lambda size: None) == {0: segment}
         assert turns[0] >= 12
-    [record] = fake.records.values()
+    [record] = [record for key, record in fake.records.items() if ".segment." in key]
     assert json.loads(record.value)["errors"] == text
 
 
@@ -1207,7 +1329,7 @@ async def test_frontends_that_stop_in_good_order_are_not_held_against_the_lines(
     endpoint, records = Lethal(), FakeRecords()
     batch: Batch | None = None
     endpoint.may_respond.clear()
-    for _ in range(3):
+    for _ in range(runner_module.MAX_ATTEMPTS + 2):
         async with running(endpoint.handle, records=records) as r:
             batch = batch or await r.create(lines_of(5))
             r.runner.poke()
@@ -1228,17 +1350,17 @@ async def test_lines_whose_results_could_not_be_stored_are_not_held_to_have_ende
     async with running(endpoint.handle) as r:
         put, stop, failures = r.batches.put_segment, r.batches.stop, [True] * 3
 
-        async def failing_put(id: str, number: int, segment: Segment) -> bool:
+        async def failing_put(*args: Any) -> bool:
             at_once.append(endpoint.most)
             endpoint.most = 0
             if len(at_once) < 4:
                 raise Unavailable("the store is away")
-            return await put(id, number, segment)
+            return await put(*args)
 
-        async def failing_stop(owner: str, id: str, by: str) -> None:
+        async def failing_stop(*args: Any) -> None:
             if failures and failures.pop():
                 raise Unavailable("the store is away")
-            await stop(owner, id, by)
+            await stop(*args)
 
         monkeypatch.setattr(r.batches, "put_segment", failing_put)
         monkeypatch.setattr(r.batches, "stop", failing_stop)
@@ -1280,7 +1402,7 @@ async def test_a_batch_that_could_not_be_made_is_neither_shown_nor_waits_for_eve
     async with running(handle) as r:
         put, writes = r.records.put, [0]
 
-        async def failing(key: str, value: bytes, *, last: int | None = None) -> int | None:
+        async def failing(key: str, value: bytes, *, last: int | None = None, inline_bytes: int | None = None) -> int | None:
             writes[0] += 1
             if writes[0] == write:
                 raise Unavailable("the bucket is full")
@@ -1321,6 +1443,7 @@ async def test_a_batch_without_its_key_or_its_file_fails() -> None:
 
 async def test_without_jetstream_a_batch_goes_on_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "POLL_S", 0.01)
+    monkeypatch.setattr(batch_module, "READY_S", 0.01)
     calls = [0]
 
     async def handle(exchange: Exchange) -> None:
@@ -1337,7 +1460,7 @@ async def test_without_jetstream_a_batch_goes_on_when_it_is_back(monkeypatch: py
             while any(".waiting." in key for key in r.records.records):
                 await asyncio.sleep(0)
         done = await r.batches.read("", batch.id)
-    assert (done.status, calls[0]) == ("completed", 2)
+    assert (done.status, calls[0]) == ("completed", 1), "its results wait for the store"
 
 
 async def test_a_batch_that_is_cancelled_before_it_began_says_how_many_lines_it_has() -> None:
