@@ -26,6 +26,7 @@ from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.echo import EchoTensors
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.waiting import until
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 
@@ -312,10 +313,7 @@ async def test_both_sides_live_in_one_program(etcd_server: EtcdServer, nats_serv
         open_worker(EchoTensors(), WorkerConfig(namespace=namespace, nats=nats, etcd=etcd)),
         serve_frontend(config) as running,
     ):
-        async with asyncio.timeout(120):
-            async for _ in running.readiness.changes():
-                if running.readiness.is_ready():
-                    break
+        await until(running.readiness.is_ready, 120)
         assert [card.name for card in running.plane.cards(ANONYMOUS)] == ["echo"]
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{running.http_port}") as http:
             statuses = [(await http.get(path)).status_code for path in ("/health", "/metrics")]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from enum import StrEnum
 
 from dynamo.common.errors import Unavailable
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane
-
-_LONGEST_UNNOTICED_S = 0.5
-"""A tokenizer that finished loading makes a model ready without a change of the directory; it is noticed this late."""
 
 
 class State(StrEnum):
@@ -32,7 +28,7 @@ class Readiness:
         """`strict`: KServe's server is ready only if all models are that should be."""
         self._strict = strict
         self._plane: DataPlane | None = None
-        self._change = asyncio.Event()
+        self._on_change: list[Callable[[], None]] = []
         self.draining = False
 
     def attach(self, plane: DataPlane) -> None:
@@ -73,17 +69,13 @@ class Readiness:
             self._plane.start_draining()
         self._notify()
 
-    async def changes(self) -> AsyncGenerator[None, None]:
-        """Yield at once, and again each time that readiness may have changed, at least twice a second."""
-        while True:
-            change = self._change  # taken before the caller reads the state, so that no change is missed while it is busy
-            yield
-            try:
-                async with asyncio.timeout(_LONGEST_UNNOTICED_S):
-                    await change.wait()
-            except TimeoutError:
-                pass  # the caller reads the state again anyway
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, synchronously, whenever a change of the fleet or of this process may have changed readiness.
+
+        A tokenizer that has loaded makes a model ready without such a change.
+        """
+        self._on_change.append(callback)
 
     def _notify(self) -> None:
-        change, self._change = self._change, asyncio.Event()
-        change.set()
+        for callback in self._on_change:
+            callback()

@@ -11,4 +11,5 @@
 | `operation` | an operation: one method of a service, with everything the servers derive from it |
 | `server` | a gRPC port, served by one of two exchangeable servers |
 | `streams` | reading the requests of bidirectional calls, interruptible by a shutdown |
+| `watches` | watches of health: one timer for all, and bounds |
 """

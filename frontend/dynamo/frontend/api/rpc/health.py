@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import replace
 from enum import IntEnum
 
@@ -19,6 +18,7 @@ from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.rpc.streams import StreamDrain
+from dynamo.frontend.api.rpc.watches import TooManyWatches, Watches
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane
@@ -44,6 +44,8 @@ class HealthService:
     def __init__(self, plane: DataPlane, readiness: Readiness) -> None:
         self._plane = plane
         self._readiness = readiness
+        self._watches = Watches(self._status, lambda: readiness.draining)
+        readiness.on_change(self._watches.look_soon)
 
     def operations(self) -> list[GrpcOperation]:
         check, watch = f"/{HEALTH_SERVICE}/Check", f"/{HEALTH_SERVICE}/Watch"
@@ -72,17 +74,24 @@ class HealthService:
         return _response(status)
 
     async def _watch(self, request: bytes | PendingMessage, context: Context) -> None:
-        service = await _service(request, context)
+        try:
+            with self._watches.entered(context.peer()):  # which names the port of the client, too
+                await self._follow(await _service(request, context), context)
+        except TooManyWatches as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+
+    async def _follow(self, service: str, context: Context) -> None:
         sent: ServingStatus | None = None
-        async with aclosing(self._readiness.changes()) as changes:
-            async for _ in changes:
-                last = self._readiness.draining  # a watch reports the shutdown, and must not delay it
-                status = self._status(service)
+        with self._watches.watching(service) as watched:
+            while True:
+                change, last = watched.next_change(), self._readiness.draining
+                status = self._status(service) if last else watched.status
                 if status is not sent:
-                    await context.write(_response(status))
                     sent = status
-                if last:
+                    await context.write(_response(status))
+                if last:  # a watch reports the shutdown, and must not delay it
                     return
+                await change.wait()
 
 
 class ReflectionService:
