@@ -122,8 +122,11 @@ class _Http2(MessageOwner):
     def data_ended(self, stream: int) -> None:
         self._messages = MessageReader(self)
 
-    def admit_message(self, size: int) -> bool:
+    def admit_message(self, size: int, *, is_complete: bool) -> bool:
         return size <= 4096
+
+    def admit_part(self, received: int, size: int) -> int:
+        return size
 
     def message_memory(self, size: int) -> PlainMemory:
         return PlainMemory(size)

@@ -589,6 +589,11 @@ class GrpcOptions:
     max_stream_requests: int = option(
         256, minimum=1, maximum=65536, help="Requests worked on at once within one ModelStreamInfer call."
     )
+    stream_idle_timeout_s: float = option(
+        600.0,
+        minimum=1,
+        help="A ModelStreamInfer call that has had no request in progress for this long, or up to a quarter longer, is ended.",
+    )
     max_connections: int = option(
         8192, minimum=1, help="Connections at once; further ones are closed. The system's limit of open files counts as well."
     )

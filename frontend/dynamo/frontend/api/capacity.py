@@ -6,10 +6,11 @@ refused with Overloaded, so that those which were admitted can finish.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dynamo.common.errors import Overloaded
+from dynamo.common.errors import Overloaded, RateLimited
 from dynamo.frontend.config import CapacityOptions
 
 _RETRY_AFTER_S = 1.0
@@ -22,6 +23,10 @@ class Capacity:
         self._options = options or CapacityOptions()
         self.requests = 0
         self.buffered_bytes = 0
+        self._arriving: Counter[str] = Counter()
+        """Bytes of `buffered_bytes` that belong to messages which are incomplete, by API key."""
+        self._streams: Counter[str] = Counter()
+        """Streams of `requests`, by API key."""
 
     def enter(self) -> Occupancy:
         """Count a request until the occupancy is left. Raises Overloaded."""
@@ -30,6 +35,26 @@ class Capacity:
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
         self.requests += 1
         return Occupancy(self, requests=1)
+
+    @contextmanager
+    def stream(self, key: str) -> Iterator[None]:
+        """Count a stream of an API key while the body runs, which may be idle for long. Raises Overloaded.
+
+        A key has half at most of what others leave; the empty name means no key, and has no share.
+        """
+        left = self._options.max_concurrent_requests - self.requests
+        if key and self._streams[key] >= left > 0:
+            message = f"the API key '{key}' has {self._streams[key]} streams open; the rest of the server is for others"
+            raise RateLimited(message, retry_after_s=_RETRY_AFTER_S)
+        occupied = self.enter()
+        self._streams[key] += 1
+        try:
+            yield
+        finally:
+            occupied.leave()
+            self._streams[key] -= 1
+            if not self._streams[key]:
+                del self._streams[key]
 
     @contextmanager
     def holding(self) -> Iterator[Occupancy]:
@@ -50,6 +75,30 @@ class Capacity:
     def release(self, size_bytes: int) -> None:
         """Count bytes that were held no longer."""
         self.buffered_bytes -= size_bytes
+
+    def check_hold(self, size_bytes: int) -> None:
+        """Raise Overloaded if so many bytes could not be held now."""
+        self.hold(size_bytes)
+        self.release(size_bytes)
+
+    def hold_part(self, key: str, size_bytes: int, held_bytes: int) -> None:
+        """Count bytes of a message that is incomplete, of which `held_bytes` count already. Raises Overloaded.
+
+        Several such messages of an API key have half at most of what others leave, and one alone has all of it. The empty name
+        means no key, and has no share.
+        """
+        left = self._options.max_buffered_bytes - self.buffered_bytes
+        if key and self._arriving[key] > held_bytes and self._arriving[key] + size_bytes > left >= size_bytes:
+            message = f"{self._arriving[key]} bytes of messages of the API key '{key}' are arriving; the rest is for others"
+            raise RateLimited(message, retry_after_s=_RETRY_AFTER_S)
+        self.hold(size_bytes)
+        self._arriving[key] += size_bytes
+
+    def parts_over(self, key: str, size_bytes: int) -> None:
+        """Bytes of a message that was incomplete are so no longer: it is complete, or has been dropped. They stay counted."""
+        self._arriving[key] -= size_bytes
+        if not self._arriving[key]:
+            del self._arriving[key]
 
 
 class Occupancy:

@@ -20,6 +20,7 @@ from enum import StrEnum
 from dynamo.common.errors import DeadlineExceeded
 from dynamo.frontend.security.surfaces import Surface
 
+NAME_BYTES = 1024
 LITTLE_BYTES = 64 * 1024
 MAX_FILE_BYTES = 64 << 20
 FORM_BYTES = 64 * 1024
@@ -29,6 +30,8 @@ FORM_BYTES = 64 * 1024
 class Reads(StrEnum):
     """What the body of a request, or one message, may contain; each kind has its bound in bytes."""
 
+    NAME = "name"
+    """The name of a model or a service, or nothing: `NAME_BYTES`. So much never counts as held."""
     LITTLE = "little"
     """Some settings, or nothing: `LITTLE_BYTES`."""
     JSON = "json"
@@ -84,7 +87,7 @@ class Declaration:
 HEALTH = Declaration(
     surface=Surface.HEALTH,
     is_action=False,
-    reads=Reads.LITTLE,
+    reads=Reads.NAME,
     copies=1,
     charge=Charge.NOTHING,
     deadline_s=None,  # a watch goes on, and all else responds at once

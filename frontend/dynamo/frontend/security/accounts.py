@@ -88,6 +88,10 @@ class Account(Protocol):
         """Count work that is no request to a model, such as tokenizing, as one of the requests at once. Raises RateLimited."""
         ...
 
+    def open_stream(self) -> OpenStream:
+        """Count a stream in which requests come, and which may have none for long, until it is closed. Raises RateLimited."""
+        ...
+
     def take_calls(self, calls: int) -> None:
         """Count so many calls that are no requests to a model, however many the rate has left."""
         ...
@@ -142,6 +146,8 @@ class KeyAccount:
         self._running: dict[int, _Running] = {}
         self.sequences = 0
         """Requests that have been admitted here and are not over; each prompt of a batch and each choice is one."""
+        self._streams = 0
+        """Streams of requests that are open here; they do not count as requests, which a stream may have many of, or none."""
         self.renew(key)
 
     @property
@@ -291,6 +297,17 @@ class KeyAccount:
         self._check_concurrency(1, 0)
         self._occupy(1)
         return Ticket(self, None, 1)
+
+    def open_stream(self) -> OpenStream:
+        most = self.key.limits.concurrent_requests
+        if most is not None and self._streams >= most:
+            message = f"the API key '{self.key.name}' may have {most} streams open at once, as many as requests"
+            raise RateLimited(message, retry_after_s=_CONCURRENCY_PAUSE_S)
+        self._streams += 1
+        return OpenStream(self)
+
+    def stream_closed(self) -> None:
+        self._streams -= 1
 
     def _requested(self, sequences: int, now: float) -> None:
         if self._is_limited:
@@ -445,6 +462,23 @@ class Ticket:
 _UNCOUNTED = Ticket(None, None, 0)
 
 
+class OpenStream:
+    """A stream that counts against an account until the context is left."""
+
+    __slots__ = ("_account",)
+
+    def __init__(self, account: KeyAccount | None) -> None:
+        """Without an account nothing is counted."""
+        self._account = account
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._account is not None:
+            self._account.stream_closed()
+
+
 _OWN = "key:"
 _SALT_CHARS = 32
 """Digits kept of a hexadecimal digest: 128 bits, for which no other text can be found."""
@@ -485,6 +519,9 @@ class AnonymousAccount:
 
     def occupy(self) -> Ticket:
         return _UNCOUNTED
+
+    def open_stream(self) -> OpenStream:
+        return OpenStream(None)
 
     def take_calls(self, calls: int) -> None:
         pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo.common.errors import EngineError
-from dynamo.frontend.security.accounts import Account, RateLimit, Ticket
+from dynamo.frontend.security.accounts import Account, OpenStream, RateLimit, Ticket
 from dynamo.frontend.security.ledger import UsageCounts
 
 
@@ -47,6 +47,9 @@ class SameAccount:
 
     def occupy(self) -> Ticket:
         return self._account.occupy()
+
+    def open_stream(self) -> OpenStream:
+        return self._account.open_stream()
 
     def take_calls(self, calls: int) -> None:
         self._account.take_calls(calls)

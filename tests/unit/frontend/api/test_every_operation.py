@@ -22,7 +22,7 @@ import pytest_asyncio
 from dynamo.common.errors import EngineError
 from dynamo.frontend.api.calls import TIMEOUT
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.declaration import LITTLE_BYTES, TEXT, Charge, shown
+from dynamo.frontend.api.declaration import LITTLE_BYTES, NAME_BYTES, TEXT, Charge, shown
 from dynamo.frontend.api.guard import Accounts, Guard, watch_keys
 from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
@@ -552,7 +552,7 @@ async def test_a_grpc_call_ends_at_the_deadline_that_its_method_declares() -> No
     assert context.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_settings_are_small_on_both_ports() -> None:
+async def test_settings_are_small_on_both_ports_and_names_are_smaller() -> None:
     async with open_frontend() as front:
         logging = entry_of(front, "POST /v2/logging")
         assert isinstance(logging, HttpEntry)
@@ -561,5 +561,5 @@ async def test_settings_are_small_on_both_ports() -> None:
     async with open_edge(tensor_card()) as edge:
         ready = pb.ModelReadyRequest(name="adder").SerializeToString()
         assert pb.ModelReadyResponse.FromString(await edge.call("ModelReady", ready)).ready
-        with pytest.raises(grpc.aio.AioRpcError, match=f"messages are limited to {LITTLE_BYTES}"):
-            await edge.call("ModelReady", ready + bytes([0xFA, 0x7F, 0x80, 0x80, 0x04]) + bytes(LITTLE_BYTES))
+        with pytest.raises(grpc.aio.AioRpcError, match=f"messages are limited to {NAME_BYTES}"):
+            await edge.call("ModelReady", ready + bytes([0xFA, 0x7F, 0x80, 0x08]) + bytes(NAME_BYTES))

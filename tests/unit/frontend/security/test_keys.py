@@ -224,6 +224,16 @@ def test_work_that_is_no_request_counts_as_a_request_at_once_only() -> None:
     team.admit("m", object()).close()
 
 
+def test_a_key_has_as_many_streams_as_requests_at_once_and_they_count_apart() -> None:
+    team = account(concurrent_requests=1)
+    with team.open_stream():
+        with pytest.raises(RateLimited, match="1 streams open"):
+            team.open_stream()
+        team.admit("m", object()).close()
+    with team.open_stream(), account().open_stream(), account().open_stream():
+        pass
+
+
 def test_tokens_that_were_not_reserved_are_paid_afterwards_and_come_back_in_a_minute() -> None:
     clock = Clock()
     team = account(clock, tokens_per_minute=60)

@@ -30,7 +30,7 @@ from dynamo.common.process.work import Work
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
-from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, MAX_FILE_BYTES, Declaration, Reads
+from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, MAX_FILE_BYTES, NAME_BYTES, Declaration, Reads
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, UnknownEncoding, decompress_steps, encoding_of
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
@@ -100,6 +100,8 @@ class HttpSettings:
                 return min(MAX_FILE_BYTES, options.max_body_bytes) + FORM_BYTES
             case Reads.LITTLE:
                 return min(LITTLE_BYTES, options.max_body_bytes)
+            case Reads.NAME:
+                return NAME_BYTES
 
 
 _UNCHARGED = "the operation declares to be charged as a request to a model, and responds without one"

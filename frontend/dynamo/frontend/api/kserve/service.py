@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import msgspec
 
-from dynamo.common.errors import ShuttingDown, Unsupported
+from dynamo.common.errors import DeadlineExceeded, ShuttingDown, Unsupported
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.observability.reception import EdgeProtocol
@@ -205,7 +205,7 @@ class KserveService:
             if request_id or explanation is not None:
                 context.set_trailing_metadata(_trailing_metadata(caller))
         except Exception as error:
-            log = not isinstance(error, ShuttingDown)
+            log = not isinstance(error, ShuttingDown | DeadlineExceeded)
             await self._abort(context, error, request_id, "ModelStreamInfer", explanation, log=log)
 
     # Health

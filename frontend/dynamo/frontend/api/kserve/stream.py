@@ -6,7 +6,9 @@
    language models as they are made.
 3. Every response says by `triton_final_response` whether it is the last of its request. The responses of a decoupled model may
    end without one that says so; clients that set `triton_enable_empty_final_response` get an empty one after them then.
-4. Each request has at most one message waiting to be written. Deltas made meanwhile share the next message: a token is sent at
+4. A stream without a request in progress ends after `--grpc-stream-idle-timeout-s`: one look in a quarter of that time costs
+   nothing per request.
+5. Each request has at most one message waiting to be written. Deltas made meanwhile share the next message: a token is sent at
    once if the client keeps up, and several tokens share a message if not.
 """
 
@@ -20,7 +22,7 @@ from time import perf_counter_ns
 import grpc.aio
 import msgspec
 
-from dynamo.common.errors import Cancelled, DynamoError, InvalidRequest, ShuttingDown, release
+from dynamo.common.errors import Cancelled, DeadlineExceeded, DynamoError, InvalidRequest, ShuttingDown, release
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.observability.reception import EdgeProtocol
@@ -63,6 +65,10 @@ the response may contradict.
 """
 
 
+_LOOKS = 4
+"""Looks in which a stream has to be idle."""
+
+
 class _ClientGone(Cancelled):
     """A message could not be written because the client left."""
 
@@ -89,6 +95,8 @@ class KserveStream:
         self._context = context
         self._caller = caller
         self._server = server
+        self._started = 0
+        """Requests that were read."""
         self._running = 0
         self._room: asyncio.Future[None] | None = None
         self._turn: asyncio.Future[None] | None = None
@@ -98,13 +106,14 @@ class KserveStream:
     async def run(self) -> None:
         """Serve the call until the client has half-closed and all responses are sent, or the client is gone.
 
-        Raises the first failure if the caller wants statuses, and ShuttingDown, after all responses, if this process drains.
+        Raises the first failure if the caller wants statuses, ShuttingDown, after all responses, if this process drains, and
+        DeadlineExceeded if the stream was idle for too long.
         """
-        stopped: ShuttingDown | None = None
+        stopped: DynamoError | None = None
         failed: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                stopped = await self._read_requests(tasks)
+                stopped = await self._read_until_idle(tasks)
         except* Exception as failures:
             failed.append(first_of(failures))
         if failed and isinstance(failed[0], _ClientGone):
@@ -113,6 +122,32 @@ class KserveStream:
             raise failed.pop()
         if stopped is not None:
             raise stopped
+
+    async def _read_until_idle(self, tasks: asyncio.TaskGroup) -> DynamoError | None:
+        loop, idle_s = asyncio.get_running_loop(), self._options.stream_idle_timeout_s
+        limit = asyncio.timeout(None)
+        started, idle_looks = 0, 0
+
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer, started, idle_looks
+            idle_looks = 0 if self._running or self._started != started else idle_looks + 1
+            started = self._started
+            if idle_looks >= _LOOKS:
+                return limit.reschedule(loop.time())
+            timer = loop.call_later(idle_s / _LOOKS, look)
+
+        timer = loop.call_later(idle_s / _LOOKS, look)
+        try:
+            async with limit:
+                return await self._read_requests(tasks)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return DeadlineExceeded(f"the stream had no request for {idle_s:g} s")
+        finally:
+            timer.cancel()
 
     async def _read_requests(self, tasks: asyncio.TaskGroup) -> ShuttingDown | None:
         while True:
@@ -151,6 +186,7 @@ class KserveStream:
         if card is None or (card.kind is ModelKind.TENSOR and not card.decoupled):
             turn, after = asyncio.get_running_loop().create_future(), self._turn
             self._turn = turn
+        self._started += 1
         self._running += 1
         task = tasks.create_task(self._serve(request, card, problem, occupied, timed, after, turn))
         if occupied is not None:

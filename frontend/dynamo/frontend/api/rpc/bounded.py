@@ -2,7 +2,8 @@
 
 1. Calls to health are always served. Past the capacity, all others are refused. If the handler reads the message itself
    (`PendingMessage`), the call is refused before that; if the message came with the call, its size counts at once.
-2. A stream counts as one call here. Its handler counts the requests in it, since only the handler knows when one has ended.
+2. A stream counts as one call here, of which each key has a share: it may do nothing for long. Its handler counts the requests in
+   it, since only the handler knows when one has ended.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from dynamo.common.errors import DeadlineExceeded, DynamoError, Overloaded
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.declaration import within
-from dynamo.frontend.api.rpc.handlers import PendingMessage, refuse
+from dynamo.frontend.api.rpc.handlers import PendingMessage, key_name, refuse
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation, Handler
 from dynamo.frontend.config import OverloadStatus
 from dynamo.frontend.security.surfaces import Surface
@@ -39,6 +40,8 @@ def bounded(
 def _bounded(
     operation: GrpcOperation, capacity: Capacity, overload: OverloadStatus, refused: Callable[[BaseException], None] | None
 ) -> GrpcOperation:
+    if operation.reads_stream:
+        return _bounded_stream(operation, capacity, overload, refused)
     inner, copies = _in_time(operation), operation.declared.copies
 
     async def enter(request: object, context: Context) -> Any:
@@ -56,11 +59,34 @@ def _bounded(
         finally:
             if occupied is not None:
                 occupied.leave()
-        if refused is not None:
-            refused(problem)
-        await refuse(context, problem, overload=overload)
+        await _refuse(context, problem, overload, refused)
 
     return replace(operation, handle=enter)
+
+
+def _bounded_stream(
+    operation: GrpcOperation, capacity: Capacity, overload: OverloadStatus, refused: Callable[[BaseException], None] | None
+) -> GrpcOperation:
+    inner = _in_time(operation)
+
+    async def enter(request: object, context: Context) -> Any:
+        problem: DynamoError
+        try:
+            with capacity.stream(key_name.get()):
+                return await inner(request, context)
+        except (Overloaded, DeadlineExceeded) as error:
+            problem = error
+        await _refuse(context, problem, overload, refused)
+
+    return replace(operation, handle=enter)
+
+
+async def _refuse(
+    context: Context, problem: DynamoError, overload: OverloadStatus, refused: Callable[[BaseException], None] | None
+) -> NoReturn:
+    if refused is not None:
+        refused(problem)
+    await refuse(context, problem, overload=overload)
 
 
 def _hold(occupied: Occupancy, copies: int, size_bytes: int) -> None:

@@ -11,8 +11,9 @@ from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import usable_id
+from dynamo.frontend.api.declaration import Charge
 from dynamo.frontend.api.guard import Guard, record, record_refusal
-from dynamo.frontend.api.rpc.handlers import PendingMessage, read_buffer, refuse
+from dynamo.frontend.api.rpc.handlers import PendingMessage, key_name, read_buffer, refuse
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.security.surfaces import Surface
@@ -36,6 +37,7 @@ def guarded(
 def _guarded(operation: GrpcOperation, guard: Guard, refused: Callable[[BaseException], None]) -> GrpcOperation:
     declared, inner = operation.declared, operation.handle
     surface, is_action = declared.surface, declared.is_action
+    is_inference = declared.charge is Charge.REQUESTS
     if not guard.guards(surface) and not is_action:
         return operation
 
@@ -45,6 +47,7 @@ def _guarded(operation: GrpcOperation, guard: Guard, refused: Callable[[BaseExce
         try:
             guard.check_unique(key for key, _ in context.invocation_metadata() or ())
             account = guard.enter(declared, headers, takes_login=True)  # no web page speaks gRPC
+            stream = account.open_stream() if is_inference and operation.reads_stream else None
         except DynamoError as error:
             request_id = request_id or secrets.token_hex(12)
             if is_action:
@@ -53,6 +56,12 @@ def _guarded(operation: GrpcOperation, guard: Guard, refused: Callable[[BaseExce
                 refused(error)
             await refuse(context, error, request_id)
         _account.set(account)
+        key_name.set(account.name)
+        if is_inference and isinstance(request, PendingMessage):
+            request.waiting = account.occupy
+        if stream is not None:
+            with stream:
+                return await inner(request, context)
         if not is_action:
             return await inner(request, context)
         assert isinstance(request, bytes | memoryview | PendingMessage), "actions have unary requests"

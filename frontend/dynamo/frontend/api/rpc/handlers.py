@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -23,6 +25,9 @@ from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import OverloadStatus
+
+key_name: ContextVar[str] = ContextVar("key_name", default="")
+"""Name of the API key of a call's caller, set by the guard: what arrives of its messages, and its streams, have a share."""
 
 
 class MessageSource(Protocol):
@@ -36,16 +41,25 @@ class MessageSource(Protocol):
 class PendingMessage:
     """The message of a call with a unary request, not received yet."""
 
-    __slots__ = ("_context", "on_received")
+    __slots__ = ("_context", "_has_come", "on_received", "waiting")
 
-    def __init__(self, context: MessageSource) -> None:
+    def __init__(self, context: MessageSource, has_come: Callable[[], bool] = lambda: False) -> None:
+        """`has_come` returns whether `read` would not wait."""
         self._context = context
+        self._has_come = has_come
+        self.waiting: Callable[[], AbstractContextManager[object]] | None = None
+        """Entered while `read` waits for the message; an error that it raises goes to the reader."""
         self.on_received: Callable[[int], None] | None = None
         """Called with the size of the message; an error that it raises goes to the reader."""
 
     async def read(self) -> Buffer:
         """Receive the message. Aborts the call if the client sent none. Raises DynamoError for one that is refused."""
-        data: object = await self._context.read()
+        waiting = self.waiting
+        if waiting is None or self._has_come():
+            data: object = await self._context.read()
+        else:
+            with waiting():
+                data = await self._context.read()
         if not isinstance(data, bytes | memoryview):
             await self._context.abort(grpc.StatusCode.UNIMPLEMENTED, "the call has no message")
         if self.on_received is not None:

@@ -3,8 +3,9 @@
 1. The handler of a unary call starts when its message is there, and takes it as an argument. Where callers must show credentials,
    it starts with the headers and takes a `PendingMessage`: until it reads that, the client may send no more than HTTP/2's
    smallest window, and nothing of it is examined.
-2. The size of a message is checked, and counted against the capacity, when its prefix has come. What is wrong with a message
-   (`_problem`) is raised where the handler reads it, so that refusals have one form and are counted.
+2. The size of a message is checked when its prefix has come. It is counted against the capacity as it comes, in steps that grow
+   with it, and against the share of its key until it is complete. What is wrong with a message (`_problem`) is raised where the
+   handler reads it, so that refusals have one form and are counted.
 3. Messages that the handler has not read are counted against the capacity, and close the stream's window.
 """
 
@@ -25,7 +26,7 @@ from dynamo.common.errors import DynamoError, InvalidRequest, PayloadTooLarge, U
 from dynamo.common.process.background import awaited
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.rpc.handlers import PendingMessage
+from dynamo.frontend.api.rpc.handlers import PendingMessage, key_name
 from dynamo.frontend.api.rpc.http2.frames import DataSink
 from dynamo.frontend.api.rpc.http2.headers import ACCEPTED_ENCODINGS, CallHeaders, Metadata
 from dynamo.frontend.api.rpc.http2.messages import (
@@ -46,6 +47,8 @@ from dynamo.frontend.config import GrpcCompression, GrpcOptions, OverloadStatus
 
 _log = logging.getLogger(__name__)
 _UNCOUNTED_BYTES: Final = 1024
+_LONGEST_STEP_BYTES: Final = 2**20
+"""A message that arrives counts for twice what has come of it, or this much more, if that is less."""
 """Messages of unary calls up to this size, health checks among them, do not depend on the capacity."""
 _MESSAGE_BYTES: Final = 128
 """What a message in the queue of a stream takes besides its content."""
@@ -113,10 +116,12 @@ class GrpcCall:
     __slots__ = (
         "__weakref__",
         "_arrival",
+        "_arriving_bytes",
         "_code",
         "_details",
         "_held_bytes",
         "_host",
+        "_key",
         "_method",
         "_pace",
         "_problem",
@@ -160,6 +165,10 @@ class GrpcCall:
         self._queued_bytes = 0
         self._held_bytes = 0
         """Bytes of messages that are counted against the capacity."""
+        self._arriving_bytes = 0
+        """Bytes of `_held_bytes` that belong to a message which is incomplete."""
+        self._key = ""
+        """Name of the caller's API key, once the handler has accepted it."""
         self._pace: Pace | None = None
         """Pace at which the message that is due arrives; None before the first check that sees it."""
         self._arrival: asyncio.Future[None] | None = None
@@ -201,6 +210,7 @@ class GrpcCall:
             return  # `_accept` comes back here
         if not self._reader.is_between_messages and self._problem is None:
             self._reader.drop()
+            self._drop_parts()
             self._refuse(InvalidRequest("the call ended within a message"))
         elif self.task is None:
             self._refuse(Unsupported("the call has no message"))
@@ -250,6 +260,7 @@ class GrpcCall:
     def _stop(self) -> None:
         self._reader.drop()
         self._queue.clear()
+        self._parts_over()
         self._release(self._held_bytes)
         if self.task is None:
             self._host.call_done(self)
@@ -258,7 +269,7 @@ class GrpcCall:
 
     # Called by the reader of messages
 
-    def admit_message(self, size: int) -> bool:
+    def admit_message(self, size: int, *, is_complete: bool) -> bool:
         limit = self._method.max_message_bytes
         if size > limit:
             return self._refuse(PayloadTooLarge(f"the message has {size} bytes; messages are limited to {limit}"))
@@ -269,11 +280,41 @@ class GrpcCall:
         else:
             counted = size if size > _UNCOUNTED_BYTES else 0
         try:
-            self._host.capacity.hold(counted)
+            if is_complete:
+                self._host.capacity.hold(counted)
+                self._held_bytes += counted
+            else:
+                self._host.capacity.check_hold(counted)
         except DynamoError as error:
             return self._refuse(error)
-        self._held_bytes += counted
         return True
+
+    def admit_part(self, received: int, size: int) -> int:
+        counted = admitted = min(size, received + max(_UNCOUNTED_BYTES, min(received, _LONGEST_STEP_BYTES)))
+        if self._method.reads_stream:
+            counted += _MESSAGE_BYTES
+        elif size <= _UNCOUNTED_BYTES:
+            return size
+        more = counted - self._arriving_bytes
+        try:
+            self._host.capacity.hold_part(self._key, more, self._arriving_bytes)
+        except DynamoError as error:
+            self._drop_parts()
+            self._refuse(error)
+            return 0
+        self._held_bytes += more
+        self._arriving_bytes += more
+        return admitted
+
+    def _drop_parts(self) -> None:
+        held = self._arriving_bytes
+        self._parts_over()
+        self._release(held)
+
+    def _parts_over(self) -> None:
+        if self._arriving_bytes:
+            self._host.capacity.parts_over(self._key, self._arriving_bytes)
+            self._arriving_bytes = 0
 
     def _refuse_further_message(self) -> bool:
         """End a unary call that has a second message, as gRPC's table of statuses has it: its handler may run already."""
@@ -287,6 +328,8 @@ class GrpcCall:
 
     def message_received(self, message: Buffer, *, is_compressed: bool) -> None:
         self._pace = None
+        if self._arriving_bytes:
+            self._parts_over()
         if self.task is None and not is_compressed:
             return self._start(message)
         self._queue.append((message, is_compressed))
@@ -309,7 +352,7 @@ class GrpcCall:
     # The handler
 
     def _pending_message(self) -> PendingMessage:
-        return PendingMessage(self)
+        return PendingMessage(self, self._has_message)
 
     def _start(self, request: Buffer | PendingMessage | None) -> None:
         self.task = task = awaited(self._run(request))
@@ -323,6 +366,8 @@ class GrpcCall:
         except asyncio.CancelledError as error:
             release(error)  # as in `_run`, which was not entered
         self._reader.drop()
+        if self._arriving_bytes:
+            self._parts_over()
         self._release(self._held_bytes)
         self._host.call_done(self)
 
@@ -444,6 +489,7 @@ class GrpcCall:
         early = self._sink
         if not isinstance(early, _EarlyBytes):
             return
+        self._key = key_name.get()
         self._sink = early.target = self._reader
         self._reader.feed(memoryview(early.kept))
         early.kept = bytearray()
@@ -465,6 +511,10 @@ class GrpcCall:
     def _wake(self) -> None:
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
+
+    def _has_message(self) -> bool:
+        self._accept()
+        return bool(self._queue)
 
     async def read(self) -> Any:
         """Return the next message, `grpc.aio.EOF` after the last. Raises DynamoError for a message that cannot be taken."""

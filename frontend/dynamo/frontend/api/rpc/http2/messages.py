@@ -1,6 +1,7 @@
 """Messages of gRPC in the DATA of one call: a flag, four bytes of length, and the message, in whatever pieces they arrive.
 
-`MessageReader` asks its owner for memory when it knows the size of a message, before it stores a byte of it.
+`MessageReader` asks its owner for memory when it knows the size of a message, before it stores a byte of it. The system backs
+that memory as it is written to, and the owner counts it so: what a prefix announces holds nothing.
 """
 
 from __future__ import annotations
@@ -67,8 +68,18 @@ class PlainMemory:
 class MessageOwner(Protocol):
     """The call whose messages a reader finds."""
 
-    def admit_message(self, size: int) -> bool:
-        """Return whether a message of `size` bytes may come. If not, it and all after it are discarded."""
+    def admit_message(self, size: int, *, is_complete: bool) -> bool:
+        """Return whether a message of `size` bytes may come. If not, it and all after it are discarded.
+
+        `is_complete`: it has come.
+        """
+        ...
+
+    def admit_part(self, received: int, size: int) -> int:
+        """Return how many bytes of a message may have come before the next call; `received` of `size` have.
+
+        0 if it may not go on: it and all after it are discarded.
+        """
         ...
 
     def message_memory(self, size: int) -> MessageMemory:
@@ -87,7 +98,7 @@ class MessageOwner(Protocol):
 class MessageReader:
     """Cuts the DATA of one call into messages. It is a `DataSink`."""
 
-    __slots__ = ("_flag", "_is_refused", "_memory", "_owner", "_prefix", "_view", "received", "size", "total")
+    __slots__ = ("_admitted", "_flag", "_is_refused", "_memory", "_owner", "_prefix", "_view", "received", "size", "total")
 
     def __init__(self, owner: MessageOwner) -> None:
         self._owner: MessageOwner | None = owner
@@ -98,6 +109,8 @@ class MessageReader:
         """Memory of the message that is arriving."""
         self._view: memoryview | None = None
         """The same, as it is written to."""
+        self._admitted = 0
+        """Bytes of it that may come before the owner is asked again."""
         self._flag = 0
         self._is_refused = False
         self.size = 0
@@ -138,17 +151,18 @@ class MessageReader:
     def _begin(self, flag: int, size: int, data: memoryview, position: int) -> int:
         """Begin a message whose content begins at `position`; return where what is not read yet begins."""
         owner, stop = self._owner, position + size
+        is_complete = stop <= len(data)
         assert owner is not None, "a reader without an owner discards all"
         if flag > 1:
             self._is_refused = True
             owner.refuse_flag(flag)
-        elif not owner.admit_message(size):
+        elif not owner.admit_message(size, is_complete=is_complete):
             self._is_refused = True
-        elif stop <= len(data):
+        elif is_complete:
             owner.message_received(bytes(data[position:stop]), is_compressed=flag == 1)
             return stop
         else:
-            self._flag, self.size, self.received = flag, size, 0
+            self._flag, self.size, self.received, self._admitted = flag, size, 0, 0
             self._memory = owner.message_memory(size)
             self._view = self._memory.view
         return position
@@ -159,12 +173,26 @@ class MessageReader:
     def filled(self, count: int) -> None:
         self.received += count
         self.total += count
+        if self.received > self._admitted and not self._admit():
+            return
         if self.received < self.size:
             return
         memory = self._memory
         assert memory is not None and self._owner is not None, "a message that arrives has memory and an owner"
         self._memory = self._view = None
         self._owner.message_received(memory.finish(), is_compressed=self._flag == 1)
+
+    def _admit(self) -> bool:
+        if self._owner is None:
+            return False  # it was dropped while the system wrote to its memory
+        self._admitted = self._owner.admit_part(self.received, self.size)
+        if self._admitted:
+            return True
+        self._is_refused = True
+        if self._memory is not None:
+            self._memory.drop()
+        self._memory = self._view = None
+        return False
 
     def drop(self) -> None:
         """Forget the message that is arriving, and refuse all that comes."""

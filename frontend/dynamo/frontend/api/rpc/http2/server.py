@@ -23,7 +23,7 @@ from dynamo.common.http.server import ConnectionObserver
 from dynamo.common.process.background import start
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.declaration import LITTLE_BYTES, Reads
+from dynamo.frontend.api.declaration import LITTLE_BYTES, NAME_BYTES, Reads
 from dynamo.frontend.api.rpc.http2.call import GrpcCall
 from dynamo.frontend.api.rpc.http2.connection import (
     CONNECTION_WINDOW_BYTES,
@@ -222,4 +222,10 @@ def _methods(operations: Iterable[GrpcOperation], options: GrpcOptions, *, guard
 
 def _message_limit(reads: Reads, options: GrpcOptions) -> int:
     """Return the largest message of a method."""
-    return min(LITTLE_BYTES, options.max_message_bytes) if reads is Reads.LITTLE else options.max_message_bytes
+    match reads:
+        case Reads.NAME:
+            return NAME_BYTES
+        case Reads.LITTLE:
+            return min(LITTLE_BYTES, options.max_message_bytes)
+        case _:
+            return options.max_message_bytes

@@ -301,9 +301,9 @@ async def test_a_lost_connection_ends_its_handlers_and_gives_back_what_they_hold
     async with serving() as edge:
         async with connected(edge.server.port) as client:
             client.send(headers(1, pairs=to("Hold")), data(1, message(bytes(5000)), ends=False))
-            client.send(headers(3), data(3, message(b"", size=MIB), ends=False), call(5))
+            client.send(headers(3), data(3, message(bytes(5000), size=MIB), ends=False), call(5))
             assert await client.status(5) == "0"
-            assert edge.capacity.buffered_bytes > MIB
+            assert edge.capacity.buffered_bytes > 10_000
         await until(lambda: not edge.server.calls and not edge.capacity.buffered_bytes)
 
 
@@ -395,16 +395,32 @@ async def test_a_message_above_the_limit_is_refused_when_its_size_is_known() -> 
 
 
 @pytest.mark.parametrize("method", ["Say", "Read"])
-async def test_announced_messages_count_against_the_capacity_before_they_come(method: str) -> None:
+async def test_messages_count_against_the_capacity_as_they_come_and_not_as_they_are_announced(method: str) -> None:
     capacity = CapacityOptions(max_buffered_bytes=3 * MIB)
     async with serving(capacity=capacity) as edge, connected(edge.server.port) as client:
-        for stream in (1, 3):
-            client.send(headers(stream, pairs=to(method)), data(stream, message(b"", size=MIB), ends=False))
-        client.send(headers(5, pairs=to(method)), data(5, message(b"", size=2 * MIB), ends=False))
-        assert await client.status(5) == "14"
-        assert 2 * MIB <= edge.capacity.buffered_bytes < 3 * MIB
-        client.send(reset(1), reset(3))
+        for stream in range(1, 21, 2):
+            client.send(headers(stream, pairs=to(method)), data(stream, message(b"", size=2 * MIB), ends=False))
+        client.send(call(21))
+        assert await client.status(21) == "0"
+        assert edge.capacity.buffered_bytes == 0
+        client.send(data(1, bytes(10_000), ends=False), call(23))
+        assert await client.status(23) == "0"
+        assert 10_000 <= edge.capacity.buffered_bytes <= 20_000 + 200
+        client.send(*(data(1, bytes(10_000), ends=False) for _ in range(130)), call(25))
+        assert await client.status(25) == "0"
+        assert 1_310_000 <= edge.capacity.buffered_bytes <= 2 * MIB + 200
+        client.send(*(data(3, bytes(10_000), ends=False) for _ in range(200)))
+        assert await client.status(3) == "14"
+        assert edge.capacity.buffered_bytes <= 2 * MIB + 200
+        client.send(*(reset(stream) for stream in range(1, 21, 2) if stream != 3))
         await until(lambda: edge.capacity.buffered_bytes == 0)
+
+
+async def test_a_message_that_cannot_be_held_is_refused_when_it_is_announced() -> None:
+    capacity = CapacityOptions(max_buffered_bytes=3 * MIB)
+    async with serving(capacity=capacity) as edge, connected(edge.server.port) as client:
+        client.send(headers(1, pairs=to("Say")), data(1, message(b"", size=4 * MIB), ends=False))
+        assert await client.status(1) == "14"
 
 
 async def test_a_bomb_is_refused_where_it_passes_the_limit() -> None:

@@ -166,9 +166,12 @@ class Owner:
     admitted: list[int] = field(default_factory=list)
     refused: list[object] = field(default_factory=list)
 
-    def admit_message(self, size: int) -> bool:
+    def admit_message(self, size: int, *, is_complete: bool) -> bool:
         (self.admitted if size <= 1000 else self.refused).append(size)
         return size <= 1000
+
+    def admit_part(self, received: int, size: int) -> int:
+        return size
 
     def message_memory(self, size: int) -> PlainMemory:
         return PlainMemory(size)
