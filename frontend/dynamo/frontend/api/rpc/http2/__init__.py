@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `call` | one call |
+| `call_host` | what a call needs of its connection |
 | `connection` | one connection of a client: its frames, and what they do to its calls |
 | `deadlines` | deadlines of all calls of a process, with one timer among them |
 | `frames` | frames: their constants and errors, and a reader that splits received bytes into them |

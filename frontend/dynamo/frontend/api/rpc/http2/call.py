@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from time import monotonic
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
@@ -25,8 +25,8 @@ import numpy as np
 from dynamo.common.errors import DynamoError, InvalidRequest, PayloadTooLarge, Unsupported, release
 from dynamo.common.process.background import awaited
 from dynamo.common.tensors.tensors import Buffer
-from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import PendingMessage, key_name
+from dynamo.frontend.api.rpc.http2.call_host import CallHost
 from dynamo.frontend.api.rpc.http2.frames import DataSink
 from dynamo.frontend.api.rpc.http2.headers import ACCEPTED_ENCODINGS, CallHeaders, Metadata
 from dynamo.frontend.api.rpc.http2.messages import (
@@ -34,22 +34,23 @@ from dynamo.frontend.api.rpc.http2.messages import (
     GZIP,
     STEP_BYTES,
     CorruptMessage,
+    EarlyBytes,
     MessageMemory,
     MessageReader,
     deflate_steps,
     inflate_steps,
 )
 from dynamo.frontend.api.rpc.http2.method import CallCancelled, GrpcMethod
-from dynamo.frontend.api.rpc.http2.sender import Outgoing, Sender
+from dynamo.frontend.api.rpc.http2.sender import Outgoing
 from dynamo.frontend.api.rpc.http2.windows import Pace, ReceiveWindow
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
-from dynamo.frontend.config import GrpcCompression, GrpcOptions, OverloadStatus
+from dynamo.frontend.config import GrpcCompression
 
 _log = logging.getLogger(__name__)
 _UNCOUNTED_BYTES: Final = 1024
+"""Messages of unary calls up to this size, health checks among them, do not depend on the capacity."""
 _LONGEST_STEP_BYTES: Final = 2**20
 """A message that arrives counts for twice what has come of it, or this much more, if that is less."""
-"""Messages of unary calls up to this size, health checks among them, do not depend on the capacity."""
 _MESSAGE_BYTES: Final = 128
 """What a message in the queue of a stream takes besides its content."""
 _ARRIVAL_S: Final = 10.0
@@ -57,57 +58,6 @@ _UNREAD_S: Final = 300.0
 """Periods over which the least pace applies to a message that is due, and to a response."""
 _LONG_STEP_S: Final = 0.0002
 """A step of a decompression that takes longer ends the turn of the event loop."""
-
-
-class CallHost(Protocol):
-    """The connection of a call."""
-
-    sender: Sender
-    options: GrpcOptions
-    capacity: Capacity
-    overload: OverloadStatus
-    inflating: asyncio.Lock
-    """Held for one step of a decompression, by one call of all connections at a time."""
-    peer: str
-
-    @property
-    def stream_window_bytes(self) -> int: ...
-
-    def grant(self, stream: int, more: int) -> None:
-        """Let the client send more bytes of a stream."""
-        ...
-
-    def allocate(self, size: int) -> MessageMemory:
-        """Return memory for a message."""
-        ...
-
-    def call_started(self, call: GrpcCall) -> None: ...
-
-    def call_done(self, call: GrpcCall) -> None:
-        """The task of the call's handler has ended."""
-        ...
-
-
-class _EarlyBytes:
-    """A sink for what arrives before the handler has accepted the caller."""
-
-    __slots__ = ("kept", "target")
-
-    def __init__(self) -> None:
-        self.kept = bytearray()
-        self.target: MessageReader | None = None
-
-    def feed(self, data: memoryview) -> None:
-        if self.target is None:
-            self.kept += data
-        else:
-            self.target.feed(data)
-
-    def space(self) -> None:
-        return None
-
-    def filled(self, count: int) -> None:
-        raise AssertionError("it has no memory to be filled")
 
 
 class GrpcCall:
@@ -190,7 +140,7 @@ class GrpcCall:
         """Start the handler, if it does not wait for a message."""
         method = self._method
         if method.reads_late:
-            self._sink = _EarlyBytes()
+            self._sink = EarlyBytes()
         if method.reads_stream:
             self._start(None)
         elif method.reads_late:
@@ -487,7 +437,7 @@ class GrpcCall:
     def _accept(self) -> None:
         """Examine what has come, and let the client send more: the handler has accepted the caller."""
         early = self._sink
-        if not isinstance(early, _EarlyBytes):
+        if not isinstance(early, EarlyBytes):
             return
         self._key = key_name.get()
         self._sink = early.target = self._reader

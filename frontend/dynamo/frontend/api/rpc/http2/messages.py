@@ -202,6 +202,28 @@ class MessageReader:
         self._memory = self._view = self._owner = None
 
 
+class EarlyBytes:
+    """A sink for what arrives before the handler has accepted the caller."""
+
+    __slots__ = ("kept", "target")
+
+    def __init__(self) -> None:
+        self.kept = bytearray()
+        self.target: MessageReader | None = None
+
+    def feed(self, data: memoryview) -> None:
+        if self.target is None:
+            self.kept += data
+        else:
+            self.target.feed(data)
+
+    def space(self) -> None:
+        return None
+
+    def filled(self, count: int) -> None:
+        raise AssertionError("it has no memory to be filled")
+
+
 def inflate_steps(message: Buffer, encoding: str) -> Iterator[bytes]:
     """Decompress a message in pieces of at most `STEP_BYTES`, which may be empty. Raises CorruptMessage."""
     inflater = zlib.decompressobj(_WINDOW_BITS[encoding])

@@ -1,0 +1,43 @@
+"""What a call needs of its connection."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Protocol
+
+from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.api.rpc.http2.messages import MessageMemory
+from dynamo.frontend.api.rpc.http2.sender import Sender
+from dynamo.frontend.config import GrpcOptions, OverloadStatus
+
+if TYPE_CHECKING:
+    from dynamo.frontend.api.rpc.http2.call import GrpcCall
+
+
+class CallHost(Protocol):
+    """The connection of a call."""
+
+    sender: Sender
+    options: GrpcOptions
+    capacity: Capacity
+    overload: OverloadStatus
+    inflating: asyncio.Lock
+    """Held for one step of a decompression, by one call of all connections at a time."""
+    peer: str
+
+    @property
+    def stream_window_bytes(self) -> int: ...
+
+    def grant(self, stream: int, more: int) -> None:
+        """Let the client send more bytes of a stream."""
+        ...
+
+    def allocate(self, size: int) -> MessageMemory:
+        """Return memory for a message."""
+        ...
+
+    def call_started(self, call: GrpcCall) -> None: ...
+
+    def call_done(self, call: GrpcCall) -> None:
+        """The task of the call's handler has ended."""
+        ...
