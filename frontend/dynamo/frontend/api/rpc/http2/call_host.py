@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory
 from dynamo.frontend.api.rpc.http2.sender import Sender
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
-
-if TYPE_CHECKING:
-    from dynamo.frontend.api.rpc.http2.call import GrpcCall
 
 
 class CallHost(Protocol):
@@ -36,8 +33,10 @@ class CallHost(Protocol):
         """Return memory for a message."""
         ...
 
-    def call_started(self, call: GrpcCall) -> None: ...
+    def call_started(self, call: Any) -> None:
+        """`call`: the `GrpcCall`, whose module imports this one."""
+        ...
 
-    def call_done(self, call: GrpcCall) -> None:
+    def call_done(self, call: Any) -> None:
         """The task of the call's handler has ended."""
         ...
