@@ -64,8 +64,10 @@ def run(main: Coroutine[Any, Any, T], *, program: str = "dynamo", exit_timeout_s
             with _ending_within(exit_timeout_s):
                 return runner.run(main)
     except ConfigError as error:
+        _flush()
         exit_with(program, error)
     except TaskFailed as error:
+        _flush()
         print(f"{program}: {error}", file=sys.stderr)  # noqa: T201  # before there is a log, or after it
         sys.exit(EXIT_FAILURE)
 
@@ -96,9 +98,16 @@ def _exit_with_stuck_threads(timeout_s: float, status: int) -> None:
         thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()
     )
     log.warning("the process ends with these threads still running after %g s: %s", timeout_s, stuck or "none")
+    _flush()
+    os._exit(status)
+
+
+def _flush() -> None:
+    """Write what was printed and logged."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(status)
 
 
 def freeze_garbage() -> None:
@@ -137,8 +146,7 @@ def restore_signals() -> None:
 
 def end_at_once(number: int) -> NoReturn:
     """End the process without closing anything, with the status that shells give to that signal."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    _flush()
     os._exit(128 + number)
 
 

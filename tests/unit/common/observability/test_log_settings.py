@@ -75,8 +75,10 @@ def test_lines_go_to_a_file_that_is_opened_again_when_it_was_moved(root: logging
     file = tmp_path / "log"
     setup_logging(LogOptions(file=file))
     logging.getLogger("x").warning("first")
+    root.handlers[0].flush()
     file.rename(tmp_path / "old")
     logging.getLogger("x").warning("second")
+    root.handlers[0].flush()
     assert ("first" in (tmp_path / "old").read_text(), "second" in file.read_text()) == (True, True)
 
 
