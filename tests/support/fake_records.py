@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
+=======
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+>>>>>>> 7b3924b (responses: judge none lost by an absence of the store, and let a judgement stand)
 from fnmatch import fnmatchcase
 
 from dynamo.common.errors import Unavailable
@@ -20,7 +26,10 @@ class FakeRecords:
     def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.clock = clock
         """Clock of the store."""
-        self.is_away = False
+        self._is_away = False
+        self._ready_since = -1e9
+        """When it was in reach again, by the clock of the store."""
+        self._next_ready = asyncio.Event()
         self.damaged: set[str] = set()
         """Keys of records that are not what was written."""
         self.records: dict[str, Record] = {}
@@ -41,8 +50,28 @@ class FakeRecords:
         """What `renew` writes of each record."""
 
     @property
+    def is_away(self) -> bool:
+        return self._is_away
+
+    @is_away.setter
+    def is_away(self, is_away: bool) -> None:
+        if self._is_away and not is_away:
+            self._ready_since = self.clock()
+            self._next_ready.set()
+            self._next_ready = asyncio.Event()
+        self._is_away = is_away
+
+    @property
     def is_ready(self) -> bool:
         return not self.is_away
+
+    def ready_for_s(self) -> float:
+        return 0.0 if self.is_away else self.clock() - self._ready_since
+
+    async def ready_again(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._next_ready.wait()
 
     async def get(self, key: str, hold: Callable[[int], None] | None = None) -> Record | None:
         with self._operation():

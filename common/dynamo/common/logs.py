@@ -153,7 +153,7 @@ def _begin_again(handler: weakref.ref[LineWriter]) -> None:
 
 
 def _write_line(descriptor: int, line: str) -> None:
-    """Write a line to a file descriptor. Not by `sys.stderr`, whose lock would be held meanwhile, and at the end of the process."""
+    """Write a line to a file descriptor. Not by `sys.stderr`: its lock would be held meanwhile, at the end, too."""
     rest = memoryview(f"{line}\n".encode(errors="backslashreplace"))
     while rest:
         try:

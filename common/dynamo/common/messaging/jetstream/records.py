@@ -49,6 +49,10 @@ _TRIAL_KEY = "%trial"
 """Key of what is written to find out whether writes succeed. Keys of records begin with a namespace, and none is spelled so."""
 
 
+class WriteUnconfirmed(Unavailable):
+    """A write got no response in time. It may have been made nevertheless, or be made later."""
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     value: bytes
@@ -103,6 +107,9 @@ class RecordStore:
         self._max_bytes = max_bytes
         self._takes_writes = True
         """False from a write that failed until a trial has succeeded."""
+        self._ready_since = 0.0
+        """Time of the loop from which on nothing failed, if it is ready."""
+        self._next_ready = asyncio.Event()
         self._lost = asyncio.Event()
         self._reconnected = asyncio.Event()
         self._late = Tasks()
@@ -138,7 +145,18 @@ class RecordStore:
 
     def look_again(self) -> None:
         """There is a new connection: `keep_ready` makes no pause before it tries that."""
+        self._ready_since = asyncio.get_running_loop().time()  # an operation may not have noticed that there was none
         self._reconnected.set()
+
+    def ready_for_s(self) -> float:
+        """Return for how long the buckets have been in reach, and taken what was written, without a break that is known."""
+        return asyncio.get_running_loop().time() - self._ready_since if self.is_ready else 0.0
+
+    async def ready_again(self, timeout_s: float) -> None:
+        """Return when the buckets are ready after a failure, or have become so once more, or after the timeout."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._next_ready.wait()
 
     async def _pause(self, pause_s: float) -> None:
         with suppress(TimeoutError):
@@ -153,7 +171,10 @@ class RecordStore:
                 if not self._takes_writes:
                     await values.put(_TRIAL_KEY, b"", None)
                     self._takes_writes = True
-        self.is_ready = self._takes_writes
+        if self._takes_writes and not self.is_ready:
+            self.is_ready, self._ready_since = True, asyncio.get_running_loop().time()
+            self._next_ready.set()
+            self._next_ready = asyncio.Event()
 
     async def get(self, key: str, hold: Callable[[int], None] | None = None) -> Record | None:
         """Return a record; None if there is none. Raises DamagedRecord.
@@ -387,7 +408,8 @@ class RecordStore:
             self.is_ready, self._opened = False, None
             self._lost.set()
             why = reason_of(error) if str(error) else "no response in time"
-            raise Unavailable(f"the bucket {self._bucket} in JetStream cannot be {done}: {why}") from error
+            kind = WriteUnconfirmed if done == "written" and isinstance(error, TimeoutError) else Unavailable
+            raise kind(f"the bucket {self._bucket} in JetStream cannot be {done}: {why}") from error
         raise_if_cancelled()
 
 

@@ -28,12 +28,15 @@ from dynamo.frontend.api.statuses import log_failure, public_message
 
 log = logging.getLogger(__name__)
 
-IN_BACKGROUND = replace(TEXT, deadline_s=86_400.0)
+_DEADLINE_S = 86_400.0
+IN_BACKGROUND = replace(TEXT, deadline_s=_DEADLINE_S)
 """A response in the background is admitted and charged as any other; it is a request of its own, with all that its request held,
 until it is stored."""
 MAX_RUNNING = 256
 _ATTEMPTS = 6
-"""To write a response, while JetStream is away; the pause between two doubles."""
+"""To write a response of which the store is there, and refuses it."""
+_LONGEST_PAUSE_S = 30.0
+"""Between two attempts to write a response, while JetStream is away. Its return ends the pause."""
 
 FAILURES = {Code.INVALID_REQUEST: "invalid_prompt", Code.OVERLOADED: "rate_limit_exceeded"}
 """OpenAI's codes of failed responses; others are `server_error`."""
@@ -73,6 +76,7 @@ class BackgroundResponses:
     def __init__(self, stored: StoredResponses, *, beat_s: float = BEAT_S) -> None:
         self.stored = stored
         self._beat_s = beat_s
+        self._clock = asyncio.get_running_loop().time
         self._tasks = Tasks()
         self._starting = 0
         """How many responses have their first record written at present."""
@@ -119,23 +123,26 @@ class BackgroundResponses:
         except TimeoutError:
             log.warning("%d responses in the background were not complete in time", len(self._tasks))
         await self._tasks.close()
+        await self.stored.close()
 
     async def _run(
         self, owner: str, response: ResponseObject, revision: int, stages: Stages, work: asyncio.Task[ResponseObject]
     ) -> None:
         written: int | None = revision
+        deadline = self._clock() + _DEADLINE_S
         awaited_next: set[asyncio.Future[Any]] = {work, stages.is_sent}
         try:
-            while written is not None:
-                await asyncio.wait(awaited_next, timeout=self._beat_s, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    written = await self._write(owner, work.result(), written)
-                    break
-                is_new = stages.is_sent in awaited_next and stages.is_sent.done()
-                if is_new:
-                    awaited_next.discard(stages.is_sent)
-                    response = msgspec.structs.replace(response, status="in_progress")
-                written = await self._write(owner, response, written, is_new=is_new)
+            with self.stored.generating(response.id):
+                while written is not None:
+                    await asyncio.wait(awaited_next, timeout=self._beat_s, return_when=asyncio.FIRST_COMPLETED)
+                    if work.done():
+                        written = await self._write(owner, work.result(), written, deadline)
+                        break
+                    is_new = stages.is_sent in awaited_next and stages.is_sent.done()
+                    if is_new:
+                        awaited_next.discard(stages.is_sent)
+                        response = msgspec.structs.replace(response, status="in_progress")
+                    written = await self._write(owner, response, written, deadline, is_new=is_new)
         finally:
             work.cancel()
             await asyncio.wait({work})  # it tells the worker
@@ -143,13 +150,18 @@ class BackgroundResponses:
             log.info("response %s was cancelled or deleted, or could not be stored", response.id)
             await self.stored.discard_events_of_deleted(owner, response.id)
 
-    async def _write(self, owner: str, response: ResponseObject, revision: int, *, is_new: bool = True) -> int | None:
+    async def _write(
+        self, owner: str, response: ResponseObject, revision: int, deadline: float, *, is_new: bool = True
+    ) -> int | None:
         """Write a response unless it has been ended meanwhile; return its revision, or None if it has.
 
-        If it is not `is_new`, what is there is as it is to be, and only renewed. While JetStream is away, this waits.
+        If it is not `is_new`, what is there is as it is to be, and only renewed. While JetStream is away, this waits until the
+        deadline.
         """
         pause_s = self._beat_s
-        for _ in range(_ATTEMPTS):
+        is_failing = False
+        attempts = 0
+        while attempts < _ATTEMPTS:
             try:
                 if is_new:
                     written = await self.stored.save(owner, response, None, last=revision)
@@ -162,12 +174,18 @@ class BackgroundResponses:
                 if current is None:
                     return None
                 revision = current
+                attempts += 1
             except Unavailable as error:
-                log.warning("response %s cannot be stored yet: %s", response.id, error)
-                await asyncio.sleep(pause_s)
-                pause_s *= 2
+                if not is_failing:
+                    log.warning("response %s cannot be stored yet: %s", response.id, error)
+                is_failing = True
+                if self._clock() >= deadline:
+                    break
+                await self.stored.ready_again(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             except DynamoError as error:
                 response, is_new = failed(msgspec.structs.replace(response, output=()), error), True
+                attempts += 1
         log.error("response %s is lost: it could not be stored", response.id)
         return None
 

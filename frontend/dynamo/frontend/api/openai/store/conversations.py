@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from dynamo.common.errors import NotFound, Overloaded
+from dynamo.common.messaging.jetstream.records import WriteUnconfirmed
 from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.openai.store.storage import (
     Hold,
@@ -163,10 +164,21 @@ class Conversations:
                 changed = change(stored)
                 data = bounded(msgspec.json.encode(changed))
                 async with storage.quota.room(owner, len(data) - before if is_bounded else 0):
-                    if await storage.records.put(storage.key(id), data, last=revision) is not None:
+                    if await self._put(id, data, revision):
                         await storage.written(owner, id, len(data), before=before)
                         return changed.shown
             raise Overloaded(f"conversation '{id}' changes too fast; try again")
+
+    async def _put(self, id: str, data: bytes, revision: int) -> bool:
+        """Write a conversation; return False if it is not as it was read any more."""
+        key = self._storage.key(id)
+        try:
+            return await self._storage.records.put(key, data, last=revision) is not None
+        except WriteUnconfirmed:  # if it was made, a client that tries again would do it twice
+            record = await self._storage.records.get(key)
+            if record is None or record.revision == revision or record.value != data:
+                raise
+            return True
 
     async def _load(self, owner: str, id: str, hold: Hold) -> tuple[_StoredConversation, int, int]:
         """Return a conversation, its revision and its length in bytes."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from dynamo.common.errors import DynamoError, PayloadTooLarge
+from dynamo.common.errors import DynamoError, PayloadTooLarge, Unavailable
 from dynamo.common.messaging.jetstream.records import RecordStore
 from dynamo.common.names import encode
 from dynamo.common.process.work import hold_nothing
@@ -86,6 +86,15 @@ class Storage:
         if size is not None:
             await self.records.delete(self._size_key(owner, id))
             self.quota.add(owner, -int(size.value))
+
+    async def ready_again(self, timeout_s: float) -> None:
+        """Return when the store is in reach again after a failure, or after the timeout."""
+        try:
+            records = self.records
+        except Unavailable:  # there has not been a connection yet
+            await asyncio.sleep(timeout_s)
+        else:
+            await records.ready_again(timeout_s)
 
     async def _bytes_of(self, owner: str) -> int:
         return sum(map(int, (await self.records.values(self._size_key(owner, "*"))).values()))

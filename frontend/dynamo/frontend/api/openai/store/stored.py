@@ -10,11 +10,12 @@ elsewhere stays so, and its frontend learns of it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from msgspec import Raw, Struct
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
 from dynamo.common.messaging.jetstream.records import Record, RecordStore
+from dynamo.common.process.background import Tasks
 from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.openai.store.conversations import Conversations
 from dynamo.frontend.api.openai.store.events import ResponseObject
@@ -41,14 +43,21 @@ from dynamo.frontend.api.openai.store.storage import (
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges, Watch
 from dynamo.frontend.metrics import FrontendMetrics
 
+log = logging.getLogger(__name__)
+
 BEAT_S = 5.0
 LOST_S = 30.0
 """A response in the background that was not renewed for so long belongs to a frontend that died."""
+_LOST = {"code": "server_error", "message": "the frontend that generated the response has ended"}
 RUNNING = frozenset({"queued", "in_progress"})
 _RENEWED_BYTES = 16 * 1024
 """Bytes of a response that is being generated, above which its record is kept where renewing it does not write it again."""
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 _ATTEMPTS = 5
+_DISCARD_S = 3_600.0
+"""For so long it is tried to delete what is left of a response that could not be stored whole."""
+_MAX_DISCARDED = 1024
+"""Responses that are deleted so at the same time; of more the rest is kept until it expires."""
 
 _ITEMS_PER_STEP = 4096
 """Items of a request that are looked at before other requests have their turn."""
@@ -103,6 +112,9 @@ class StoredResponses:
         `by_default`: for requests that do not say `store`.
         """
         self._changes = changes
+        self._generated_here: set[str] = set()
+        self._clock = asyncio.get_running_loop().time
+        self._tasks = Tasks()
         self._storage = Storage(records, namespace, metrics, clock, quota)
         self._by_default = by_default
         self.conversations = Conversations(self._storage)
@@ -157,12 +169,33 @@ class StoredResponses:
     async def _save_new(self, owner: str, response: ResponseObject, data: bytes, items: bytes, last: int | None) -> int | None:
         storage, id = self._storage, response.id
         async with storage.quota.room(owner, len(data) + len(items)):
-            await storage.records.put(self._items_key(id), items, last=0)
-            await storage.written(owner, f"{id}-items", len(items))
-            inline_bytes = _inline_bytes(response)
-            revision = await storage.records.put(storage.key(id), data, last=last, inline_bytes=inline_bytes)
-            await storage.written(owner, id, len(data))
+            try:
+                await storage.records.put(self._items_key(id), items, last=0)
+                await storage.written(owner, f"{id}-items", len(items))
+                inline_bytes = _inline_bytes(response)
+                revision = await storage.records.put(storage.key(id), data, last=last, inline_bytes=inline_bytes)
+                await storage.written(owner, id, len(data))
+            except BaseException:
+                # The client learns that it is not stored; what is there of it would neither be shown nor counted.
+                if len(self._tasks) < _MAX_DISCARDED:
+                    self._tasks.start(self._discard(owner, id), f"what is left of {id}")
+                raise
             return revision
+
+    async def _discard(self, owner: str, id: str) -> None:
+        """Delete a response that was not stored whole. If the store is away, that is done when it is back."""
+        give_up_at = self._clock() + _DISCARD_S
+        while self._clock() < give_up_at:
+            try:
+                await self._delete(owner, id)
+                return
+            except Unavailable:
+                await self.ready_again(LOST_S)
+        log.warning("response %s was not stored whole, and what there is of it is kept until it expires", id)
+
+    async def close(self) -> None:
+        """End what is left to be deleted."""
+        await self._tasks.close()
 
     async def renew(self, id: str, last: int) -> int | None:
         """Say that a response is still generated; return its revision, or None if `last` is not the present one."""
@@ -184,11 +217,45 @@ class StoredResponses:
     async def current(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
         """Return a response, without counting that as an operation. Raises ResponseNotFound."""
         stored, record = await self._load(owner, id, hold)
-        response = stored.response
-        if response["status"] in RUNNING and await self._storage.records.age_s(record) > LOST_S:
-            error = {"code": "server_error", "message": "the frontend that generated the response has ended"}
-            response |= {"status": "failed", "error": error}
-        return response
+        while stored.response["status"] in RUNNING and await self._is_lost(id, record):
+            ended = msgspec.structs.replace(stored, response={**stored.response, "status": "failed", "error": _LOST})
+            try:
+                if await self._end(ended, record):
+                    return ended.response
+            except Unavailable:  # nor could its frontend write
+                break
+            stored, record = await self._load(owner, id, hold)
+        return stored.response
+
+    async def _is_lost(self, id: str, record: Record) -> bool:
+        """Return whether the frontend of a response that is being generated has died.
+
+        That it is silent says nothing if the store may have been away from it, as it was from this one.
+        """
+        if id in self._generated_here or self._storage.records.ready_for_s() <= LOST_S:
+            return False
+        return await self._storage.records.age_s(record) > LOST_S
+
+    async def _end(self, ended: _StoredResponse, record: Record) -> bool:
+        """Write a response that another frontend generates as one that has ended; return False if that has written meanwhile."""
+        id, data = ended.response["id"], msgspec.json.encode(ended)
+        if await self._storage.records.put(self._storage.key(id), data, last=record.revision) is None:
+            return False
+        self._changes().announce(id)
+        return True
+
+    @contextmanager
+    def generating(self, id: str) -> Iterator[None]:
+        """During the body this process generates a response in the background, and knows that it goes on."""
+        self._generated_here.add(id)
+        try:
+            yield
+        finally:
+            self._generated_here.discard(id)
+
+    async def ready_again(self, timeout_s: float) -> None:
+        """Return when the store is in reach again after a failure, or after the timeout."""
+        await self._storage.ready_again(timeout_s)
 
     async def add_events(self, id: str, first: int, events: bytes, count: int) -> None:
         """Write a chunk of the events of a response; `first` is the number of the first of these `count`."""
@@ -283,10 +350,7 @@ class StoredResponses:
         """Delete a response. Raises ResponseNotFound."""
         with self._storage.counted("delete"):
             await self._load(owner, id, hold)
-            await self._storage.records.delete(self._storage.key(id))
-            await self._storage.records.delete(self._items_key(id))
-            for of_it in (id, f"{id}-items"):
-                await self._storage.deleted(owner, of_it)
+            await self._delete(owner, id)
             await self._delete_events(owner, id)
             self._changes().announce(id)
 
@@ -304,11 +368,15 @@ class StoredResponses:
                 if response["status"] not in RUNNING:
                     return response
                 response["status"] = "cancelled"
-                data = msgspec.json.encode(_StoredResponse(owner, response, self._storage.clock()))
-                if await self._storage.records.put(self._storage.key(id), data, last=record.revision) is not None:
-                    self._changes().announce(id)
+                if await self._end(stored, record):
                     return response
             raise InvalidRequest(f"response '{id}' changes too fast to be cancelled; try again")
+
+    async def _delete(self, owner: str, id: str) -> None:
+        await self._storage.records.delete(self._storage.key(id))
+        await self._storage.records.delete(self._items_key(id))
+        for of_it in (id, f"{id}-items"):
+            await self._storage.deleted(owner, of_it)
 
     async def _delete_events(self, owner: str, id: str) -> None:
         for first in await self.chunks_of_events(id):

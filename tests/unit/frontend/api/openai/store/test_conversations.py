@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, NotFoundError
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import InvalidRequest, NotFound, Overloaded, PayloadTooLarge
-from dynamo.common.messaging.jetstream.records import Record
+from dynamo.common.messaging.jetstream.records import Record, WriteUnconfirmed
 from dynamo.common.model_card import LlmInfo
 from dynamo.common.process.background import running
 from dynamo.frontend.api.openai.store import storage as storage_module
@@ -405,3 +405,28 @@ async def test_what_openai_refuses_of_conversations_is_refused() -> None:
             assert (await s.edge.post("/v1/conversations", body)).status_code == 400
         s.records.is_away = True
         assert (await s.edge.post("/v1/conversations", {})).status_code == 503
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+async def test_items_whose_write_was_not_confirmed_are_added_if_they_are_there(is_made: bool) -> None:
+    """Else a client that gets an error, and so tries again, adds them twice."""
+
+    class Late(FakeRecords):
+        is_late = False
+
+        async def put(self, key: str, value: bytes, **more: Any) -> int | None:
+            revision = await super().put(key, value, **more) if is_made or not self.is_late else 0
+            if self.is_late:
+                raise WriteUnconfirmed("no response in time")
+            return revision
+
+    records = Late()
+    conversations = stored_responses(records).conversations
+    id = (await conversations.create("", [], {})).id
+    records.is_late = True
+    if is_made:
+        await conversations.add("", id, [{"id": "1"}])
+    else:
+        with pytest.raises(WriteUnconfirmed):
+            await conversations.add("", id, [{"id": "1"}])
+    assert await conversations.items("", id) == ([{"id": "1"}] if is_made else [])

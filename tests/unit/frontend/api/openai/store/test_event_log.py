@@ -126,6 +126,7 @@ async def test_every_stream_ends_with_a_final_event(end: str) -> None:
                 await client.responses.cancel(id)
             case _:
                 s.now[0] += LOST_S + 1
+                assert (await stored_responses(s.records).read("", id))["status"] == "failed"  # another frontend
         assert await reading == ["response.cancelled" if end == "cancelled" else "response.failed"]
 
 

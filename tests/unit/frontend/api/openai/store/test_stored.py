@@ -15,6 +15,7 @@ from dynamo.frontend.api.declaration import TEXT
 from dynamo.frontend.api.openai.store import background as background_module
 from dynamo.frontend.api.openai.store.background import BackgroundResponses, Stages
 from dynamo.frontend.api.openai.store.events import ResponseObject
+from dynamo.frontend.api.openai.store.quota import StoredBytes
 from dynamo.frontend.api.openai.store.stored import LOST_S, ResponseNotFound, new_response_id
 from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.security.accounts import ANONYMOUS
@@ -258,7 +259,8 @@ async def test_a_failure_is_stored_and_so_is_the_death_of_the_frontend() -> None
         ended = await s.reached(failed["id"], "failed")
         assert ended["error"] == {"code": "rate_limit_exceeded", "message": "enough to do"}
         s.now[0] += LOST_S + 1
-        gone = await s.read(left["id"])
+        assert (await s.read(left["id"]))["status"] == "in_progress", "the frontend that generates it knows that it goes on"
+        gone = await stored_responses(s.records).read("", left["id"])
         assert (gone["status"], gone["error"]["message"]) == ("failed", "the frontend that generated the response has ended")
 
 
@@ -280,8 +282,104 @@ async def test_clocks_that_differ_show_no_healthy_response_as_failed_and_no_dead
     assert (await reader.read("", response.id))["status"] == "in_progress"
     now[0] += 2
     assert (await reader.read("", response.id))["status"] == "failed"
-    assert (await reader.cancel("", response.id))["status"] == "cancelled"  # it may only be slow
+    assert await writer.save("", response, None, last=revision) is None  # if it was only slow, that stays its end
     assert await writer.running_revision("", response.id) is None
+
+
+async def test_a_response_that_no_frontend_could_renew_while_the_store_was_away_is_not_lost() -> None:
+    now = [5000.0]
+    records = FakeRecords(lambda: now[0])
+    writer, reader = stored_responses(records), stored_responses(records)
+    response = _running_response()
+    revision = await writer.save("", response, [], last=0)
+    records.is_away = True
+    now[0] += 10 * LOST_S
+    records.is_away = False
+    assert (await reader.read("", response.id))["status"] == "in_progress"
+    now[0] += LOST_S - 1
+    assert (await reader.read("", response.id))["status"] == "in_progress"
+    assert await writer.renew(response.id, revision or 0) is not None
+    now[0] += LOST_S - 1
+    assert (await reader.read("", response.id))["status"] == "in_progress"
+    now[0] += 2
+    assert (await reader.read("", response.id))["status"] == "failed"
+
+
+async def test_a_response_is_not_shown_as_lost_while_that_cannot_be_written() -> None:
+    """Then its frontend cannot write either."""
+
+    class ReadOnly(FakeRecords):
+        takes_writes = True
+
+        async def put(self, key: str, value: bytes, **more: Any) -> int | None:
+            if not self.takes_writes:
+                raise Unavailable("the disk is full")
+            return await super().put(key, value, **more)
+
+    now = [5000.0]
+    records = ReadOnly(lambda: now[0])
+    stored = stored_responses(records)
+    response = _running_response()
+    await stored.save("", response, [], last=0)
+    now[0] += LOST_S + 1
+    records.takes_writes = False
+    assert (await stored.read("", response.id))["status"] == "in_progress"
+    records.takes_writes = True
+    assert (await stored.read("", response.id))["status"] == "failed"
+
+
+async def test_a_response_is_written_as_soon_as_the_store_is_back_however_long_it_was_away() -> None:
+    class Refusing(FakeRecords):
+        refused = 0
+
+        async def put(self, key: str, value: bytes, **more: Any) -> int | None:
+            self.refused += self.is_away
+            return await super().put(key, value, **more)
+
+    records = Refusing()
+    stored = stored_responses(records)
+    background = BackgroundResponses(stored, beat_s=3600.0)  # a pause would never end
+    response = _running_response()
+
+    async def generate(stages: Stages) -> ResponseObject:
+        await stages.admitted()
+        records.is_away = True
+        return msgspec.structs.replace(response, status="completed")
+
+    await background.start("", response, [], generate, Capacity().enter())
+    for attempts in range(1, 20):
+        await until(lambda: records.refused == attempts)  # noqa: B023
+        records.is_away = False
+        records.is_away = attempts < 19
+    await background.drain(60)
+    assert (await stored.read("", response.id))["status"] == "completed"
+
+
+@pytest.mark.parametrize("is_back", ["at once", "later"])
+async def test_of_a_response_that_cannot_be_stored_whole_nothing_stays(is_back: str) -> None:
+    class HalfFull(FakeRecords):
+        async def put(self, key: str, value: bytes, **more: Any) -> int | None:
+            if key.endswith(response.id):
+                self.is_away = is_back == "later"
+                raise Unavailable("the bucket is full")
+            return await super().put(key, value, **more)
+
+    response = msgspec.structs.replace(_running_response(), background=False, status="completed")
+    records = HalfFull()
+    stored = stored_responses(records, quota=StoredBytes(lambda owner: 10_000))
+    with pytest.raises(Unavailable):
+        await stored.save("a", response, [{"type": "message", "id": "msg_1"}], last=0)
+    assert records.records
+    await asyncio.sleep(0)  # the first attempt to delete it
+    records.is_away = False
+    await until(lambda: not records.records)
+    await stored.close()
+
+
+def _running_response() -> ResponseObject:
+    return ResponseObject(
+        id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, background=True, status="in_progress"
+    )
 
 
 async def test_a_write_whose_confirmation_was_lost_does_not_end_the_response() -> None:
