@@ -15,7 +15,7 @@ from nats.js.errors import APIError, NotFoundError, ObjectNotFoundError
 
 from dynamo.common.errors import Overloaded, Unavailable
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord
-from dynamo.common.messaging.jetstream.records import INLINE_BYTES, RecordStore
+from dynamo.common.messaging.jetstream.records import INLINE_BYTES, RecordStore, WriteUnconfirmed
 from dynamo.common.process.background import running
 from tests.support.virtual_time import in_virtual_time
 from tests.support.waiting import until
@@ -280,6 +280,31 @@ async def test_after_a_reconnect_the_store_is_tried_without_a_pause(into_s: int)
         records.look_again()
         await until(lambda: records.is_ready)
         assert asyncio.get_running_loop().time() < began + 7
+
+
+@in_virtual_time
+async def test_who_waits_for_the_store_goes_on_when_it_is_ready_again_and_knows_since_when_it_is() -> None:
+    stream = FakeJetStream()
+    records = store(stream)
+    clock = asyncio.get_running_loop().time
+    assert records.ready_for_s() == 0
+    async with running(records.keep_ready(), "records"):
+        await until(lambda: records.is_ready)
+        await asyncio.sleep(100)
+        assert records.ready_for_s() == pytest.approx(100, abs=1)
+        await records.ready_again(10)
+        assert records.ready_for_s() == pytest.approx(110, abs=1), "nothing had failed, so only the timeout ended that"
+        stream.is_full = True
+        with pytest.raises(WriteUnconfirmed):
+            await records.put("a", b"a record")
+        assert records.ready_for_s() == 0
+        stream.is_full = False
+        before = clock()
+        await records.ready_again(1000)
+        assert records.is_ready and clock() - before < 30
+        await asyncio.sleep(100)
+        records.look_again()  # a connection that was lost unnoticed
+        assert records.ready_for_s() == 0
 
 
 @pytest.mark.parametrize("size", [0, 1, INLINE_BYTES, INLINE_BYTES + 1, 3 * CHUNK_BYTES, 3 * CHUNK_BYTES + 7])
