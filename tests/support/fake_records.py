@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
-=======
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
->>>>>>> 7b3924b (responses: judge none lost by an absence of the store, and let a judgement stand)
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 
 from dynamo.common.errors import Unavailable
