@@ -8,14 +8,17 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks.compare import checked_out, source_roots
+from dynamo.common.messaging.jetstream.store import BUCKET
+from dynamo.common.messaging.nats.connection import connect_nats
+from dynamo.common.options import NatsOptions
 from tests.support.fleet import Client, Fleet, FleetFrontend, FleetWorker, Text, echo_request, text_request
-from tests.support.servers import EtcdServer, NatsServer
+from tests.support.servers import EtcdServer, NatsServer, start_nats
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -85,6 +88,15 @@ def test_a_flag_and_a_value_that_are_gone_are_found() -> None:
 
 
 @pytest.fixture
+async def former_nats(tmp_path: Path) -> AsyncIterator[NatsServer]:
+    """A nats-server with the bucket of models' files as the released version has made it: messages may replace others there."""
+    async with start_nats(tmp_path / "nats") as server:
+        async with connect_nats(NatsOptions(servers=(server.url,)), "test") as nats:
+            await nats.client.jetstream().create_object_store(BUCKET)
+        yield server
+
+
+@pytest.fixture
 def sides(request: pytest.FixtureRequest, released: Sequence[Path]) -> tuple[Sequence[Path], Sequence[Path]]:
     """The code of the frontend, and of the workers."""
     return (NEW, released) if request.param == "old workers" else (released, NEW)
@@ -92,10 +104,10 @@ def sides(request: pytest.FixtureRequest, released: Sequence[Path]) -> tuple[Seq
 
 @pytest.mark.parametrize("sides", ["old workers", "old frontend"], indirect=True)
 async def test_frontends_and_workers_of_two_versions_serve_tensors_texts_and_route_by_kv_events(
-    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, sides: tuple[Sequence[Path], Sequence[Path]]
+    etcd_server: EtcdServer, former_nats: NatsServer, namespace: str, sides: tuple[Sequence[Path], Sequence[Path]]
 ) -> None:
     frontend_code, worker_code = sides
-    async with Fleet(etcd_server, nats_server, namespace, MODELS) as fleet:
+    async with Fleet(etcd_server, former_nats, namespace, MODELS) as fleet:
         workers = [await fleet.add_worker(sources=worker_code) for _ in range(2)]
         front = await fleet.add_frontend(*KV, sources=frontend_code)
         await asyncio.gather(*(worker.serving() for worker in workers))
@@ -127,7 +139,7 @@ async def finds_cached_blocks(front: FleetFrontend, client: Client) -> None:
 @pytest.mark.parametrize("sides", ["old workers", "old frontend"], indirect=True)
 async def test_workers_are_replaced_under_load_by_those_of_the_other_version_without_a_failed_request(
     etcd_server: EtcdServer,
-    nats_server: NatsServer,
+    former_nats: NatsServer,
     namespace: str,
     sides: tuple[Sequence[Path], Sequence[Path]],
     released: Sequence[Path],
@@ -135,7 +147,7 @@ async def test_workers_are_replaced_under_load_by_those_of_the_other_version_wit
     """A text moves on from the worker of one version, which is killed, to that of the other."""
     frontend_code, worker_code = sides
     other_code = NEW if worker_code is released else released
-    async with Fleet(etcd_server, nats_server, namespace, MODELS) as fleet:
+    async with Fleet(etcd_server, former_nats, namespace, MODELS) as fleet:
         before = [await fleet.add_worker(sources=worker_code) for _ in range(2)]
         front = await fleet.add_frontend(sources=frontend_code)
         await asyncio.gather(*(worker.serving() for worker in before))
