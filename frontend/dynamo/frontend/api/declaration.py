@@ -20,7 +20,7 @@ from enum import StrEnum
 from dynamo.common.errors import DeadlineExceeded
 from dynamo.frontend.security.surfaces import Surface
 
-NAME_BYTES = 1024
+NAME_BYTES = 16 * 1024
 LITTLE_BYTES = 64 * 1024
 MAX_FILE_BYTES = 64 << 20
 FORM_BYTES = 64 * 1024
@@ -31,7 +31,7 @@ class Reads(StrEnum):
     """What the body of a request, or one message, may contain; each kind has its bound in bytes."""
 
     NAME = "name"
-    """The name of a model or a service, or nothing: `NAME_BYTES`. So much never counts as held."""
+    """The name of a model or a service, or nothing: `NAME_BYTES`."""
     LITTLE = "little"
     """Some settings, or nothing: `LITTLE_BYTES`."""
     JSON = "json"

@@ -562,4 +562,4 @@ async def test_settings_are_small_on_both_ports_and_names_are_smaller() -> None:
         ready = pb.ModelReadyRequest(name="adder").SerializeToString()
         assert pb.ModelReadyResponse.FromString(await edge.call("ModelReady", ready)).ready
         with pytest.raises(grpc.aio.AioRpcError, match=f"messages are limited to {NAME_BYTES}"):
-            await edge.call("ModelReady", ready + bytes([0xFA, 0x7F, 0x80, 0x08]) + bytes(NAME_BYTES))
+            await edge.call("ModelReady", ready + bytes([0xFA, 0x7F, 0x80, 0x80, 0x01]) + bytes(NAME_BYTES))
