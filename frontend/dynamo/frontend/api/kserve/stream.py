@@ -73,6 +73,33 @@ class _ClientGone(Cancelled):
     """A message could not be written because the client left."""
 
 
+class _IdleWatch:
+    """Ends what runs within `limit` once a stream was idle at `_LOOKS` looks, which are `period_s` apart."""
+
+    __slots__ = ("_activity", "_idle_looks", "_limit", "_loop", "_period_s", "_stream", "_timer")
+
+    def __init__(self, stream: KserveStream, limit: asyncio.Timeout, period_s: float) -> None:
+        self._stream = stream
+        self._limit = limit
+        self._period_s = period_s
+        self._activity: int | None = 0
+        self._idle_looks = 0
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(period_s, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        before, self._activity = self._activity, self._stream.activity
+        is_idle = self._activity is not None and self._activity == before
+        self._idle_looks = self._idle_looks + 1 if is_idle else 0
+        if self._idle_looks >= _LOOKS:
+            self._limit.reschedule(self._loop.time())
+        else:
+            self._timer = self._loop.call_later(self._period_s, self._look)
+
+
 class KserveStream:
     """One ModelStreamInfer call."""
 
@@ -124,21 +151,9 @@ class KserveStream:
             raise stopped
 
     async def _read_until_idle(self, tasks: asyncio.TaskGroup) -> DynamoError | None:
-        loop, idle_s = asyncio.get_running_loop(), self._options.stream_idle_timeout_s
+        idle_s = self._options.stream_idle_timeout_s
         limit = asyncio.timeout(None)
-        started, idle_looks = 0, 0
-
-        timer: asyncio.TimerHandle
-
-        def look() -> None:
-            nonlocal timer, started, idle_looks
-            idle_looks = 0 if self._running or self._started != started else idle_looks + 1
-            started = self._started
-            if idle_looks >= _LOOKS:
-                return limit.reschedule(loop.time())
-            timer = loop.call_later(idle_s / _LOOKS, look)
-
-        timer = loop.call_later(idle_s / _LOOKS, look)
+        watch = _IdleWatch(self, limit, idle_s / _LOOKS)
         try:
             async with limit:
                 return await self._read_requests(tasks)
@@ -147,7 +162,12 @@ class KserveStream:
                 raise
             return DeadlineExceeded(f"the stream had no request for {idle_s:g} s")
         finally:
-            timer.cancel()
+            watch.close()
+
+    @property
+    def activity(self) -> int | None:
+        """How many requests were read, while none is in progress."""
+        return None if self._running else self._started
 
     async def _read_requests(self, tasks: asyncio.TaskGroup) -> ShuttingDown | None:
         while True:
