@@ -28,8 +28,8 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import EngineError, InstanceGone, Unsupported, release
 from dynamo.common.etcd import Etcd, KeyValue, Reset
-from dynamo.common.http.served import Buffer, ClientWatch, Header
-from dynamo.common.messaging.buffers import Body
+from dynamo.common.http.served import Header
+from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.jetstream.records import Record
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import InstanceId
@@ -80,6 +80,7 @@ from tests.support.fake_etcd import FakeEtcd
 from tests.support.fake_records import FakeRecords
 from tests.support.fakes import ENDPOINT, FakeClient, FakeDirectory, FakeLink, FakeStream, echo_tensor, instance, tensor_card
 from tests.support.http_edge import FixedRules, Speaker, TextFiles, chat_card, send_delta
+from tests.support.served import Asking
 from tests.support.storing import stored_responses
 from tests.support.waiting import WAIT_S
 
@@ -434,24 +435,13 @@ class Asked:
         return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
 
 
-class Client:
+class Client(Asking):
     """An HTTP request and its client, which sends `body`, and leaves when it is told to."""
 
-    scheme = "http"
-    client = "127.0.0.1"
-
     def __init__(self, method: str, path: str, headers: Sequence[Header] = (), query: str = "", body: bytes = b"") -> None:
-        self.method = method
-        self.path = path
-        self.raw_path = path.encode()
-        self.query = query.encode()
-        self.headers = headers
-        self.watch = ClientWatch()
-        self.more_body = True
-        self.on_half_close: Callable[[], None] | None = None
-        self.status = 0
+        super().__init__(path, method=method, headers=headers, query=query)
         self.received = b""
-        self._body = memoryview(body)
+        self._to_send = memoryview(body)
         self._sent = 0
         self._left = asyncio.Event()
 
@@ -460,17 +450,14 @@ class Client:
         self.watch.leave()
 
     async def read(self) -> bytes | None:
-        if self._sent > len(self._body) or (self._sent == len(self._body) and self._sent):
+        if self._sent > len(self._to_send) or (self._sent == len(self._to_send) and self._sent):
             await self._left.wait()
             return None
         await asyncio.sleep(0)  # as others do, it comes in turn with other requests
-        piece = bytes(self._body[self._sent : self._sent + _PIECE_BYTES])
+        piece = bytes(self._to_send[self._sent : self._sent + _PIECE_BYTES])
         self._sent += len(piece) or 1
-        self.more_body = self._sent < len(self._body)
+        self.more_body = self._sent < len(self._to_send)
         return piece
-
-    def begin(self, status: int, headers: Sequence[Header]) -> None:
-        self.status = status
 
     async def write(self, body: Buffer, *, is_last: bool = False) -> None:
         self.received += bytes(body)[: _KEPT_BYTES - len(self.received)]

@@ -7,7 +7,8 @@ from typing import NoReturn
 
 import httpx2
 
-from dynamo.common.http.served import App, Buffer, ClientWatch, Header
+from dynamo.common.http.served import App, ClientWatch, Header
+from dynamo.common.messaging.buffers import Buffer
 
 
 class Asking:

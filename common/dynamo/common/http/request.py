@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from dynamo.common.http.served import Buffer, ClientWatch, Header
+from dynamo.common.http.served import ClientWatch, Header
+from dynamo.common.messaging.buffers import Buffer
 
 if TYPE_CHECKING:
     from dynamo.common.http.connection import HttpConnection

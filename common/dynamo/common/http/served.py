@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeAlias
 
+from dynamo.common.messaging.buffers import Buffer
+
 Header: TypeAlias = tuple[bytes, bytes]
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class ClientWatch:

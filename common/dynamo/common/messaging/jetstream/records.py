@@ -29,7 +29,7 @@ from dynamo.common.messaging.jetstream.objects import object_pieces, read_object
 from dynamo.common.messaging.jetstream.reasons import reason_of
 from dynamo.common.messaging.jetstream.replicas import create_replicated
 from dynamo.common.messaging.nats.connection import Connection
-from dynamo.common.process.background import Tasks, awaited, raise_if_cancelled, running
+from dynamo.common.process.background import Tasks, outlasting, raise_if_cancelled, running
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -347,15 +347,10 @@ class RecordStore:
 
     async def _put_object(self, name: str, value: bytes) -> None:
         """Write an object. If cancelled, it is written to its end and deleted: nats-py leaves the pieces that it wrote."""
-        writing = awaited((await self._objects()).put(name, value))
         try:
-            await asyncio.shield(writing)
+            await outlasting((await self._objects()).put(name, value), _LARGE_LIMIT_S)
         except asyncio.CancelledError:
-            await asyncio.wait({writing}, timeout=_LARGE_LIMIT_S)
-            if not writing.done():
-                writing.cancel()
-            elif writing.exception() is None:
-                await self._discard(name)
+            await self._discard(name)
             raise
 
     async def _discard(self, name: str) -> None:

@@ -6,7 +6,8 @@ import weakref
 import pytest
 
 from dynamo.common.errors import Cancelled
-from dynamo.common.http.served import Buffer, ClientWatch
+from dynamo.common.http.served import ClientWatch
+from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.process.work import Work
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.http.event_stream import EventStream

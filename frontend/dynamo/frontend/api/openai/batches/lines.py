@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from dynamo.common.http.served import Buffer, ClientWatch, Header
+from dynamo.common.http.served import ClientWatch, Header
+from dynamo.common.messaging.buffers import Buffer
 from dynamo.frontend.security.accounts import Account, Ticket
 from dynamo.frontend.security.derived_accounts import SameAccount
 from dynamo.frontend.security.ledger import UsageCounts

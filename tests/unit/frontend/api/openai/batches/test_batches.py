@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import InvalidRequest, NoInstances, PayloadTooLarge, RateLimited, Unauthenticated, Unavailable
-from dynamo.common.http.served import Buffer
+from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.messaging.jetstream.records import Record
 from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.capacity import Capacity
