@@ -16,7 +16,8 @@ from pathlib import Path
 
 import grpc
 
-from dynamo.local.servers import EtcdServer, NatsServer, free_ports
+from dynamo.common.process.ports import free_ports
+from dynamo.local.servers import EtcdServer, NatsServer
 from dynamo.protos.inference_pb2 import ModelReadyRequest, ModelReadyResponse
 
 HERE = Path(__file__).parent

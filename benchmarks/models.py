@@ -28,7 +28,7 @@ from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.options import EtcdOptions, NatsOptions
-from dynamo.local.servers import free_ports
+from dynamo.common.process.ports import free_ports
 from dynamo.worker.tokenizers.gguf import GgufModel
 
 _TEXT = "The sea is a vast, mysterious, and awe-inspiring body of water. " * 4

@@ -33,7 +33,8 @@ from dynamo.common.messaging.request_plane.incoming import Incoming
 from dynamo.common.messaging.request_plane.server import serve_requests
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import NatsOptions
-from dynamo.local.servers import NatsServer, free_ports
+from dynamo.common.process.ports import free_ports
+from dynamo.local.servers import NatsServer
 
 ENDPOINT = Endpoint()
 PROCESSES = 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.deployment import logs_on_timeout, process, ready
-from dynamo.local.servers import free_ports
+from dynamo.common.process.ports import free_ports
 
 
 @dataclass(frozen=True, slots=True)

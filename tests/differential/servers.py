@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.deployment import ours
 from benchmarks.tritonserver import tritonserver
-from dynamo.local.servers import free_ports
+from dynamo.common.process.ports import free_ports
 from tests.support.waiting import expiring
 
 

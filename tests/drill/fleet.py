@@ -13,10 +13,10 @@ from typing import Any, Self, cast
 
 import httpx2
 
+from dynamo.common.process.ports import free_ports
 from tests.drill.backends import Backends, Links, open_links
 from tests.support.fleet import Fleet, FleetFrontend, FleetWorker
 from tests.support.processes import Process
-from tests.support.servers import free_ports
 from tests.support.waiting import WAIT_S
 
 _POLL_S = 0.5

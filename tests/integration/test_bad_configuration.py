@@ -19,10 +19,10 @@ from unittest import mock
 import pytest
 import trustme
 
+from dynamo.common.process.ports import free_ports
 from dynamo.frontend.__main__ import main as frontend_main
 from dynamo.worker.__main__ import main as worker_main
 from tests.support.certificates import Pair, issue, write_ca
-from tests.support.servers import free_ports
 
 PROGRAMS = pytest.mark.parametrize("program", ["frontend", "worker"])
 # No server listens there: a configuration must be refused before anything is waited for.

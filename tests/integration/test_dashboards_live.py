@@ -15,11 +15,12 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamo.common.process.ports import free_ports
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fleet import echo_request
 from tests.support.processes import frontend, worker
 from tests.support.promql import ADDED_BY_PROMETHEUS, ALERTS, all_expressions, parsed, selectors
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import EtcdServer, NatsServer
 
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool", path=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}")
 

@@ -17,10 +17,11 @@ from dynamo.common.etcd import Etcd, Events, KeyValue, Listing, Reset, connect_e
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import EtcdOptions
+from dynamo.common.process.ports import free_ports
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.worker.process.registration import Registration, registered
 from tests.support.proxy import start_proxy
-from tests.support.servers import EtcdServer, etcdctl, free_ports, start_etcd
+from tests.support.servers import EtcdServer, etcdctl, start_etcd
 from tests.support.waiting import WAIT_S, expiring
 
 TTL_S = 5.0

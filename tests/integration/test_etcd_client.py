@@ -25,8 +25,9 @@ from dynamo.common.etcd import (
     connect_etcd,
 )
 from dynamo.common.options import EtcdOptions
+from dynamo.common.process.ports import free_ports
 from tests.support.proxy import start_proxy
-from tests.support.servers import EtcdServer, ServerTls, etcdctl, free_ports, start_etcd
+from tests.support.servers import EtcdServer, ServerTls, etcdctl, start_etcd
 from tests.support.waiting import WAIT_S, expiring, until
 
 LEASE_S = 5.0

@@ -17,6 +17,7 @@ import httpx2
 import pytest
 
 from dynamo.common.options import EtcdOptions, NatsOptions
+from dynamo.common.process.ports import free_ports
 from dynamo.frontend.app import serve_frontend
 from dynamo.frontend.config import FrontendConfig, GrpcOptions, HttpOptions, PrometheusOptions
 from dynamo.frontend.security.accounts import ANONYMOUS
@@ -25,7 +26,7 @@ from dynamo.worker.app import open_worker
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.echo import EchoTensors
 from tests.support.processes import FrontendProcess, frontend, worker
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import EtcdServer, NatsServer
 from tests.support.waiting import until
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"

@@ -9,13 +9,14 @@ import pytest
 
 from dynamo.common.generation import Stop
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.common.process.ports import free_ports
 from dynamo.frontend.app import serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from tests.support.processes import worker
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import EtcdServer, NatsServer
 from tests.support.waiting import until
 
 COUNT = 100

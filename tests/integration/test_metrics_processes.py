@@ -13,10 +13,11 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from dynamo.common.process.ports import free_ports
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fleet import echo_request
 from tests.support.processes import frontend, worker
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import EtcdServer, NatsServer
 
 
 async def total(port: int, name: str, **labels: str) -> float:

@@ -20,7 +20,8 @@ from dynamo.common.messaging.jetstream.key_values import DamagedRecord
 from dynamo.common.messaging.jetstream.records import RecordStore, open_records
 from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.options import NatsOptions
-from tests.support.servers import NatsServer, free_ports, start_nats
+from dynamo.common.process.ports import free_ports
+from tests.support.servers import NatsServer, start_nats
 from tests.support.waiting import until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

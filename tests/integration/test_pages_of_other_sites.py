@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 
+from dynamo.common.process.ports import free_ports
 from tests.support.browser import browser, needs_browser
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.repositories import python_model
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import EtcdServer, NatsServer
 from tests.support.waiting import until
 
 if TYPE_CHECKING:

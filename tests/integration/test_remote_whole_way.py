@@ -15,11 +15,12 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
+from dynamo.common.process.ports import free_ports
 from dynamo.worker.engine.echo import CHAT_TEMPLATE, byte_tokenizer
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import sim_config
 from tests.support.processes import FrontendProcess, frontend, worker
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import EtcdServer, NatsServer
 from tests.support.vllm_server import serve_vllm
 from tests.support.waiting import until
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from anyio.from_thread import start_blocking_portal
 
+from dynamo.common.process.ports import free_ports
 from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import inference_pb2 as pb
 from tests.integration.test_kserve_grpc import run_client
@@ -26,7 +27,7 @@ from tests.support.doors import KeyFile
 from tests.support.fleet import SERVICE
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.repositories import EXAMPLES, X_TO_Y, ensemble, python_model, step
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import EtcdServer, NatsServer
 from tests.support.waiting import until
 
 EXPLICIT = ("--model-control-mode", "explicit")

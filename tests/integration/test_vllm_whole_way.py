@@ -17,13 +17,14 @@ from dynamo.common.errors import Unavailable
 from dynamo.common.generation import Sampling, Stop, Summary
 from dynamo.common.names import InstanceId
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
+from dynamo.common.process.ports import free_ports
 from dynamo.frontend.app import Frontend, serve_frontend
 from dynamo.frontend.config import FrontendConfig, HttpOptions, KvCost, KvRouterOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from tests.support.processes import Process, worker
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import prompt
 from tests.support.tiny_llama import make_tiny_llama
 from tests.support.waiting import until

@@ -23,6 +23,7 @@ from dynamo.common.messaging.jetstream.store import FileStore
 from dynamo.common.messaging.nats.connection import Connection, connect_nats
 from dynamo.common.messaging.request_plane.client import RequestClient, open_client
 from dynamo.common.options import EtcdOptions, NatsOptions
+from dynamo.common.process.ports import free_ports
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
@@ -31,7 +32,7 @@ from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens
 from dynamo.worker.engine.python import PythonEngine, Tensor
-from tests.support.servers import EtcdServer, NatsServer, free_ports, start_nats
+from tests.support.servers import EtcdServer, NatsServer, start_nats
 
 
 class Caller:

@@ -10,8 +10,9 @@ import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo.common.process.interpreter import interpreter
+from dynamo.common.process.ports import free_ports
 from tests.support.processes import frontend, worker
-from tests.support.servers import EtcdServer, NatsServer, free_ports
+from tests.support.servers import EtcdServer, NatsServer
 
 
 async def health(http: httpx2.AsyncClient) -> tuple[int, dict[str, Any]]:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import httpx2
 
-from tests.support.servers import NatsServer, free_ports
+from dynamo.common.process.ports import free_ports
+from tests.support.servers import NatsServer
 
 
 @dataclass

@@ -17,7 +17,8 @@ from typing import Generic, TypeVar
 
 import httpx2
 
-from dynamo.local.servers import EtcdServer, NatsServer, Server, ServerTls, etcd_binary, free_ports
+from dynamo.common.process.ports import free_ports
+from dynamo.local.servers import EtcdServer, NatsServer, Server, ServerTls, etcd_binary
 from tests.support.waiting import expiring
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "Server",
     "ServerTls",
     "etcdctl",
-    "free_ports",
     "serving",
     "start_etcd",
     "start_etcd_cluster",

@@ -21,10 +21,11 @@ from dynamo.common.errors import DynamoError
 from dynamo.common.etcd import Etcd, connect_etcd
 from dynamo.common.names import InstanceId
 from dynamo.common.options import EtcdOptions
+from dynamo.common.process.ports import free_ports
 from dynamo.frontend.config import FrontendConfig
 from dynamo.local.config import LocalConfig
 from dynamo.local.logins import Login, make_login
-from dynamo.local.servers import HOST, EtcdServer, NatsServer, free_ports
+from dynamo.local.servers import HOST, EtcdServer, NatsServer
 from dynamo.local.supervisor import Report, Supervisor
 from dynamo.local.view import read_instances, ready_workers, served_models
 from dynamo.worker.config import TextOptions, WorkerConfig

@@ -10,17 +10,16 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import random
 import secrets
 import shutil
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dynamo.common.errors import Unsupported
-from dynamo.local.child import Child, ServerFailed
+from dynamo.common.process.ports import free_ports
+from dynamo.local.child import Child
 from dynamo.local.logins import Login, protect_etcd
 
 HOST = "127.0.0.1"
@@ -62,28 +61,6 @@ def _binary(name: str, package: str, candidates: Sequence[Path]) -> Path:
     if path_of_command is None:
         raise Unsupported(f"{name} is not installed; the package {package} brings it, and so does the extra `local`")
     return Path(path_of_command)
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free now; the server binds them itself, so a taken one shows as its failure.
-
-    They lie below the range from which the system draws ports of outgoing connections: otherwise a client that
-    reconnects while the server is down can be given that very port, and the server cannot come back.
-    """
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    first = max(1024, low - 16_000)
-    candidates = random.sample(range(first, low), low - first) if low - first >= 1_000 else []
-    ports: list[int] = []
-    for port in candidates or [0] * count:
-        with socket.socket() as probe:
-            try:
-                probe.bind((HOST, port))
-            except OSError:
-                continue
-            ports.append(probe.getsockname()[1])
-        if len(ports) == count:
-            return ports
-    raise ServerFailed(f"no {count} free ports were found")
 
 
 class Server(ABC):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.support.servers import free_ports
+from dynamo.common.process.ports import free_ports
 
 SUPERVISE = """
 import multiprocessing, os, signal, sys

@@ -6,6 +6,7 @@
 | `decaying` | a counter that forgets |
 | `interpreter` | which Python runs this process, and how it was built |
 | `memory` | freed memory: kept for the next large message, and given back after a while |
+| `ports` | ports that are free and stay this process's own |
 | `steps` | long work on the event loop, in steps of a few milliseconds |
 | `work` | long work as a generator, which `steps` runs |
 """

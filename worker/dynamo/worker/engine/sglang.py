@@ -36,11 +36,11 @@ from dynamo.common.kv.events import KvState
 from dynamo.common.lifecycle import restore_signals
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.process.background import awaited
+from dynamo.common.process.ports import first_of_free_ports
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.remote.sglang import FEATURES, Event, SglangReader, request_fields
 from dynamo.worker.engine.remote.tokens import check_tokens
-from dynamo.worker.kv.ports import free_ports
 from dynamo.worker.kv.vllm_subscriber import KvSource, following
 from dynamo.worker.tokenizers.hugging_face import tokenizer_files
 
@@ -62,7 +62,7 @@ class SglangEngine:
         Raises InvalidRequest for arguments that SGLang does not take.
         """
         self._model = model
-        port = free_ports(2)
+        port = first_of_free_ports(2)
         self._kv_source = KvSource(0, f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}")
         self._arguments = self._parse(engine_args, max_num_seqs, context_length)
         self._name = name or (Path(model).resolve().name if Path(model).is_dir() else model)

@@ -2,7 +2,6 @@
 
 | module | holds |
 |---|---|
-| `ports` | ports for KV events, chosen before an engine binds them |
 | `vllm_events` | vLLM's KV events, read as they come, and translated into sequence hashes |
 | `vllm_subscriber` | follows the KV events that vLLM publishes over ZMQ |
 """

@@ -44,11 +44,11 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, NotFo
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import AdapterReport, LlmInfo, ModelCard, ModelKind, Role
+from dynamo.common.process.ports import first_of_free_ports
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.vllm.ranks import LoadedAdapter, RankStats, Shared, SharedAdapters, SharedSleep, adapter_name
 from dynamo.worker.engine.vllm.request import MAX_LOGPROBS, OutputReader, check_request, sampling_settings, structured_settings
-from dynamo.worker.kv.ports import free_ports
 from dynamo.worker.kv.vllm_subscriber import KvSource, following
 from dynamo.worker.tokenizers.hugging_face import tokenizer_files
 
@@ -462,7 +462,7 @@ def _events_config(folder: str, ranks: int) -> Any:
     if ranks == 1:
         endpoint, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
     else:
-        port = free_ports(2 * ranks)
+        port = first_of_free_ports(2 * ranks)
         endpoint, replay = f"tcp://*:{port}", f"tcp://127.0.0.1:{port + ranks}"
     return KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=replay)
 
