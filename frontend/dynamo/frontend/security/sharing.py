@@ -76,6 +76,14 @@ class Fleet:
     def used(self, name: str) -> None:
         self._on_used(name)
 
+    def reached(self, now: float) -> None:
+        """This process is connected to the others: a message has arrived, if only its own."""
+        self.connected_at = now
+
+    def found(self, others: int) -> None:
+        """So many other processes were heard lately."""
+        self.others = others
+
     def is_isolated(self, now: float) -> bool:
         """Return whether this process reaches no other one."""
         return now - self.connected_at > ISOLATED_S

@@ -24,7 +24,7 @@ from dynamo.frontend.api.openai.edge import (
     write_stream,
 )
 from dynamo.frontend.api.openai.field_names import fields_named
-from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, chat_logprobs, prompt_logprobs
+from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, chat_logprobs, encoded_prompt_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest, NamedToolChoice
 from dynamo.frontend.api.openai.response_objects import (
     ChatChoice,
@@ -142,7 +142,7 @@ class ChatCompletions:
             positions = generation.summary.prompt_logprobs or []
             gathering.add_prompt(positions)
             is_long = len(positions) > MANY_POSITIONS
-            of_prompt = await self._edge.offload.run_if(is_long, prompt_logprobs, positions, details.texts)
+            of_prompt = await self._edge.offload.run_if(is_long, _of_prompt, positions, details.texts)
         reasoning_tokens = sum(builder.reasoning.count for builder in builders) if parsers[0] is not None else None
         await whole.send(
             lambda choices: ChatCompletion(
@@ -181,6 +181,12 @@ def _parsers(prepared: PreparedRequest, generation: Generation) -> list[OutputPa
         return []
     parsers = [make_parser(prepared.parsers, prepared.tools, generation.prompt_end) for _ in range(prepared.n)]
     return [parser for parser in parsers if parser is not None]
+
+
+def _of_prompt(positions: Sequence[Sequence[tuple[int, float]] | None], texts: TokenTexts) -> Raw:
+    """Return what stands for `prompt_logprobs`; at most `MAX_PROMPT_LOGPROBS` entries, which may be joined."""
+    long = Spliced()
+    return Raw(b"".join(long.pieces(bytes(encoded_prompt_logprobs(positions, texts, long)))))
 
 
 class ChatChoiceBuilder:

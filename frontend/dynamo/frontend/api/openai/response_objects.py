@@ -103,7 +103,8 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     """Each is a `ChatChoice`, encoded."""
     usage: Usage
     system_fingerprint: None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: Raw | None = None
+    """`PromptLogprobs`, encoded."""
     prompt_token_ids: list[int] | None = None
     nvext: dict[str, Any] | UnsetType = UNSET
 

@@ -69,7 +69,7 @@ class _LimitExchange:
         self._messages = Paced(REFRESH_S, self._flush)
         self._heard_at: dict[str, float] = {}
         """When each other process was heard last."""
-        fleet.connected_at = self._loop.time()
+        fleet.reached(self._loop.time())
         fleet.on_used(self._on_used)
 
     def synchronize(self) -> None:
@@ -94,7 +94,7 @@ class _LimitExchange:
         now = self._loop.time()
         if self._fleet.is_isolated(now):
             self._rejoin()
-        self._fleet.connected_at = now
+        self._fleet.reached(now)
 
     def apply(self, message: _LimitMessage) -> None:
         self.connected()
@@ -102,7 +102,7 @@ class _LimitExchange:
             self._forget(message.origin)
         elif message.origin in self._heard_at or len(self._heard_at) < MAX_PROCESSES:
             self._heard_at[message.origin] = self._loop.time()
-            self._fleet.others = len(self._heard_at)
+            self._fleet.found(len(self._heard_at))
             for use in message.keys:
                 self._table.apply(message.origin, use)
             if message.is_new:
@@ -142,7 +142,7 @@ class _LimitExchange:
 
     def _forget(self, origin: str) -> None:
         self._heard_at.pop(origin, None)
-        self._fleet.others = len(self._heard_at)
+        self._fleet.found(len(self._heard_at))
         self._table.forget(origin)
 
 

@@ -20,7 +20,7 @@ from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.edge import over
 from tests.support.fakes import FakeStream
-from tests.support.http_edge import Speaker, chat_card, end, events_of, open_http_edge, send_delta, text_of
+from tests.support.http_edge import Speaker, chat_card, end, events_of, open_http_edge, send_delta, text_of, tokens_of
 from tests.support.parsers import brackets
 
 CHAT = "/v1/chat/completions"
@@ -280,6 +280,19 @@ async def test_log_probabilities_name_tokens_and_alternatives() -> None:
     chunks = [json.loads(data) for _, data in events_of(streamed.text)[:-1]]
     logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert [token for one in logprobs if one for token in one["content"]] == content
+
+
+async def test_log_probabilities_of_a_long_prompt_are_those_of_a_short_one() -> None:
+    async with open_http_edge(respond=Speaker(("x",))) as edge:
+        short = (await edge.post(CHAT, HELLO | {"prompt_logprobs": 1})).json()["prompt_logprobs"]
+        message = {"role": "user", "content": "ab" * 1000}
+        long = (await edge.post(CHAT, HELLO | {"messages": [message], "prompt_logprobs": 1})).json()["prompt_logprobs"]
+    b = str(tokens_of("b")[0])
+    assert (short[0], long[0]) == (None, None)
+    assert len(long) > 2000
+    entries = [position[b] for position in long[1:] if b in position]
+    assert entries[0] == {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
+    assert short[-1] == long[-1]
 
 
 @pytest.mark.parametrize(
