@@ -20,7 +20,7 @@
 | `names` | names that processes agree on |
 | `observability` | metrics, traces, and the log and trace settings that clients change |
 | `options` | groups of options that several processes share |
-| `parser_names` | names of the formats in which models write tool calls and reasoning |
+| `output_formats` | the formats in which models write tool calls and reasoning, and what shows them in a chat template |
 | `process` | what runs in every process: tasks with an owner, long work in steps, freed memory |
 | `protocol` | the version of what frontends and workers send one another |
 | `repository` | the state of a worker's model repository, and the requests that change it |

@@ -15,7 +15,7 @@ from dynamo.common.messaging.request_plane.limits import MIB, PlaneLimits
 from dynamo.common.model_card import Role
 from dynamo.common.names import Endpoint, parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
-from dynamo.common.parser_names import AUTO, parse_reasoning_parser, parse_tool_parser
+from dynamo.common.output_formats import AUTO, parse_reasoning_parser, parse_tool_parser
 from dynamo.common.repository import ControlMode
 from dynamo.worker.engine.remote.dialect import RemoteKind
 from dynamo.worker.observability.triton_metrics import MetricsConfig

@@ -5,7 +5,7 @@
 | `checks` | what is checked of requests for text, whatever their model takes |
 | `media` | images and other media |
 | `offload` | the Python code that a large request needs, beside other requests |
-| `parser_registry` | the output parsers that model cards can name |
+| `parser_registry` | the parser of each format of tool calls and reasoning, as a table |
 | `parsers` | split a model's output into content, reasoning and tool calls |
 | `pipeline` | one model's text pipeline |
 | `plain` | the text side of a model whose engine takes text and generates text |

@@ -8,7 +8,7 @@ The model card names the parsers; `make_parser` chains them: reasoning first, th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from dynamo.common.errors import Unsupported
@@ -78,6 +78,8 @@ class ParserKind:
     """Used instead of `make` by a parser that depends on the end of the prompt, its second argument."""
     tags: ReasoningTags | None = None
     """Tags of a parser of reasoning that tags mark; None for other parsers."""
+    with_call_ids: Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]] | None = None
+    """Returns a conversation with such ids of its tool calls as chat templates of the format expect; None: they take any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +120,10 @@ def make_parser(kinds: Sequence[ParserKind], tools: Tools, prompt_end: str = "")
 def first_call_only(kind: ParserKind) -> ParserKind:
     """Return the same kind of parsers, which leave out all calls but the first."""
     after = kind.make_after_prompt
-    return ParserKind(
-        lambda tools: FirstCall(kind.make(tools)),
-        kind.needs_special_tokens,
-        None if after is None else lambda tools, prompt_end: FirstCall(after(tools, prompt_end)),
-        kind.tags,
+    return replace(
+        kind,
+        make=lambda tools: FirstCall(kind.make(tools)),
+        make_after_prompt=None if after is None else lambda tools, prompt_end: FirstCall(after(tools, prompt_end)),
     )
 
 

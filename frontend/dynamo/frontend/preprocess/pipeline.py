@@ -20,12 +20,13 @@ from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import GenerateRequest, Stop, pack_tokens, unpack_tokens
 from dynamo.common.generation_rules import check_request
 from dynamo.common.model_card import ModelCard
-from dynamo.common.parser_names import GENERIC
+from dynamo.common.output_formats import GENERIC
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
 from dynamo.frontend.preprocess.media.images import check_places, has_parts, read_images, read_parts, with_parts, with_places
 from dynamo.frontend.preprocess.media.media import MediaUrls
 from dynamo.frontend.preprocess.offload import Offload
+from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.plain import pack_conversation
 from dynamo.frontend.preprocess.templates.budget import OutOfTime
 from dynamo.frontend.preprocess.templates.shortening import fitting
@@ -33,7 +34,6 @@ from dynamo.frontend.preprocess.templates.template import ChatTemplate
 from dynamo.frontend.preprocess.text import ContextExceeded, TextRequest
 from dynamo.frontend.preprocess.tokens.detokenize import CONTEXT_TOKENS, Detokenizer
 from dynamo.frontend.preprocess.tokens.tokenizer import Tokenizer, TooManyTokens, out_of_vocabulary
-from dynamo.frontend.preprocess.tools import call_ids
 from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
 
 MAX_PROMPT_LOGPROBS = 65_536
@@ -187,10 +187,10 @@ class TextPipeline:
         if request.continues_last:
             shaped[-1] = _with_marker(shaped[-1])
         tools: Sequence[Mapping[str, Any]] = list(map(_tool, request.tools))
-        if self._info.tool_parser == GENERIC and not request.chat_template:
+        if self._info.tool_parser == GENERIC.name and not request.chat_template:
             shaped, tools = in_plain_messages(shaped, tools), ()
-        elif (with_ids := call_ids.BY_PARSER.get(self._info.tool_parser)) is not None:
-            shaped = with_ids(shaped)
+        elif (kind := PARSER_REGISTRY.tools.get(self._info.tool_parser)) is not None and kind.with_call_ids is not None:
+            shaped = kind.with_call_ids(shaped)
         if self._info.modalities and template.takes_parts_only:
             shaped = list(map(with_parts, shaped))
         text = template.render(

@@ -16,7 +16,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, TextPrompt, pack_text
 from dynamo.common.generation_rules import check_request
 from dynamo.common.model_card import LlmInfo, ModelCard
-from dynamo.common.parser_names import GENERIC
+from dynamo.common.output_formats import GENERIC
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
 from dynamo.frontend.preprocess.media.media import MediaUrls
@@ -116,7 +116,7 @@ def pack_conversation(
     Tools are described in its messages with `plain_tools`, and where the model's template has no place for them.
     """
     messages, tools = [with_checked_content(message, info.modalities) for message in messages], request.tools
-    if plain_tools or info.tool_parser == GENERIC:
+    if plain_tools or info.tool_parser == GENERIC.name:
         messages, tools = in_plain_messages(messages, tools), ()
     placed, media = _with_places(messages)
     variables = dict(request.chat_template_kwargs)

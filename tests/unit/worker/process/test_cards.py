@@ -8,7 +8,7 @@ import pytest
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.common.parser_names import NONE, REASONING_PARSERS, TOOL_PARSERS
+from dynamo.common.output_formats import NONE, REASONING_FORMATS, TOOL_FORMATS
 from dynamo.worker.config import TextOptions
 from dynamo.worker.process.cards import CardFinisher
 from dynamo.worker.process.parsers import choose_parsers
@@ -50,8 +50,8 @@ TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
 def test_parsers_are_detected_by_what_the_template_writes(written: str, tool_parser: str, reasoning_parser: str) -> None:
     chosen = choose_parsers(PLAIN + written)
     assert (chosen.tool_parser, chosen.reasoning_parser) == (tool_parser, reasoning_parser)
-    assert chosen.tool_parser in TOOL_PARSERS
-    assert chosen.reasoning_parser in REASONING_PARSERS | {""}
+    assert chosen.tool_parser in {form.name for form in TOOL_FORMATS}
+    assert chosen.reasoning_parser in {form.name for form in REASONING_FORMATS} | {""}
 
 
 def card(template: bytes = PLAIN.encode(), **llm: str) -> ModelCard:

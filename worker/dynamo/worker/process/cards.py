@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import LlmInfo, ModelCard
-from dynamo.common.parser_names import AUTO
+from dynamo.common.output_formats import AUTO
 from dynamo.worker.config import TextOptions
 from dynamo.worker.process.parsers import choose_parsers
 

@@ -1,9 +1,9 @@
-"""Parsers for the tool calls that models write: what they share. `formats` has one file per format.
+"""Parsers for the tool calls that models write. `dynamo.frontend.preprocess.parser_registry` has the table of formats.
 
 | module | holds |
 |---|---|
 | `call_ids` | ids of earlier calls in the form that some chat templates expect |
-| `formats` | one file per format |
+| `formats` | formats that need code of their own |
 | `json_call` | calls written as a JSON object |
 | `json_calls` | calls written as JSON objects, alone or in a list, between markers |
 | `marked_calls` | calls written as a name and JSON arguments between markers, most of which are special tokens |

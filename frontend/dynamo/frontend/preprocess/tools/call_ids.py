@@ -24,10 +24,6 @@ def with_names(messages: Sequence[Message]) -> list[Message]:
     return _with_ids(messages, lambda id, name, number: f"functions.{name}:{number}")
 
 
-BY_PARSER: Mapping[str, Callable[[Sequence[Message]], list[Message]]] = {"mistral": with_nine_characters, "kimi_k2": with_names}
-"""By tool parser: what makes the ids that templates of its models expect."""
-
-
 def _with_ids(messages: Sequence[Message], new_id: Callable[[str, str, int], str]) -> list[Message]:
     """Replace ids by `new_id(id, name of the function, number of the call)`, in calls and in their results."""
     ids: dict[str, str] = {}

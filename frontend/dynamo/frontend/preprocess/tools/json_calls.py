@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dynamo.frontend.preprocess.parsers import Tools
 from dynamo.frontend.preprocess.tools.json_call import JsonCallReader, ReadStatus
 from dynamo.frontend.preprocess.tools.markers import Markers
+from dynamo.frontend.preprocess.tools.names import tool_names
 from dynamo.frontend.preprocess.tools.reader import MAX_NAME_CHARS, Reader
 
 
@@ -24,6 +26,12 @@ class JsonFormat:
     @classmethod
     def of(cls, *opens: str, closes: tuple[str, ...] = (), in_text: tuple[str, ...] = ()) -> JsonFormat:
         return cls(Markers(*opens, *closes, *in_text), frozenset((*opens, *in_text)), frozenset(in_text))
+
+
+def json_calls(*opens: str, closes: tuple[str, ...], in_text: tuple[str, ...] = ()) -> Callable[[Tools], JsonCalls]:
+    """Return a function that makes parsers for a format."""
+    form = JsonFormat.of(*opens, closes=closes, in_text=in_text)
+    return lambda tools: JsonCalls(form, tool_names(tools).__contains__ if in_text else bool)
 
 
 class JsonCalls(Reader):

@@ -61,11 +61,7 @@ def _name_end(ends: tuple[str, ...]) -> Markers:
 def xml_calls(form: XmlFormat) -> Callable[[Tools], XmlCalls]:
     """Return a function that makes parsers for a format."""
     tags = _XmlMarkers(form)
-
-    def make(tools: Tools) -> XmlCalls:
-        return XmlCalls(tools, tags)
-
-    return make
+    return lambda tools: XmlCalls(tools, tags)
 
 
 class XmlCalls(Reader):

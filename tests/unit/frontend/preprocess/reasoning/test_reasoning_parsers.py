@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo.common.model_card import LlmInfo
-from dynamo.common.parser_names import REASONING_PARSERS
+from dynamo.common.output_formats import REASONING_FORMATS
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParser, Reasoning, make_parser
 from tests.support.cuts import ParsedPart, call, content, read, read_however_cut, reasoning
@@ -67,7 +67,7 @@ def test_reasoning_parses_the_same_wherever_it_is_cut(name: str, text: str, expe
     assert read_however_cut(lambda: parser(name), text) == expected
 
 
-@pytest.mark.parametrize("name", sorted(REASONING_PARSERS))
+@pytest.mark.parametrize("name", sorted(form.name for form in REASONING_FORMATS))
 @given(
     pieces=st.lists(
         st.sampled_from(

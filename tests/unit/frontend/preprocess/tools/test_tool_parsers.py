@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo.common.parser_names import REASONING_PARSER_ALIASES, REASONING_PARSERS, TOOL_PARSER_ALIASES, TOOL_PARSERS
+from dynamo.common.output_formats import REASONING_FORMATS, TOOL_FORMATS
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, ToolCall, first_call_only
 from dynamo.frontend.preprocess.tools.reader import MAX_HELD_CHARS
@@ -348,8 +348,8 @@ def test_output_parses_the_same_wherever_it_is_cut(name: str, text: str, expecte
 
 
 def test_every_name_that_a_worker_takes_has_a_parser() -> None:
-    assert PARSER_REGISTRY.tools.keys() == TOOL_PARSERS | TOOL_PARSER_ALIASES.keys()
-    assert PARSER_REGISTRY.reasoning.keys() == REASONING_PARSERS | REASONING_PARSER_ALIASES.keys()
+    assert PARSER_REGISTRY.tools.keys() == {name for form in TOOL_FORMATS for name in form.names}
+    assert PARSER_REGISTRY.reasoning.keys() == {name for form in REASONING_FORMATS for name in form.names}
 
 
 def test_every_parser_is_documented() -> None:
@@ -362,7 +362,7 @@ PIECES = st.sampled_from(
 )
 
 
-@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+@pytest.mark.parametrize("name", sorted(form.name for form in TOOL_FORMATS))
 @settings(max_examples=60)
 @given(data=st.data())
 def test_random_cuts_of_any_output_change_nothing(name: str, data: st.DataObject) -> None:
@@ -379,7 +379,7 @@ def test_random_cuts_of_any_output_change_nothing(name: str, data: st.DataObject
     assert read(parser(name), text) == whole_text
 
 
-@pytest.mark.parametrize("name", sorted(TOOL_PARSERS))
+@pytest.mark.parametrize("name", sorted(form.name for form in TOOL_FORMATS))
 @settings(max_examples=100)
 @given(text=st.text('abc d{}:",;()=.é🤔\n<>|', max_size=60).map(lambda text: "x" + text))
 def test_text_without_a_marker_is_content_as_it_is(name: str, text: str) -> None:
