@@ -71,11 +71,10 @@ def filled_registry() -> CollectorRegistry:
     workers.memory.show(memory)
     worker = workers.for_model("m")
     worker.follow(SimEngine(SimConfig()))
-    worker.generated(Summary())
     worker.started(1)
     worker.failed("1", 1, 1, Code.INTERNAL)
     worker.started(1)
-    worker.succeeded("1", 1, 1, 0)
+    worker.succeeded("1", 1, 1, 0, Summary())
     return registry
 
 

@@ -39,9 +39,9 @@ from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.canary import Canary, CanaryRequest
 from dynamo.worker.engine.base import Context, Engine, RequestTimings, RespondsOnce, TensorEngine, TensorResponse
 from dynamo.worker.observability.metrics import WorkerMetrics, WorkerModelMetrics
-from dynamo.worker.observability.request_record import RequestRecord
+from dynamo.worker.observability.request_record import RequestRecord, RequestSink
 from dynamo.worker.observability.request_trace import RequestTrace
-from dynamo.worker.observability.spans import end_generation, end_inference
+from dynamo.worker.observability.spans import RequestSpan
 from dynamo.worker.observability.statistics import VersionStatistics
 from dynamo.worker.traces.recorder import TritonTraces
 
@@ -279,26 +279,24 @@ class Service:
         body: Body = ()
         with self._record(incoming, context, model, statistics, start, request.head.id) as record:
             self._refuse_late(incoming)
-            if record.trace is not None:
-                record.trace.request(request)
+            if record.sinks:
+                record.request(request)
             if model.card.decoupled:
                 await self._send_all(engine.infer(request, context), form, record, incoming)
             else:
                 response = await respond(request, context)
                 made_ns = perf_counter_ns()
-                if record.trace is not None:
-                    record.trace.response(response)
+                if record.sinks:
+                    record.response(response)
                 if form.may_be_slow and form.is_slow(response.raw_outputs):
                     body = await self._encoded_in_steps(form, response)
                 else:
                     body = form.encode(response.head, response.raw_outputs, response.encoded)
-                record.timings.output_ns += perf_counter_ns() - made_ns
+                context.timings.output_ns += perf_counter_ns() - made_ns
             size = size_of(body)
             record.sent_bytes += size
             if size > COPIED_AT_ONCE_BYTES:
                 body = await incoming.lend_in_steps(body, last=True)
-        if record.span is not None:
-            end_inference(record.span, context.timings)
         incoming.end(body)
 
     async def generate(self, incoming: IncomingRequest) -> None:
@@ -319,8 +317,7 @@ class Service:
         encode, send = delta_encoder.encode, incoming.send_nowait
         summary: Summary | None = None
         canary = self._canaries[model.card.name]
-        record = self._record(incoming, context, model, statistics, start, incoming.request_id)
-        with record:
+        with self._record(incoming, context, model, statistics, start, incoming.request_id) as record:
             if incoming.deadline is not None:
                 self._refuse_late(incoming)
             if request.sampling.guided is not None:
@@ -348,10 +345,7 @@ class Service:
                     self._adapters.end(request.adapter)
             if summary is None:
                 raise EngineError(f"the engine of model '{request.model}' ended without a summary")
-            context.timings.queue_ns = int(summary.queue_ms * 1e6)
-        record.metrics.generated(summary)
-        if record.span is not None:
-            end_generation(record.span, summary)
+            record.generated(summary)
         incoming.end(summary_encoder.encode(summary))
 
     async def statistics(self, incoming: IncomingRequest) -> None:
@@ -404,8 +398,8 @@ class Service:
         try:
             async for response in iterator:
                 made_ns = perf_counter_ns()
-                if record.trace is not None:
-                    record.trace.response(response)
+                if record.sinks:
+                    record.response(response)
                 body: Body
                 if form.may_be_slow and form.is_slow(response.raw_outputs):
                     body = await self._encoded_in_steps(form, response)
@@ -440,28 +434,23 @@ class Service:
         request_id: str,
     ) -> RequestRecord:
         """`request_id`: as the client named it."""
-        name, span, trace = model.card.name, None, None
-        traces = self._traces
+        name, traces = model.card.name, self._traces
+        sinks: tuple[RequestSink, ...] = ()
         is_sampled = False
         if traces is not None and traces.is_on:
             if traces.to_collector:
                 is_sampled = traces.is_sampled(name)
             else:
                 context.trace = traces.begin(name, statistics.version, request_id)
-                trace = None if context.trace is None else RequestTrace(context.trace, start_ns, Reception.of(incoming.headers))
+                if context.trace is not None:
+                    sinks = (RequestTrace(context.trace, start_ns, Reception.of(incoming.headers)),)
         if self._tracing is not None:
             attributes = {"dynamo.model": name, "dynamo.request_id": incoming.request_id}
             span = self._tracing.begin("serve", incoming.headers, attributes, always=is_sampled)
-        return RequestRecord(
-            self._measured[name],
-            statistics,
-            span,
-            context.timings,
-            len(incoming.body),
-            start_ns,
-            decoupled=model.card.decoupled,
-            trace=trace,
-        )
+            if span is not None:
+                sinks = (*sinks, RequestSpan(span))
+        size, decoupled = len(incoming.body), model.card.decoupled
+        return RequestRecord(self._measured[name], statistics, sinks, context.timings, size, start_ns, decoupled=decoupled)
 
     def _refuse_late(self, incoming: IncomingRequest) -> None:
         if incoming.deadline is not None and self._loop.time() >= incoming.deadline:

@@ -170,8 +170,8 @@ def test_language_models_that_share_a_label_add_up(registry: CollectorRegistry, 
     for name in ("a", "b"):
         model = worker.for_model(name)
         model.follow(Busy())
-        model.generated(summary)
-    worker.for_model("a").generated(summary)
+        model.succeeded("1", 0.1, 20, 0.0, summary)
+    worker.for_model("a").succeeded("1", 0.1, 20, 0.0, summary)
     assert read("output_tokens_total", model="other") == 6
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynamo.common.errors import Code
 from dynamo.common.observability.reception import EdgeProtocol, Reception
 from dynamo.common.observability.server_settings import ServerSettings, TraceChange
 from dynamo.common.options import TraceOptions
@@ -163,8 +164,8 @@ async def test_a_trace_names_times_tensors_and_its_parent_as_triton_does(tmp_pat
         inner = RequestTrace(child, 20)
         inner.inputs({"IN": np.array([[1, 2]], np.int32), "NONE": np.zeros(0, np.int32)}, {})
         inner.outputs({"OUT": np.array([b'a"b', b"\xff"], object)}, {})
-        inner.end(RequestTimings(queue_ns=1, input_ns=2, infer_ns=3), has_failed=False)
-        outer.end(RequestTimings(), has_failed=False)
+        inner.end(RequestTimings(queue_ns=1, input_ns=2, infer_ns=3), None, None)
+        outer.end(RequestTimings(), None, None)
     found = entries(tmp_path)
     assert found[0] == {"id": 2, "model_name": "part", "model_version": 1, "request_id": "my id", "parent_id": 1}
     tensors = [(entry["activity"], entry["tensor"]) for entry in found if "tensor" in entry]
@@ -215,7 +216,7 @@ async def test_a_request_to_another_model_is_traced_as_a_part_if_it_gets_the_tra
         request = RequestTrace(trace, 10)
         inside = Context("top", trace=trace)
         await models.find("caller").respond(ModelRequest(x(1), inside))
-        request.end(inside.timings, has_failed=False)
+        request.end(inside.timings, None, None)
         await models.find("caller").respond(ModelRequest(x(1), Context("not traced")))
     heads = [entry for entry in entries(tmp_path) if "model_name" in entry]
     assert heads == [
@@ -230,7 +231,7 @@ def test_a_request_that_failed_before_its_model_ran_has_no_times_of_computing(tm
     traces.use(settings())
     trace = traces.begin("m", "1", "")
     assert trace is not None
-    RequestTrace(trace, 10).end(RequestTimings(), has_failed=True)
+    RequestTrace(trace, 10).end(RequestTimings(), None, Code.INTERNAL)
     traces.finish()
     assert not any("COMPUTE" in str(entry) for entry in entries(tmp_path))
 

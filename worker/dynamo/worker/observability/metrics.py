@@ -126,10 +126,14 @@ class WorkerModelMetrics:
         self._inflight.value += 1
         self._request_bytes.value += request_bytes
 
-    def succeeded(self, version: str, duration_s: float, response_bytes: int, queue_s: float) -> None:
-        """Count the end of a request: this, or `failed`, exactly once for each `started`."""
+    def succeeded(
+        self, version: str, duration_s: float, response_bytes: int, queue_s: float, summary: Summary | None = None
+    ) -> None:
+        """Count the end of a request: this, or `failed`, exactly once for each `started`. `summary`: of a generation."""
         self._ended(version, _SUCCESS, duration_s, response_bytes)
         self._queue_time.observe(queue_s)
+        if summary is not None and self._generations is not None:
+            self._generations.add(summary)
 
     def failed(self, version: str, duration_s: float, response_bytes: int, error: Code) -> None:
         if error is Code.CANCELLED:
@@ -168,11 +172,6 @@ class WorkerModelMetrics:
         show(worker.total_blocks.labels(*labels), lambda: load().total_blocks)
         show(worker.active_blocks.labels(*labels), lambda: load().active_blocks)
         show(worker.cache_usage.labels(*labels), lambda: _share(load().active_blocks, load().total_blocks))
-
-    def generated(self, summary: Summary) -> None:
-        """Count a complete generation."""
-        if self._generations is not None:
-            self._generations.add(summary)
 
 
 class _Generations:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from time import perf_counter_ns
+from typing import TypeAlias
 
+from dynamo.common.errors import Code
+from dynamo.common.generation import Summary
 from dynamo.common.observability.reception import Reception
 from dynamo.common.tensors.request import TensorRequest
-from dynamo.common.tensors.tensors import Array, element_count, from_numpy, typed_to_raw
+from dynamo.common.tensors.tensors import Array, Buffer, element_count, from_numpy, typed_to_raw
+from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from dynamo.worker.engine.base import RequestTimings, TensorResponse
+from dynamo.worker.observability.request_record import RequestSink, phases_of
 from dynamo.worker.traces.trace import Trace
 
+_Tensor: TypeAlias = ModelInferRequest.InferInputTensor | ModelInferResponse.InferOutputTensor
+
 _INPUT, _OUTPUT = "TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"
+_ENDS = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
+"""Triton's names of the ends of queue, input, inference and output."""
 
 
-class RequestTrace:
+class RequestTrace(RequestSink):
     """The trace of a request while it is served."""
 
     def __init__(self, trace: Trace, start_ns: int, reception: Reception | None = None) -> None:
@@ -31,23 +40,20 @@ class RequestTrace:
         return f"<RequestTrace of {self._trace}>"
 
     def request(self, request: TensorRequest) -> None:
-        """Add the inputs of a request of a client. Empty ones are left out, as in Triton."""
-        if not self._trace.has_tensors:
-            return
-        for index, tensor in enumerate(request.head.inputs):
-            if 0 not in tensor.shape:
-                raws, count = request.raw_inputs, element_count(tensor.shape)
-                raw = raws[index] if raws else typed_to_raw(tensor.contents, tensor.datatype, count)
-                self._trace.tensor(_INPUT, tensor.name, tensor.datatype, tensor.shape, raw)
+        """Add the inputs. Empty ones are left out, as in Triton."""
+        if self._trace.has_tensors:
+            for index, tensor in enumerate(request.head.inputs):
+                if 0 not in tensor.shape:
+                    self._tensor(_INPUT, tensor, request.raw_inputs, index)
 
     def response(self, response: TensorResponse) -> None:
-        """Add the outputs of a response to a client."""
-        if not self._trace.has_tensors:
-            return
-        for index, tensor in enumerate(response.head.outputs):
-            raws, count = response.raw_outputs, element_count(tensor.shape)
-            raw = raws[index] if raws else typed_to_raw(tensor.contents, tensor.datatype, count)
-            self._trace.tensor(_OUTPUT, tensor.name, tensor.datatype, tensor.shape, raw)
+        if self._trace.has_tensors:
+            for index, tensor in enumerate(response.head.outputs):
+                self._tensor(_OUTPUT, tensor, response.raw_outputs, index)
+
+    def _tensor(self, activity: str, tensor: _Tensor, raws: Sequence[Buffer], index: int) -> None:
+        raw = raws[index] if raws else typed_to_raw(tensor.contents, tensor.datatype, element_count(tensor.shape))
+        self._trace.tensor(activity, tensor.name, tensor.datatype, tensor.shape, raw)
 
     def inputs(self, arrays: Mapping[str, Array], datatypes: Mapping[str, str]) -> None:
         """Add the inputs of a request of another model. `datatypes`: as they are declared."""
@@ -64,25 +70,15 @@ class RequestTrace:
             datatype, raw = from_numpy(array, "BF16" if datatypes.get(name) == "BF16" else "")
             self._trace.tensor(activity, name, datatype, array.shape, raw)
 
-    def end(self, timings: RequestTimings, *, has_failed: bool) -> None:
+    def end(self, timings: RequestTimings, summary: Summary | None, error: Code | None) -> None:
         """Add when its phases ended, as far as the model computed anything, and end the trace."""
         ended_ns = perf_counter_ns()
-        is_computed = not (self._trace.is_composed or timings.cache_hit_ns or (has_failed and not timings.infer_ns))
-        if is_computed:
-            self._computed(timings, ended_ns)
+        is_computed = timings.infer_ns or error is None
+        if is_computed and not self._trace.is_composed and not timings.cache_hit_ns:
+            ends = [self._queued_ns + phase.end_ns for phase in phases_of(timings, ended_ns - self._queued_ns)]
+            for name, ns in zip(_ENDS, (*ends[:-1], ended_ns), strict=True):
+                self._trace.timestamp(name, ns)
         self._trace.timestamp("REQUEST_END", ended_ns)
         if not self._trace.is_part:
             self._trace.timestamp("INFER_RESPONSE_COMPLETE", ended_ns)
         self._trace.end()
-
-    def _computed(self, timings: RequestTimings, ended_ns: int) -> None:
-        start = self._queued_ns + timings.queue_ns
-        begun = start + timings.input_ns
-        infer_ns = timings.infer_ns or ended_ns - begun - timings.output_ns
-        for name, ns in (
-            ("COMPUTE_START", start),
-            ("COMPUTE_INPUT_END", begun),
-            ("COMPUTE_OUTPUT_START", begun + max(0, infer_ns)),
-            ("COMPUTE_END", ended_ns),
-        ):
-            self._trace.timestamp(name, min(ns, ended_ns))

@@ -1,39 +1,37 @@
-"""The parts of a request's time at a worker, as children of its span. Engines report durations, in this order."""
+"""The phases of a request's time at a worker, as children of its span."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
+from dynamo.common.errors import Code
 from dynamo.common.generation import Summary
-from dynamo.common.observability.tracing import Span
+from dynamo.common.observability.tracing import Attributes, Span
 from dynamo.worker.engine.base import RequestTimings
+from dynamo.worker.observability.request_record import RequestSink, phases_of
 
 
-def end_generation(span: Span, summary: Summary) -> None:
-    """Add queue, prefill and decode as children of `span` and end it."""
-    ended = time.time_ns()
-    queued = min(span.started_ns + int(summary.queue_ms * 1e6), ended)
-    prefilled = min(queued + int(summary.prefill_ms * 1e6), ended)
-    span.child("queue", span.started_ns, queued)
-    span.child(
-        "prefill",
-        queued,
-        prefilled,
-        {"dynamo.prompt_tokens": summary.prompt_tokens, "dynamo.cached_tokens": summary.cached_tokens},
-    )
-    span.child("decode", prefilled, ended, {"dynamo.output_tokens": summary.output_tokens})
-    span.end()
+class RequestSpan(RequestSink):
+    """The span of a request while it is served."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def end(self, timings: RequestTimings, summary: Summary | None, error: Code | None) -> None:
+        """End the span. If the request succeeded, its phases are children: those that took time, and all of a generation."""
+        span, started_ns = self._span, self._span.started_ns
+        if error is None:
+            attributes = {} if summary is None else _attributes(summary)
+            for phase in phases_of(timings, time.time_ns() - started_ns, summary):
+                if phase.end_ns > phase.start_ns or summary is not None:
+                    span.child(phase.name, started_ns + phase.start_ns, started_ns + phase.end_ns, attributes.get(phase.name))
+        span.end(error)
 
 
-def end_inference(span: Span, timings: RequestTimings) -> None:
-    """Add queue, input, inference and output, those that took any time, as children of `span` and end it."""
-    ended = time.time_ns()
-    position = span.started_ns
-    input_ns = timings.queue_ns + timings.input_ns
-    infer_ns = timings.infer_ns or max(0, ended - position - input_ns - timings.output_ns)
-    parts = (("queue", timings.queue_ns), ("input", timings.input_ns), ("infer", infer_ns), ("output", timings.output_ns))
-    for name, duration_ns in parts:
-        if duration_ns:
-            span.child(name, position, min(position + duration_ns, ended))
-            position = min(position + duration_ns, ended)
-    span.end()
+def _attributes(summary: Summary) -> Mapping[str, Attributes]:
+    """Return attributes by phase."""
+    return {
+        "prefill": {"dynamo.prompt_tokens": summary.prompt_tokens, "dynamo.cached_tokens": summary.cached_tokens},
+        "decode": {"dynamo.output_tokens": summary.output_tokens},
+    }

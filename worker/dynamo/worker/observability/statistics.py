@@ -65,9 +65,7 @@ class Latencies(NamedTuple):
     compute_output: float
 
     @classmethod
-    def of(cls, total_ns: int, timings: RequestTimings) -> Latencies:
-        rest_ns = total_ns - timings.queue_ns - timings.input_ns - timings.output_ns
-        infer_ns = timings.infer_ns or max(0, rest_ns)
+    def of(cls, total_ns: int, timings: RequestTimings, infer_ns: int) -> Latencies:
         return cls(
             time.monotonic(),
             total_ns / 1000,
@@ -164,8 +162,10 @@ class VersionStatistics:
         success, queue = self._success, self._queue
         success.count += 1
         success.ns += total_ns
+        rest_ns = total_ns - timings.queue_ns - timings.input_ns - timings.output_ns
+        infer_ns = timings.infer_ns or max(0, rest_ns)
         if self.latencies is not None:
-            self.latencies.append(Latencies.of(total_ns, timings))
+            self.latencies.append(Latencies.of(total_ns, timings, infer_ns))
         queue.count += 1
         queue.ns += timings.queue_ns
         self._last_inference_ms = time.time_ns() // 1_000_000
@@ -173,8 +173,6 @@ class VersionStatistics:
             self._looked_up(timings)
         if timings.cache_hit_ns:
             return
-        rest_ns = total_ns - timings.queue_ns - timings.input_ns - timings.output_ns
-        infer_ns = timings.infer_ns or max(0, rest_ns)
         self._computed.add(timings.input_ns, infer_ns, timings.output_ns)
         self.inferences += timings.rows
         if timings.batched:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from threading import Lock
 from typing import TypeAlias
@@ -132,23 +133,21 @@ class TritonTraces:
         sampler = self._sampler(model)
         if sampler is None or not sampler.is_sampled():
             return None
-        return TraceGroup(_GroupRecorder(self, sampler), sampler.settings.levels).begin(model, version, request_id)
+        group = TraceGroup(sampler.settings.levels, self._numbers.__next__, self._reserve, partial(self._ended, sampler))
+        return group.begin(model, version, request_id)
 
     def _sampler(self, model: str) -> _Sampler | None:
         samplers = self._samplers
         return samplers[model] if model in samplers else samplers[SERVER]
 
-    def number(self) -> int:
-        return next(self._numbers)
-
-    def reserve(self, size: int) -> bool:
+    def _reserve(self, size: int) -> bool:
         with self._lock:
             if self._tensor_bytes + size > MAX_TENSOR_BYTES:
                 return False
             self._tensor_bytes += size
             return True
 
-    def ended(self, sampler: _Sampler, group: TraceGroup) -> None:
+    def _ended(self, sampler: _Sampler, group: TraceGroup) -> None:
         if not self._put((sampler, group)):
             self._release(group)
 
@@ -203,19 +202,6 @@ class TritonTraces:
         if not self._has_failed:
             self._has_failed = True
             log.error("traces are dropped: %s", why)
-
-
-class _GroupRecorder:
-    """The recorder of one group."""
-
-    def __init__(self, traces: TritonTraces, sampler: _Sampler) -> None:
-        self.number = traces.number
-        self.reserve = traces.reserve
-        self._traces = traces
-        self._sampler = sampler
-
-    def ended(self, group: TraceGroup) -> None:
-        self._traces.ended(self._sampler, group)
 
 
 @asynccontextmanager

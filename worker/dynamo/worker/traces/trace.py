@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from dynamo.common.observability.server_settings import TENSORS, TIMESTAMPS
 from dynamo.common.tensors.tensors import Array, Buffer, bf16_to_float32, to_numpy
 
 MAX_TRACES = 1000
 """In one group; further parts of a request have no trace."""
-
-
-class Recorder(Protocol):
-    """Who writes the traces of a group."""
-
-    def number(self) -> int:
-        """Return the id of a new trace."""
-        ...
-
-    def reserve(self, size: int) -> bool:
-        """Take room for a tensor until its group is written; False if there is none."""
-        ...
-
-    def ended(self, group: TraceGroup) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +32,20 @@ class _TracedTensor:
 class TraceGroup:
     """The trace of a request of a client, and those of the requests inside it."""
 
-    def __init__(self, recorder: Recorder, levels: Sequence[str]) -> None:
+    def __init__(
+        self,
+        levels: Sequence[str],
+        number: Callable[[], int],
+        reserve: Callable[[int], bool],
+        ended: Callable[[TraceGroup], None],
+    ) -> None:
+        """`number` returns the id of a new trace, `reserve` whether so many bytes can be kept until they are written."""
         self.tensor_bytes = 0
         self.has_timestamps = TIMESTAMPS in levels
         self.has_tensors = TENSORS in levels
-        self._recorder = recorder
+        self._number = number
+        self._reserve = reserve
+        self._on_end = ended
         self._begun: list[Trace] = []
         self._ended: list[Trace] = []
 
@@ -59,19 +53,19 @@ class TraceGroup:
         """Begin a trace; the first that is begun is the last to end. None if there are too many."""
         if len(self._begun) == MAX_TRACES:
             return None
-        trace = Trace(self, self._recorder.number(), model, version, request_id, parent)
+        trace = Trace(self, self._number(), model, version, request_id, parent)
         self._begun.append(trace)
         return trace
 
     def end(self, trace: Trace) -> None:
         self._ended.append(trace)
         if trace is self._begun[0]:
-            self._recorder.ended(self)
+            self._on_end(self)
 
     def copy(self, raw: Buffer) -> bytes | None:
         """Return the bytes of a tensor; None if there is no room for them."""
         size = raw.nbytes if isinstance(raw, memoryview) else len(raw)
-        if not self._recorder.reserve(size):
+        if not self._reserve(size):
             return None
         self.tensor_bytes += size
         return bytes(raw)

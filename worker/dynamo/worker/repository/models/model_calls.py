@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 
-from dynamo.common.errors import DynamoError
+from dynamo.common.errors import Code, DynamoError
 from dynamo.worker.observability.request_trace import RequestTrace
 from dynamo.worker.observability.statistics import VersionStatistics
 from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult, closing
@@ -21,7 +21,7 @@ async def run_counted(
     context = request.context
     start = time.perf_counter_ns()
     trace = _begin_trace(model, request, start)
-    has_failed = True
+    code: Code | None = Code.CANCELLED
     if model.card.max_batch_size:
         context.timings.rows = next((shape[0] for _, _, shape in forms_of(request.inputs) if shape), 1)
     try:
@@ -33,14 +33,15 @@ async def run_counted(
                     for output in response.outputs.values():
                         memory.hold(output)
                 yield response
-        has_failed = False
+        code = None
     except DynamoError as error:
+        code = error.code
         if statistics is not None:
-            statistics.failed(time.perf_counter_ns() - start, context.timings, error.code)
+            statistics.failed(time.perf_counter_ns() - start, context.timings, code)
         raise
     finally:
         if trace is not None:
-            trace.end(context.timings, has_failed=has_failed)
+            trace.end(context.timings, None, code)
     if statistics is not None:
         statistics.succeeded(time.perf_counter_ns() - start, context.timings)
 
