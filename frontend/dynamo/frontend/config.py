@@ -8,7 +8,6 @@ import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -201,16 +200,42 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def _check_tls(prefix: str, cert: str | None, key: str | None, client_ca: str | None, ciphers: str | None) -> None:
-    if (cert is None) != (key is None):
-        raise ValueError(f"--{prefix}-tls-cert-file and --{prefix}-tls-key-file are only useful together")
-    for option_name, value in (("client-ca-file", client_ca), ("ciphers", ciphers)):
-        if value is not None and cert is None:
-            raise ValueError(f"--{prefix}-tls-{option_name} needs --{prefix}-tls-cert-file")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortTlsOptions:
+    """TLS of one port."""
 
+    tls_cert_file: str | None = option(None, metavar="FILE", help="Certificate of the server (PEM); makes this port speak TLS.")
+    tls_key_file: str | None = option(None, metavar="FILE", help="Key of the certificate (PEM).")
+    tls_client_ca_file: str | None = option(
+        None, metavar="FILE", help="Clients must show a certificate signed by one of these (PEM)."
+    )
+    tls_ciphers: str | None = option(None, metavar="LIST", help="Cipher suites of this port, as for `--tls-ciphers`.")
 
-def _tls_files(cert: str | None, key: str | None, client_ca: str | None, ciphers: str | None) -> TlsFiles | None:
-    return None if cert is None or key is None else TlsFiles(cert=cert, key=key, client_ca=client_ca, ciphers=ciphers)
+    def check(self, prefix: str) -> None:
+        """Raise ValueError if they do not fit together. `prefix`: of the flags."""
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError(f"--{prefix}-tls-cert-file and --{prefix}-tls-key-file are only useful together")
+        for option_name, value in (("client-ca-file", self.tls_client_ca_file), ("ciphers", self.tls_ciphers)):
+            if value is not None and self.tls_cert_file is None:
+                raise ValueError(f"--{prefix}-tls-{option_name} needs --{prefix}-tls-cert-file")
+
+    @property
+    def files(self) -> TlsFiles | None:
+        """None: the port does not speak TLS."""
+        cert, key = self.tls_cert_file, self.tls_key_file
+        if cert is None or key is None:
+            return None
+        return TlsFiles(cert=cert, key=key, client_ca=self.tls_client_ca_file, ciphers=self.tls_ciphers)
+
+    def completed(self, common: TlsOptions) -> PortTlsOptions:
+        """Return these options with what they lack of the common ones; without a certificate the others are of no use."""
+        own = self
+        if own.tls_cert_file is None:
+            own = replace(own, tls_cert_file=common.cert_file, tls_key_file=common.key_file)
+        if own.files is None:
+            return own
+        client_ca, ciphers = own.tls_client_ca_file or common.client_ca_file, own.tls_ciphers or common.ciphers
+        return replace(own, tls_client_ca_file=client_ca, tls_ciphers=ciphers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,24 +350,15 @@ class HttpOptions:
         True,
         help="Serve `/busy_threshold`, `/v1/routing/decisions` and `/v1/names`, which change and show where requests go.",
     )
-    tls_cert_file: str | None = option(
-        None,
-        metavar="FILE",
-        help="Certificate of the server (PEM); makes the HTTP port speak TLS.",
-    )
-    tls_key_file: str | None = option(None, metavar="FILE", help="Key of the certificate (PEM).")
-    tls_client_ca_file: str | None = option(
-        None, metavar="FILE", help="Clients must show a certificate signed by one of these (PEM)."
-    )
-    tls_ciphers: str | None = option(None, metavar="LIST", help="Cipher suites of this port, as for `--tls-ciphers`.")
+    port_tls: PortTlsOptions = group("HTTP", prefix="http", default=PortTlsOptions)
 
     def __post_init__(self) -> None:
-        _check_tls("http", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file, self.tls_ciphers)
+        self.port_tls.check("http")
 
     @property
     def tls(self) -> TlsFiles | None:
         """None: the port does not speak TLS."""
-        return _tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file, self.tls_ciphers)
+        return self.port_tls.files
 
     @property
     def is_local(self) -> bool:
@@ -632,26 +648,17 @@ class GrpcOptions:
     max_connection_age_s: float | None = option(
         None, minimum=1, help="Connections older than this are closed gracefully, so that load can be spread again."
     )
-    tls_cert_file: str | None = option(
-        None,
-        metavar="FILE",
-        help="Certificate of the server (PEM); makes the gRPC port speak TLS.",
-    )
-    tls_key_file: str | None = option(None, metavar="FILE", help="Key of the certificate (PEM).")
-    tls_client_ca_file: str | None = option(
-        None, metavar="FILE", help="Clients must show a certificate signed by one of these (PEM)."
-    )
-    tls_ciphers: str | None = option(None, metavar="LIST", help="Cipher suites of this port, as for `--tls-ciphers`.")
+    port_tls: PortTlsOptions = group("KServe gRPC", prefix="grpc", default=PortTlsOptions)
 
     def __post_init__(self) -> None:
-        _check_tls("grpc", self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file, self.tls_ciphers)
-        if self.tls_ciphers is not None and self.server is GrpcServerChoice.GRPCIO:
+        self.port_tls.check("grpc")
+        if self.port_tls.tls_ciphers is not None and self.server is GrpcServerChoice.GRPCIO:
             raise ValueError("--grpc-server grpcio takes cipher suites from GRPC_SSL_CIPHER_SUITES, not from --tls-ciphers")
 
     @property
     def tls(self) -> TlsFiles | None:
         """None: the port does not speak TLS."""
-        return _tls_files(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file, self.tls_ciphers)
+        return self.port_tls.files
 
     @property
     def is_local(self) -> bool:
@@ -997,9 +1004,6 @@ class RouterOptions:
     )
 
 
-P = TypeVar("P", HttpOptions, GrpcOptions)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryOptions:
     """Whether idle instances are probed."""
@@ -1174,8 +1178,8 @@ class FrontendConfig:
     trace: TraceOptions = group("Tracing", prefix="trace", default=TraceOptions)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "http", _with_tls(self.http, self.tls))
-        object.__setattr__(self, "grpc", _with_tls(self.grpc, self.tls))
+        object.__setattr__(self, "http", replace(self.http, port_tls=self.http.port_tls.completed(self.tls)))
+        object.__setattr__(self, "grpc", replace(self.grpc, port_tls=self.grpc.port_tls.completed(self.tls)))
         if self.tls.required and (self.http.tls is None or (self.grpc.wanted and self.grpc.tls is None)):
             raise ValueError("--use-tls needs --cert-file and --key-file")
         if self.tls.client_ca_file is not None and self.http.tls is None and self.grpc.tls is None:
@@ -1198,14 +1202,3 @@ class FrontendConfig:
         if self.grafana.folder is None and (self.grafana.dashboard_name is not None or self.grafana.datasources):
             return self.cache_dir.expanduser() / "grafana"
         return self.grafana.folder
-
-
-def _with_tls(port: P, tls: TlsOptions) -> P:
-    """A port's own certificate goes before the common one, and so does its client CA."""
-    if port.tls_cert_file is None and tls.cert_file is not None:
-        port = replace(port, tls_cert_file=tls.cert_file, tls_key_file=tls.key_file)
-    if port.tls_client_ca_file is None and port.tls is not None and tls.client_ca_file is not None:
-        port = replace(port, tls_client_ca_file=tls.client_ca_file)
-    if port.tls_ciphers is None and port.tls is not None and tls.ciphers is not None:
-        port = replace(port, tls_ciphers=tls.ciphers)
-    return port

@@ -23,7 +23,7 @@ from dynamo.common.security.tls import TlsFiles, client_context, read_contents
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.rpc.server import serve_grpc
-from dynamo.frontend.config import FrontendConfig, GrpcOptions, HttpOptions
+from dynamo.frontend.config import FrontendConfig, GrpcOptions, HttpOptions, PortTlsOptions
 from tests.support.certificates import Pair, issue, write_ca
 from tests.support.grpc_operations import ECHO
 
@@ -80,11 +80,12 @@ async def serving(
     files = {"tls_cert_file": str(server.cert), "tls_key_file": str(server.key)}
     files |= {"tls_client_ca_file": str(client_ca)} if client_ca else {}
     files |= {"tls_ciphers": ciphers} if ciphers else {}
+    tls = PortTlsOptions(**files)
     if protocol == "http":
-        async with serve_http(HttpOptions(port=0, **files), hello, descriptors=descriptors) as http:
+        async with serve_http(HttpOptions(port=0, port_tls=tls), hello, descriptors=descriptors) as http:
             yield http.port
     else:
-        async with serve_grpc(GrpcOptions(port=0, **files), ECHO, descriptors=descriptors) as running:
+        async with serve_grpc(GrpcOptions(port=0, port_tls=tls), ECHO, descriptors=descriptors) as running:
             yield running.port
 
 

@@ -121,7 +121,7 @@ async def serve_grpc(
         )
         server = await _start_http2(http2, options, share_port=share_port)
     name = GrpcServerChoice.HTTP2 if options.server is GrpcServerChoice.AUTO else options.server
-    secured = "TLS" if options.tls_cert_file is not None else "no TLS"
+    secured = "no TLS" if options.tls is None else "TLS"
     _log.info("gRPC on %s:%d by the %s server, %s", options.host, server.port, name, secured)
     try:
         yield server

@@ -29,7 +29,7 @@ from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.rpc.server import serve_grpc
-from dynamo.frontend.config import CapacityOptions, GrpcCompression, GrpcOptions, GrpcServerChoice, OverloadStatus
+from dynamo.frontend.config import CapacityOptions, GrpcCompression, GrpcOptions, GrpcServerChoice, OverloadStatus, PortTlsOptions
 from dynamo.frontend.security.keys import entry_for, make_key, read_keys
 from dynamo.frontend.security.surfaces import Surface
 from dynamo.protos import inference_pb2 as pb
@@ -375,7 +375,7 @@ async def test_two_servers_share_a_port_if_configured(options: GrpcOptions) -> N
 async def test_a_certificate_that_is_missing_is_a_configuration_error(options: GrpcOptions, tmp_path: Path) -> None:
     missing = str(tmp_path / "no")
     with pytest.raises(ConfigError, match="cannot be read: No such file or directory"):
-        async with serve_grpc(replace(options, tls_cert_file=missing, tls_key_file=missing), ECHO):
+        async with serve_grpc(replace(options, port_tls=PortTlsOptions(tls_cert_file=missing, tls_key_file=missing)), ECHO):
             pass
 
 
@@ -383,7 +383,8 @@ async def test_tls_serves_the_clients_of_a_ca_and_follows_its_files(options: Grp
     ca, other = trustme.CA(), trustme.CA()
     roots, trusted = write_ca(ca, tmp_path / "ca.pem"), write_ca(ca, tmp_path / "clients.pem")
     server, client, stranger = issue(ca, tmp_path, "server"), issue(ca, tmp_path, "client"), issue(other, tmp_path, "stranger")
-    secured = replace(options, tls_cert_file=str(server.cert), tls_key_file=str(server.key), tls_client_ca_file=str(trusted))
+    files = PortTlsOptions(tls_cert_file=str(server.cert), tls_key_file=str(server.key), tls_client_ca_file=str(trusted))
+    secured = replace(options, port_tls=files)
     async with serve_grpc(secured, ECHO) as running:
 
         async def serves(*pair: bytes) -> bool:
