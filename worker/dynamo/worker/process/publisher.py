@@ -31,11 +31,11 @@ from dynamo.common.kv.events import (
     request_key,
 )
 from dynamo.common.kv.hashes import pack_hashes
-from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.request_plane.incoming import Handler
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.process.background import running
 from dynamo.worker.engine.base import TracksKv
+from dynamo.worker.serve import IncomingRequest
 
 log = logging.getLogger(__name__)
 
@@ -84,14 +84,6 @@ class EventRecord(Protocol):
         Raises Unavailable.
         """
         ...
-
-
-class IncomingQuery(Protocol):
-    """The part of `messaging.server.Incoming` that a response needs."""
-
-    body: Buffer
-
-    def end(self, body: Body = b"") -> None: ...
 
 
 class KvPublisher:
@@ -244,17 +236,17 @@ class KvPublishers:
         if publisher is not None and booking:
             publisher.accepted(booking)
 
-    async def snapshot(self, incoming: IncomingQuery) -> None:
+    async def snapshot(self, incoming: IncomingRequest) -> None:
         """Respond to a `KvQuery` with the model's KvSnapshot."""
         _, publisher = self._decode_query(incoming)
         incoming.end(message_encoder.encode(publisher.engine.kv.snapshot()))
 
-    async def events_since(self, incoming: IncomingQuery) -> None:
+    async def events_since(self, incoming: IncomingRequest) -> None:
         """Respond to a `KvQuery` with the KvUpdates from its number on, or with None if they are no longer kept."""
         query, publisher = self._decode_query(incoming)
         incoming.end(message_encoder.encode(publisher.engine.kv.since(query.since)))
 
-    def _decode_query(self, incoming: IncomingQuery) -> tuple[KvQuery, KvPublisher]:
+    def _decode_query(self, incoming: IncomingRequest) -> tuple[KvQuery, KvPublisher]:
         try:
             query = kv_query_decoder.decode(incoming.body)
         except msgspec.MsgspecError as error:

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 from urllib.parse import parse_qs
 
 import msgspec
@@ -26,6 +26,7 @@ from dynamo.common.http.served import App, ServedRequest
 from dynamo.common.http.server import serve_app
 from dynamo.common.http.web_pages import OwnHosts, is_link, is_of_other_origin
 from dynamo.common.lifecycle import open_listener
+from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.process.interpreter import interpreter
 from dynamo.worker.config import StatusOptions
@@ -65,13 +66,6 @@ class _Health(msgspec.Struct, frozen=True, kw_only=True):
     python: str
 
 
-class NatsStatus(Protocol):
-    """The part of `messaging.connection.Connection` that the status port shows."""
-
-    @property
-    def is_connected(self) -> bool: ...
-
-
 class Status:
     """What the status port shows. The start and the end of the process keep it current."""
 
@@ -80,7 +74,7 @@ class Status:
         self._instance = instance
         self._started = time.monotonic_ns()
         self._models: Sequence[str] = ()
-        self._nats: NatsStatus | None = None
+        self._nats: Connection | None = None
         self._needed: tuple[asyncio.Event, ...] = ()
         self._sleeper: Sleeper | None = None
         self._was_registered = False
@@ -93,7 +87,7 @@ class Status:
         """Show `names` as the models that are served now."""
         self._models = names
 
-    def show_connection(self, nats: NatsStatus) -> None:
+    def show_connection(self, nats: Connection) -> None:
         """Show whether `nats` is connected."""
         self._nats = nats
 
