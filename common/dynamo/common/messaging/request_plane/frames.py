@@ -239,7 +239,7 @@ def batched(items: Sequence[T], size: int) -> Iterator[list[T]]:
 class BodyPieces:
     """Takes a body apart from the front, without copying it."""
 
-    __slots__ = ("_at", "_index", "_pieces", "left")
+    __slots__ = ("_at", "_index", "_pieces", "chunks", "left")
 
     def __init__(self, body: Body) -> None:
         pieces: Sequence[Buffer] = (body,) if isinstance(body, _BYTES) else body
@@ -247,6 +247,13 @@ class BodyPieces:
         self._index = 0
         self._at = 0
         self.left = sum(piece.nbytes for piece in self._pieces)
+        self.chunks = 0
+        """CHUNK frames that were made of it."""
+
+    def chunk(self, stream: int, size: int) -> list[Buffer]:
+        """The next `size` bytes as a CHUNK frame of a stream."""
+        self.chunks += 1
+        return encode_with_body(Chunk(stream, self.chunks - 1), self.take(size))
 
     def take(self, size: int) -> list[Buffer]:
         """The next `size` bytes, or what is left."""

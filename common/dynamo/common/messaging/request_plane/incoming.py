@@ -37,7 +37,6 @@ class Incoming:
     __slots__ = (
         "_allowed",
         "_allowed_body",
-        "_chunk_index",
         "_ended",
         "_flight",
         "_granted",
@@ -130,7 +129,6 @@ class Incoming:
         self._last_head = b""
         """The beginning of a MANY frame, up to the number of responses."""
         self._seq = 0
-        self._chunk_index = 0
         self._outgoing: deque[tuple[bool, BodyPieces]] = deque()
         self._room: asyncio.Future[None] | None = None
         self._ended = False
@@ -261,19 +259,17 @@ class Incoming:
         outbox, most = self._peer.outbox, self._server.chunk_bytes
         while self._outgoing:
             last, body = self._outgoing[0]
-            if self._window <= 0 and not last and not self._chunk_index:
+            if self._window <= 0 and not last and not body.chunks:
                 return self._request_credit()
-            while body.left and (self._chunk_index or body.left > min(self._window, most)):
+            while body.left and (body.chunks or body.left > min(self._window, most)):
                 size = min(body.left, self._window, most)
                 if size < min(body.left, most, _LEAST_CHUNK_BYTES):
                     return self._request_credit()
-                outbox.add(frames.encode_with_body(frames.Chunk(self.id, self._chunk_index), body.take(size)))
-                self._chunk_index += 1
+                outbox.add(body.chunk(self.id, size))
                 self._seq += 1
                 self.has_sent = True
                 self._window -= size + FRAME_COST
             self._outgoing.popleft()
-            self._chunk_index = 0
             self._window -= body.left + FRAME_COST
             kind = frames.End if last else frames.Data
             patient = self._seq > 0 and not last

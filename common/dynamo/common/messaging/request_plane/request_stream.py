@@ -75,7 +75,6 @@ class RequestStream:
         "_unacknowledged",
         "_uncredited",
         "_upload",
-        "_upload_index",
         "_useful_credit",
         "_verb",
         "_waiter",
@@ -118,7 +117,6 @@ class RequestStream:
         self._copied: Reference | None = None
         """The copy of the body, until the request leaves."""
         self._upload: BodyPieces | None = None
-        self._upload_index = 0
         self._allowed_upload = 0
         self._unacknowledged = 0
         self._total = size_of(body)
@@ -295,8 +293,7 @@ class RequestStream:
             size = min(upload.left, self._client.chunk_bytes, self._allowed_upload - (self._total - upload.left))
             if size <= 0:
                 break
-            self._send(frames.encode_with_body(frames.Chunk(self.id, self._upload_index), upload.take(size)))
-            self._upload_index += 1
+            self._send(upload.chunk(self.id, size))
             has_sent = True
         return has_sent
 
@@ -315,7 +312,7 @@ class RequestStream:
         self.acknowledge()
         self._allowed_upload = max(self._allowed_upload, frame.total)
         if not self._send_chunks() and self._upload is not None:  # it waits for what has been sent: is that lost?
-            self._send(frames.encode(frames.Chunk(self.id, self._upload_index)))
+            self._send(frames.encode(frames.Chunk(self.id, self._upload.chunks)))
 
     def on_far(self) -> None:
         """The instance cannot read what is lent to it: send the request again, and the body with it."""

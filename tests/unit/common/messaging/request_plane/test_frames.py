@@ -65,3 +65,15 @@ def test_pieces_are_taken_in_order_and_completely(body: list[bytes], sizes: list
     rest = b"".join(pieces.take(pieces.left))
     assert taken + rest == b"".join(body)
     assert pieces.left == 0
+
+
+def test_the_chunks_of_a_body_are_numbered_by_the_body_itself() -> None:
+    pieces = BodyPieces([b"first", b"second"])
+    pieces.take(3)  # it travels with OPEN, and is no chunk
+    frames_sent = [b"".join(pieces.chunk(7, 4)) for _ in range(2)]
+    message = frames.message_head(len(frames_sent)) + b"".join(frames_sent)
+    assert [(chunk.stream, chunk.index, bytes(chunk.body)) for chunk in frames.decode(message)] == [  # type: ignore[union-attr]
+        (7, 0, b"stse"),
+        (7, 1, b"cond"),
+    ]
+    assert (pieces.left, pieces.chunks) == (0, 2)
