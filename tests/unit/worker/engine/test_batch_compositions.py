@@ -17,6 +17,7 @@ import pytest
 from dynamo.common.errors import DynamoError, Overloaded, Unavailable
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.batching import Batch, Batcher, BatchPolicy, Tensors
+from dynamo.worker.engine.batching_settings import Batching
 from dynamo.worker.engine.request_queue import NO_OPTIONS, QueueOptions, QueuePolicies, QueuePolicy, TimeoutAction
 from tests.support.virtual_time import in_virtual_time
 
@@ -83,9 +84,7 @@ async def batches_of(policy: BatchPolicy, arrivals: Sequence[Arrival]) -> tuple[
 def policy(*preferred: int, delay_ms: int = 0, queue: QueuePolicies | None = None, max_batch_size: int = 8) -> BatchPolicy:
     return BatchPolicy(
         max_batch_size=max_batch_size,
-        preferred_batch_sizes=preferred,
-        max_queue_delay_s=delay_ms / 1000,
-        queue=queue or QueuePolicies(),
+        batching=Batching(preferred_batch_size=preferred, max_queue_delay_us=1000 * delay_ms, queue=queue),
         ahead=1,
     )
 

@@ -10,6 +10,7 @@ import pytest
 from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest, Overloaded
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.batching import Batch, Batcher, BatchPolicy, Tensors
+from dynamo.worker.engine.batching_settings import Batching
 from dynamo.worker.engine.request_queue import QueuePolicies, QueuePolicy
 from tests.support.waiting import WAIT_S
 
@@ -33,9 +34,14 @@ class Model:
         return {"y": inputs["x"] * 2}
 
 
+def policy_of(**settings: object) -> BatchPolicy:
+    options = {name: settings.pop(name) for name in ("preferred_batch_size", "max_queue_delay_us", "queue") if name in settings}
+    return BatchPolicy(batching=Batching(**options), **{"max_batch_size": 8, **settings})  # type: ignore[arg-type]
+
+
 @asynccontextmanager
 async def batching(model: Model, **policy: object) -> AsyncIterator[Batcher]:
-    batcher = Batcher(BatchPolicy(**{"max_batch_size": 8, **policy}), model)  # type: ignore[arg-type]
+    batcher = Batcher(policy_of(**policy), model)
     batcher.start()
     try:
         yield batcher
@@ -93,10 +99,10 @@ async def test_a_batch_is_never_larger_than_the_model_allows() -> None:
         ([1] * 20, {}, [4, 4]),
         ([3, 3], {}, [3]),
         ([1, 1, 1], {}, []),
-        ([1, 1, 1], {"preferred_batch_sizes": (2,)}, [2]),
-        ([1, 1, 1], {"preferred_batch_sizes": (2,), "max_queue_delay_s": 60}, []),
-        ([1] * 5, {"preferred_batch_sizes": (2,), "max_queue_delay_s": 60}, []),
-        ([2] * 2, {"preferred_batch_sizes": (4,), "max_queue_delay_s": 60}, [4]),
+        ([1, 1, 1], {"preferred_batch_size": (2,)}, [2]),
+        ([1, 1, 1], {"preferred_batch_size": (2,), "max_queue_delay_us": 60_000_000}, []),
+        ([1] * 5, {"preferred_batch_size": (2,), "max_queue_delay_us": 60_000_000}, []),
+        ([2] * 2, {"preferred_batch_size": (4,), "max_queue_delay_us": 60_000_000}, [4]),
     ],
 )
 async def test_while_the_model_is_busy_only_batches_that_cannot_grow_are_handed_over(
@@ -112,7 +118,7 @@ async def test_while_the_model_is_busy_only_batches_that_cannot_grow_are_handed_
         assert model.sizes == [4, *handed_over]
         model.gate.set()
         await settle()
-        if not policy.get("max_queue_delay_s"):
+        if not policy.get("max_queue_delay_us"):
             await asyncio.gather(*tasks)
             assert sum(model.sizes) == 4 + sum(rows)
         for task in tasks:
@@ -143,7 +149,7 @@ async def test_requests_of_other_shapes_are_not_joined() -> None:
 
 async def test_a_preferred_size_runs_at_once_and_the_rest_waits_for_its_delay() -> None:
     model = Model()
-    async with batching(model, preferred_batch_sizes=(2, 4), max_queue_delay_s=60) as batcher:
+    async with batching(model, preferred_batch_size=(2, 4), max_queue_delay_us=60_000_000) as batcher:
         tasks = [asyncio.create_task(batcher.submit(x(n), 1, Context(str(n)))) for n in range(5)]
         async with asyncio.timeout(WAIT_S):
             while len(waiting := [task for task in tasks if not task.done()]) > 1:
@@ -157,7 +163,7 @@ async def test_a_preferred_size_runs_at_once_and_the_rest_waits_for_its_delay() 
 async def test_a_lonely_request_waits_no_longer_than_the_queue_delay() -> None:
     model = Model()
     loop = asyncio.get_running_loop()
-    async with batching(model, max_queue_delay_s=0.05) as batcher:
+    async with batching(model, max_queue_delay_us=50_000) as batcher:
         start = loop.time()
         async with asyncio.timeout(120):
             await batcher.submit(x(1), 1, Context("a"))
@@ -167,7 +173,7 @@ async def test_a_lonely_request_waits_no_longer_than_the_queue_delay() -> None:
 async def test_a_request_with_a_deadline_waits_for_company_only_half_of_its_time() -> None:
     model = Model()
     loop = asyncio.get_running_loop()
-    async with batching(model, max_queue_delay_s=60) as batcher:
+    async with batching(model, max_queue_delay_us=60_000_000) as batcher:
         await asyncio.wait_for(batcher.submit(x(1), 1, Context("a", deadline=loop.time() + 0.2)), 120)
     assert model.sizes == [1]
 
@@ -387,8 +393,8 @@ async def test_closing_ends_requests_that_run_again_alone() -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [{"max_batch_size": 0}, {"max_batch_size": 4, "preferred_batch_sizes": (5,)}, {"max_batch_size": 4, "concurrency": 0}],
+    [{"max_batch_size": 0}, {"max_batch_size": 4, "preferred_batch_size": (5,)}, {"max_batch_size": 4, "concurrency": 0}],
 )
 def test_a_policy_that_contradicts_itself_is_refused(policy: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        BatchPolicy(**policy)  # type: ignore[arg-type]
+        policy_of(**policy)

@@ -7,7 +7,8 @@ import pytest
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelKind, TensorSpec
 from dynamo.protos.model_config_pb2 import TYPE_FP32, ModelConfig
-from dynamo.worker.engine.declaration import Batching, Declaration, Tensor, from_model_config, from_yaml, read_declaration
+from dynamo.worker.engine.batching_settings import Batching
+from dynamo.worker.engine.declaration import Declaration, Tensor, from_model_config, from_yaml, read_declaration
 from dynamo.worker.engine.request_queue import QueuePolicies, QueuePolicy
 
 PBTXT = """
@@ -115,7 +116,3 @@ def test_a_file_that_is_no_declaration_is_named_in_the_error(tmp_path: Path, nam
 def test_a_declaration_that_does_not_exist_is_named_in_the_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"nothing\.yaml"):
         read_declaration(tmp_path / "nothing.yaml")
-
-
-def test_a_queue_size_of_zero_is_the_default() -> None:
-    assert Batching(max_queue_size=0).to_policy(8, 1) == Batching().to_policy(8, 1)

@@ -4,6 +4,7 @@
 |---|---|
 | `base` | what the serving loop requires of an engine |
 | `batching` | dynamic batching: requests that arrive close together run as one execution |
+| `batching_settings` | the options of dynamic batching: read, checked and completed |
 | `declaration` | what a tensor model takes and gives, as one `Declaration` |
 | `echo` | engines that return their input, for conformance tests and benchmarks |
 | `llama` | llama.cpp, in this process |

@@ -35,10 +35,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest
+from dynamo.common.errors import DeadlineExceeded, EngineError, InvalidRequest
 from dynamo.common.process.background import Tasks
 from dynamo.worker.engine.base import Context, count_execution
-from dynamo.worker.engine.request_queue import NO_OPTIONS, Queued, QueueOptions, QueuePolicies, RequestQueue
+from dynamo.worker.engine.batching_settings import Batching
+from dynamo.worker.engine.request_queue import NO_OPTIONS, Queued, QueueOptions, RequestQueue
 
 Array: TypeAlias = NDArray[Any]
 Tensors: TypeAlias = Mapping[str, Array]
@@ -54,10 +55,7 @@ class BatchPolicy:
     """When to run which requests together. Sizes are rows: the first dimension of the tensors, summed over requests."""
 
     max_batch_size: int
-    preferred_batch_sizes: tuple[int, ...] = ()
-    """Empty: the largest."""
-    max_queue_delay_s: float = 0.0
-    queue: QueuePolicies = field(default_factory=QueuePolicies)
+    batching: Batching = field(default_factory=Batching)
     ragged_inputs: frozenset[str] = frozenset()
     """Inputs that requests of one batch may have in different shapes."""
     concurrency: int = 1
@@ -68,10 +66,10 @@ class BatchPolicy:
     def __post_init__(self) -> None:
         if self.max_batch_size < 1:
             raise ValueError("dynamic batching needs a max_batch_size of at least 1")
-        for size in self.preferred_batch_sizes:
+        for size in self.batching.preferred_batch_size:
             if not 1 <= size <= self.max_batch_size:
                 raise ValueError(f"preferred batch size {size} is not between 1 and {self.max_batch_size}")
-        if self.max_queue_delay_s < 0 or self.concurrency < 1 or self.ahead < 0:
+        if self.batching.max_queue_delay_us < 0 or self.concurrency < 1 or self.ahead < 0:
             raise ValueError("dynamic batching needs a concurrency of at least 1, and neither queue delay nor ahead below 0")
 
 
@@ -168,6 +166,14 @@ class Batch:
         return joined
 
 
+def rows_of(inputs: Tensors) -> int:
+    """Return the batch size of a request. Raises InvalidRequest if its inputs differ in it."""
+    rows = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
+    if len(rows) != 1:
+        raise InvalidRequest("the inputs of the request differ in their first dimension, the batch")
+    return rows.pop()
+
+
 Execute: TypeAlias = Callable[[Batch], Awaitable[Tensors | list[Any]]]
 """Returns the joined outputs; or, as a list, the response to each request, where an exception fails that request."""
 
@@ -178,9 +184,12 @@ class Batcher:
     def __init__(self, policy: BatchPolicy, execute: Execute) -> None:
         self._policy = policy
         self._execute = execute
-        self._preferred = frozenset(policy.preferred_batch_sizes or (policy.max_batch_size,))
+        self._preferred = frozenset(policy.batching.preferred_batch_size or (policy.max_batch_size,))
         self._max_preferred = max(self._preferred)
-        self._queue: RequestQueue[_BatchedRequest] = RequestQueue(policy.queue, self._wake, _reject)
+        self._delay_s = policy.batching.max_queue_delay_us / 1e6
+        policies = policy.batching.policies
+        self._is_plain = policies.is_plain
+        self._queue: RequestQueue[_BatchedRequest] = RequestQueue(policies, self._wake, lambda job, error: _fail([job], error))
         self._formed: deque[_Formed] = deque()
         """Batches that wait for an execution, in order."""
         self._growing: _Formed | None = None
@@ -230,7 +239,7 @@ class Batcher:
             raise InvalidRequest(f"the request has a batch size of {rows}; the model takes at most {self._policy.max_batch_size}")
         ragged = self._policy.ragged_inputs
         key = (version, *[(name, array.dtype.char, name in ragged or array.shape[1:]) for name, array in inputs.items()])
-        job = _BatchedRequest(inputs, rows, context, key, self._policy.max_queue_delay_s, request)
+        job = _BatchedRequest(inputs, rows, context, key, self._delay_s, request)
         self._queue.add(job, options)
         self._wake()
         try:
@@ -301,7 +310,7 @@ class Batcher:
 
     def _has_room(self) -> bool:
         slots = self._policy.concurrency
-        if not self._policy.queue.is_plain:
+        if not self._is_plain:
             return len(self._running) < slots and not self._formed
         return len(self._formed) + max(0, len(self._running) - slots) < _FORMED_PER_SLOT * slots
 
@@ -334,7 +343,7 @@ class Batcher:
                 preferred = len(jobs)
         if not jobs:
             return [], not is_full
-        delay_s = self._policy.max_queue_delay_s
+        delay_s = self._delay_s
         due = min(job.due for job in jobs)
         is_late = delay_s > 0 and now >= due
         if preferred and not is_late:
@@ -376,11 +385,11 @@ class Batcher:
             return True
         if running >= self._policy.concurrency + self._policy.ahead or formed is self._growing:
             return False
-        return formed.rows == self._policy.max_batch_size or not self._policy.max_queue_delay_s
+        return formed.rows == self._policy.max_batch_size or not self._delay_s
 
     def _can_join(self, formed: _Formed, first: _Formed, now: float) -> bool:
         """Whether a batch is run with the one before it, because it has waited for that as long as requests wait for company."""
-        if not self._policy.max_queue_delay_s or now < min(job.due for job in formed.jobs):
+        if not self._delay_s or now < min(job.due for job in formed.jobs):
             return False
         return first.rows + formed.rows <= self._policy.max_batch_size and first.key == formed.key
 
@@ -453,10 +462,6 @@ def _fail(jobs: Sequence[_BatchedRequest], error: Exception) -> None:
     for job in jobs:
         if not job.response.done():
             job.response.set_exception(error)
-
-
-def _reject(job: _BatchedRequest, error: DynamoError) -> None:
-    _fail([job], error)
 
 
 def _split(outputs: Tensors, jobs: Sequence[_BatchedRequest], rows: int) -> list[Any]:

@@ -24,9 +24,9 @@ from google.protobuf import text_format
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.tensors.tensors import datatype_named, datatype_of_config
-from dynamo.protos.model_config_pb2 import ModelConfig, ModelDynamicBatching, ModelInput, ModelOutput, ModelQueuePolicy
-from dynamo.worker.engine.batching import BatchPolicy
-from dynamo.worker.engine.request_queue import DEFAULT_QUEUE_SIZE, QueuePolicies, QueuePolicy, TimeoutAction
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
+from dynamo.worker.engine.batching_settings import Batching
+from dynamo.worker.engine.request_queue import DEFAULT_QUEUE_SIZE
 from dynamo.worker.paths import relative_path
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -44,27 +44,6 @@ class Tensor:
     optional: bool = False
     labels: Sequence[str] = ()
     """Class names of an output, for the classification extension."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batching:
-    """Dynamic batching, in Triton's terms. Sizes are rows: the first dimension, summed over the requests of a batch."""
-
-    preferred_batch_size: Sequence[int] = ()
-    max_queue_delay_us: int = 0
-    max_queue_size: int = DEFAULT_QUEUE_SIZE
-    """0: the default."""
-    queue: QueuePolicies | None = None
-    """Priority levels and timeouts of waiting requests; then `max_queue_size` is that of its policies."""
-
-    def to_policy(self, max_batch_size: int, concurrency: int) -> BatchPolicy:
-        return BatchPolicy(
-            max_batch_size=max_batch_size,
-            preferred_batch_sizes=tuple(self.preferred_batch_size),
-            max_queue_delay_s=self.max_queue_delay_us / 1e6,
-            queue=self.queue or QueuePolicies(default=QueuePolicy(max_size=self.max_queue_size or DEFAULT_QUEUE_SIZE)),
-            concurrency=concurrency,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +136,7 @@ class _YamlTensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _YamlBatching(msgspec.Struct, forbid_unknown_fields=True):
-    preferred_batch_size: list[int] = []
+    preferred_batch_size: tuple[int, ...] = ()
     max_queue_delay_us: Annotated[int, msgspec.Meta(ge=0)] = 0
     max_queue_size: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_QUEUE_SIZE
 
@@ -189,13 +168,7 @@ def from_yaml(text: str) -> Declaration:
         decoupled=parsed.decoupled,
         versions=tuple(str(version) for version in parsed.versions),
         concurrency=parsed.concurrency,
-        batching=None
-        if batching is None
-        else Batching(
-            preferred_batch_size=tuple(batching.preferred_batch_size),
-            max_queue_delay_us=batching.max_queue_delay_us,
-            max_queue_size=batching.max_queue_size,
-        ),
+        batching=None if batching is None else Batching(**msgspec.structs.asdict(batching)),
     )
 
 
@@ -228,7 +201,7 @@ def from_model_config(config: ModelConfig, folder: Path | None = None) -> Declar
         max_batch_size=config.max_batch_size,
         decoupled=config.model_transaction_policy.decoupled,
         versions=tuple(str(version) for version in sorted(config.version_policy.specific.versions)) or ("1",),
-        batching=from_dynamic_batching(config.dynamic_batching) if choice == "dynamic_batching" else None,
+        batching=Batching.read(config.dynamic_batching) if choice == "dynamic_batching" else None,
         concurrency=sum(counts) or None,
         platform=config.platform or "dynamo",
         backend=config.backend or "dynamo",
@@ -266,29 +239,3 @@ def _labels(item: ModelOutput, folder: Path | None) -> tuple[str, ...]:
         return tuple(path.read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the label file of output '{item.name}' cannot be read: {error}") from error
-
-
-def from_dynamic_batching(settings: ModelDynamicBatching) -> Batching:
-    return Batching(
-        preferred_batch_size=tuple(settings.preferred_batch_size),
-        max_queue_delay_us=settings.max_queue_delay_microseconds,
-        queue=queue_policies(settings),
-    )
-
-
-def queue_policies(settings: ModelDynamicBatching) -> QueuePolicies:
-    return QueuePolicies(
-        levels=settings.priority_levels,
-        default_level=settings.default_priority_level,
-        default=_queue_policy(settings.default_queue_policy),
-        by_level={level: _queue_policy(policy) for level, policy in settings.priority_queue_policy.items()},
-    )
-
-
-def _queue_policy(policy: ModelQueuePolicy) -> QueuePolicy:
-    return QueuePolicy(
-        timeout_action=TimeoutAction.DELAY if policy.timeout_action == ModelQueuePolicy.DELAY else TimeoutAction.REJECT,
-        timeout_us=policy.default_timeout_microseconds,
-        allow_timeout_override=policy.allow_timeout_override,
-        max_size=policy.max_queue_size or DEFAULT_QUEUE_SIZE,
-    )

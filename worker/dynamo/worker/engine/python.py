@@ -66,8 +66,9 @@ from dynamo.common.tensors.tensors import (
 )
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
 from dynamo.worker.engine.base import Buffer, Context, TensorResponse
-from dynamo.worker.engine.batching import Batch, Batcher, Tensors
-from dynamo.worker.engine.declaration import Batching, Declaration, Tensor
+from dynamo.worker.engine.batching import Batch, Batcher, BatchPolicy, Tensors, rows_of
+from dynamo.worker.engine.batching_settings import Batching
+from dynamo.worker.engine.declaration import Declaration, Tensor
 from dynamo.worker.engine.request_queue import QueueOptions
 from dynamo.worker.engine.user_class import call_hook, declaration_of, guarded, load_class, snake_case
 
@@ -132,10 +133,12 @@ class PythonEngine:
         self._caller = _InferCaller(self._model, card, declaration, self._steps)
         if declaration.batching is not None:
             try:
-                policy = declaration.batching.to_policy(card.max_batch_size, declaration.concurrency or 1)
+                policy = BatchPolicy(
+                    max_batch_size=card.max_batch_size, batching=declaration.batching, concurrency=declaration.concurrency or 1
+                )
             except ValueError as error:
                 raise InvalidRequest(f"model '{card.name}': {error}") from error
-            self._batcher = Batcher(policy, partial(_execute_batch, self._caller))
+            self._batcher = Batcher(policy, self._caller.call_batch)
             self._batcher.start()
         return [card]
 
@@ -157,10 +160,8 @@ class PythonEngine:
         inputs = await read_in_steps(request, self._steps) if has_long_bytes(request) else read_inputs(request)
         timings.input_ns = time.perf_counter_ns() - start
         if self._batcher is not None:
-            rows = {array.shape[0] if array.ndim else 0 for array in inputs.values()}
-            if len(rows) != 1:
-                raise InvalidRequest("the inputs of the request differ in their first dimension, the batch")
-            outputs = await self._batcher.submit(inputs, rows.pop(), context, context.version, options=_queue_options(request))
+            options = _queue_options(request)
+            outputs = await self._batcher.submit(inputs, rows_of(inputs), context, context.version, options=options)
         else:
             outputs = await caller.call(inputs, request, context)
         start = time.perf_counter_ns()
@@ -181,10 +182,6 @@ def _queue_options(request: TensorRequest) -> QueueOptions:
     parameters = request.head.parameters
     read = {name: _value(parameters[name]) for name in ("priority", "timeout") if name in parameters} if parameters else {}
     return QueueOptions.of(request.head.id, read)
-
-
-async def _execute_batch(caller: _InferCaller, batch: Batch) -> Tensors:
-    return await caller.call_batch(batch)
 
 
 class _InferCaller:

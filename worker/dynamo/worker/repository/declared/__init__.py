@@ -8,5 +8,5 @@
 | `layout` | what lies in a model repository |
 | `model_config` | model configurations |
 | `ragged` | ragged batches: requests whose tensors differ in shape run together |
-| `sequence_tensors` | tensors that sequence batching adds to requests |
+| `sequence_batching` | the options of sequence batching: read, checked and completed; tensors that it adds to requests |
 """

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.protos.model_config_pb2 import ModelConfig, ModelDynamicBatching, ModelInstanceGroup, ModelQueuePolicy
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelInstanceGroup
+from dynamo.worker.engine.batching_settings import batching_problems
 from dynamo.worker.engine.declaration import check_metric_tags
 from dynamo.worker.repository.declared.ragged import ragged_problems
+from dynamo.worker.repository.declared.sequence_batching import sequence_problems
 
 
 def check_settings(config: ModelConfig) -> None:
@@ -28,11 +30,8 @@ def _problems(config: ModelConfig) -> Iterator[str]:
             yield "response_cache.enable must be false for a model with model_transaction_policy.decoupled"
         if config.HasField("sequence_batching"):
             yield "response_cache.enable must be false for a model with sequence_batching"
-    utilization = config.sequence_batching.direct.minimum_slot_utilization
-    if not 0 <= utilization <= 1:
-        yield f"sequence_batching.direct.minimum_slot_utilization must be from 0 to 1, got {utilization:g}"
-    if config.HasField("dynamic_batching"):
-        yield from _batching_problems(config.dynamic_batching, config.max_batch_size)
+    yield from sequence_problems(config)
+    yield from batching_problems(config.dynamic_batching, config.max_batch_size)
 
 
 def _version_problems(config: ModelConfig) -> Iterator[str]:
@@ -41,24 +40,3 @@ def _version_problems(config: ModelConfig) -> Iterator[str]:
         yield "version_policy.latest.num_versions must be at least 1, got 0"
     if policy.HasField("specific") and not policy.specific.versions:
         yield "version_policy.specific.versions must name a version"
-
-
-def _batching_problems(batching: ModelDynamicBatching, max_batch_size: int) -> Iterator[str]:
-    for size in batching.preferred_batch_size:
-        if not max_batch_size:
-            yield "dynamic_batching.preferred_batch_size needs a max_batch_size of at least 1"
-        if not 1 <= size <= max_batch_size:
-            yield f"dynamic_batching.preferred_batch_size must be from 1 to {max_batch_size}, got {size}"
-    levels = batching.priority_levels
-    if levels:
-        if not 1 <= batching.default_priority_level <= levels:
-            yield f"dynamic_batching.default_priority_level must be from 1 to {levels}, got {batching.default_priority_level}"
-        for level in sorted(batching.priority_queue_policy):
-            if not 1 <= level <= levels:
-                yield f"dynamic_batching.priority_queue_policy must have keys from 1 to {levels}, got {level}"
-    if batching.preserve_ordering:
-        if levels > 1:
-            yield f"dynamic_batching.priority_levels must be at most 1 with preserve_ordering, got {levels}"
-        policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
-        if any(policy.default_timeout_microseconds and policy.timeout_action == ModelQueuePolicy.DELAY for policy in policies):
-            yield "dynamic_batching: the timeout_action of a queue policy must not be DELAY with preserve_ordering"

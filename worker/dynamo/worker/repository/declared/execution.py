@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -15,6 +15,7 @@ from dynamo.common.tensors.tensors import Array
 from dynamo.protos.inference_pb2 import InferParameter
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
+from dynamo.worker.engine.batching import Batch, Tensors
 
 Arrays: TypeAlias = Mapping[str, Array]
 Parameter: TypeAlias = bool | int | float | str
@@ -47,6 +48,11 @@ class Executable(Protocol):
         """Return the response of a model that is not decoupled. Raises DynamoError."""
         ...
 
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun. May be read on any thread."""
+        ...
+
     async def close(self) -> None:
         """Free all resources. Called when no request is open."""
         ...
@@ -61,13 +67,16 @@ class Streams(Protocol):
         ...
 
 
-@runtime_checkable
-class Queues(Protocol):
-    """What an executable has whose requests may wait before the model gets them."""
+class RunsBatches(Executable, Protocol):
+    """A loaded version whose requests may run in batches."""
 
     @property
-    def waiting(self) -> int:
-        """Requests that have not begun. May be read on any thread."""
+    def processes(self) -> Sequence[object]:
+        """Processes that run it, and may be waiting for a response of it; empty: threads run it, which call no model."""
+        ...
+
+    async def run_batch(self, batch: Batch) -> Tensors | list[Any]:
+        """Return the joined outputs; or, as a list, the response to each request, or its error. The model is not decoupled."""
         ...
 
 
@@ -126,8 +135,10 @@ class ModelBackend(Protocol):
 
 
 @runtime_checkable
-class OpensInstances(Protocol):
-    """What a backend has whose models may have sequence batching."""
+class OpensInstances(ModelBackend, Protocol):
+    """What a backend is whose models may have a scheduler."""
+
+    async def open(self, version: Version) -> RunsBatches: ...
 
     async def open_instances(self, version: Version) -> Sequence[SequenceInstance]:
         """Load the version, and return its instances one by one. Raises DynamoError with the reason if that fails."""

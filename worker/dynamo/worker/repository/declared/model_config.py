@@ -22,12 +22,12 @@ from dynamo.protos.model_config_pb2 import (
     ModelOutput,
     ModelRateLimiter,
 )
-from dynamo.worker.repository.declared.sequence_tensors import check_sequences
+from dynamo.worker.engine.batching_settings import fill_batching_defaults
+from dynamo.worker.repository.declared.sequence_batching import check_added_inputs, fill_sequence_defaults
 
 CONFIG_FILE = "config.pbtxt"
 MAX_INSTANCES = 256
 _IMAGE_DIMS = 3
-_SEQUENCE_IDLE_US = 1_000_000
 _GPU_DEVICE = Path("/dev/nvidia0")
 
 Field: TypeAlias = Any
@@ -130,24 +130,14 @@ def fill_defaults(config: ModelConfig) -> None:
         group.name = group.name or f"{config.name}_{number}"
         group.count = max(1, group.count)
         group.kind = ModelInstanceGroup.Kind.Value(f"KIND_{_kind(group)}")
-    if config.HasField("sequence_batching"):
-        _fill_sequence_defaults(config)
-    if config.HasField("dynamic_batching") and config.max_batch_size:
-        batching = config.dynamic_batching
-        batching.preferred_batch_size[:] = batching.preferred_batch_size or [config.max_batch_size]
-
-
-def _fill_sequence_defaults(config: ModelConfig) -> None:
-    batching = config.sequence_batching
-    batching.max_sequence_idle_microseconds = batching.max_sequence_idle_microseconds or _SEQUENCE_IDLE_US
-    if batching.HasField("oldest") and config.max_batch_size:
-        batching.oldest.preferred_batch_size[:] = batching.oldest.preferred_batch_size or [config.max_batch_size]
+    fill_sequence_defaults(config)
+    fill_batching_defaults(config)
 
 
 def check_supported(config: ModelConfig) -> None:
     """Raises InvalidRequest for settings that would change results and are not supported."""
     if config.HasField("sequence_batching"):
-        check_sequences(config)
+        check_added_inputs(config)
     tensors: list[ModelInput | ModelOutput] = [*config.input, *config.output]
     for tensor in tensors:
         if tensor.is_shape_tensor:

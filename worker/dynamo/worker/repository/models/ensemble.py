@@ -104,6 +104,9 @@ class EnsembleBackend:
 class Ensemble:
     """One ensemble. Its steps run the models, so it loads nothing itself."""
 
+    waiting = 0
+    """Requests wait at its models."""
+
     def __init__(
         self,
         config: ModelConfig,

@@ -18,7 +18,7 @@ from dynamo.common.tensors.tensors import Array, datatype_of_array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.declaration import from_model_config
-from dynamo.worker.repository.declared.execution import Arrays, Executable, ModelRequest, ModelResult, Queues, Streams, closing
+from dynamo.worker.repository.declared.execution import Arrays, Executable, ModelRequest, ModelResult, Streams, closing
 from dynamo.worker.repository.declared.model_config import Reshape
 from dynamo.worker.repository.models.response_cache import ModelCache
 from dynamo.worker.repository.wire.raw_tensors import Kind, RawTensors, forms_of
@@ -84,8 +84,7 @@ class LoadedModel:
 
     def waiting(self, version: str) -> int:
         """Return how many requests of a version have not begun. May be called on any thread."""
-        executable = self.versions[version]
-        return executable.waiting if isinstance(executable, Queues) else 0
+        return self.versions[version].waiting
 
     def check(self, request: ModelRequest, version: str) -> None:
         """Check a request as frontends check those from outside, with Triton's words. Raises InvalidRequest, ModelNotFound."""
@@ -289,11 +288,8 @@ def make_card(
     for output in plain.output:
         output.ClearField("reshape")
     if plain.HasField("ensemble_scheduling"):
-        plain.ClearField("ensemble_scheduling")
         plain.backend = "ensemble"
-    plain.ClearField("sequence_batching")
-    if plain.model_transaction_policy.decoupled or not plain.max_batch_size:
-        plain.ClearField("dynamic_batching")  # a declaration combines it with neither
+    plain.ClearField("scheduling_choice")  # which a declaration knows less of
     declaration = from_model_config(plain, folder)
     serialized = config.SerializeToString(deterministic=True)
     card = replace(declaration, versions=versions, model_config=serialized).to_card(

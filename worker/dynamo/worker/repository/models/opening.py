@@ -9,6 +9,7 @@ from pathlib import Path
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.repository.declared.execution import Executable, ModelBackend, OpensInstances, Version
+from dynamo.worker.repository.scheduling.batches import BatchedModel
 from dynamo.worker.repository.scheduling.sequences import SequenceModel
 from dynamo.worker.repository.sessions.onnx_backend import open_onnx
 from dynamo.worker.repository.sessions.openvino_backend import open_openvino
@@ -25,10 +26,14 @@ SESSIONS: Mapping[str, Callable[[Version], Session]] = {
 
 
 async def _open_version(backend: ModelBackend, version: Version) -> Executable:
-    if not version.config.HasField("sequence_batching"):
+    """Load a version, with the scheduler that its configuration names around it."""
+    scheduler = version.config.WhichOneof("scheduling_choice")
+    if scheduler is None or scheduler == "ensemble_scheduling":
         return await backend.open(version)
     if not isinstance(backend, OpensInstances):
-        raise InvalidRequest(f"the backend '{version.config.backend}' has no sequence_batching")
+        raise InvalidRequest(f"the backend '{version.config.backend}' has no {scheduler}")
+    if scheduler == "dynamic_batching":
+        return BatchedModel(version.config, await backend.open(version))
     instances = await backend.open_instances(version)
     try:
         return SequenceModel(version.config, instances, version.folder)

@@ -14,7 +14,7 @@ from dynamo.protos.model_config_pb2 import ModelConfig, ModelWarmup
 from dynamo.worker.engine.base import Context
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.declared.execution import ModelRequest, Parameter, closing
-from dynamo.worker.repository.declared.sequence_tensors import added_tensors
+from dynamo.worker.repository.declared.sequence_batching import added_tensors
 from dynamo.worker.repository.models.loaded import LoadedModel
 
 FOLDER = "warmup"

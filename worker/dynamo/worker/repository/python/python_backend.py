@@ -11,18 +11,17 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.process.background import start
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
-from dynamo.worker.engine.batching import Batch, Batcher
+from dynamo.worker.engine.batching import Batch
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.declared.execution import ModelRegistry, ModelRequest, ModelResult, Version, closing
 from dynamo.worker.repository.declared.model_config import ModelInstance, config_from_json, config_to_json, instances_of
@@ -30,11 +29,9 @@ from dynamo.worker.repository.python.codes import to_code
 from dynamo.worker.repository.python.custom_metrics import CustomMetrics, MetricOwner
 from dynamo.worker.repository.python.environments import Environments, Interpreter
 from dynamo.worker.repository.python.stub_process import CallHandlers, StubProcess, open_stub
-from dynamo.worker.repository.scheduling.batches import batch_policy, submit
 from dynamo.worker.repository.scheduling.decoupled import DecoupledRequest, count_time
 from dynamo.worker.repository.scheduling.pipeline import Execution, NoProcess, Pipeline
 from dynamo.worker.repository.scheduling.rate_limiter import ExecutionLimits, RateLimiter, limits_of
-from dynamo.worker.repository.scheduling.response_order import ResponseOrder
 from dynamo.worker.repository.scheduling.responses import ProcessDied, SingleResponse
 from dynamo.worker.repository.stub.pb_utils import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
@@ -116,8 +113,8 @@ class PythonBackend:
         models = []
         for group, each, interpreter, environment in zip(groups, limits, interpreters, environments, strict=True):
             metrics = self.metrics.owner()
-            handlers = self._handlers(metrics)
-            models.append(PythonModel(version, file, handlers, self.memory, group, metrics, each, interpreter, environment))
+            environment.callback(metrics.close)
+            models.append(PythonModel(version, file, self._handlers(metrics), self.memory, group, each, interpreter, environment))
         try:
             await asyncio.gather(*(model.start() for model in models))
         except BaseException:
@@ -155,28 +152,22 @@ class PythonModel:
         handlers: CallHandlers,
         memory: SharedMemory | None,
         instances: Sequence[ModelInstance],
-        metrics: MetricOwner,
         limits: ExecutionLimits,
         interpreter: Interpreter,
         environment: ExitStack,
     ) -> None:
-        """`environment`: holds `interpreter`, and is closed with the model."""
+        """`environment`: holds `interpreter` and the model's metrics, and is closed with the model."""
         self._version = version
         self._file = file
         self._handlers = handlers
         self._memory = memory
         self._decoupled = version.config.model_transaction_policy.decoupled
         self._instances = instances
-        self._metrics = metrics
         self._limits = limits
         self._interpreter = interpreter
         self._environment = environment
         self._pipeline = Pipeline(version.name)
         self._keeping: list[asyncio.Task[None]] = []
-        policy = batch_policy(version.config, len(self._instances), ahead=len(self._instances))
-        execute = self._stream_batch if self._decoupled else self._execute_batch
-        self._batcher = None if policy is None else Batcher(policy, execute)
-        self._order = ResponseOrder() if version.config.dynamic_batching.preserve_ordering else None
 
     @property
     def processes(self) -> Sequence[StubProcess]:
@@ -187,8 +178,7 @@ class PythonModel:
 
     @property
     def waiting(self) -> int:
-        queued = 0 if self._batcher is None else self._batcher.waiting
-        return queued + self._limits.waiting + self._pipeline.waiting
+        return self._limits.waiting + self._pipeline.waiting
 
     async def start(self) -> None:
         """Start the processes. Raises EngineError with the error of the model."""
@@ -201,16 +191,11 @@ class PythonModel:
                 raise error
         for instance, stub in zip(self._instances, stubs, strict=True):
             self._keeping.append(start(self._keep(instance, stub), f"instance {instance.name}"))
-        if self._batcher is not None:
-            self._batcher.start()
 
     async def close(self) -> None:
         for task in self._keeping:
             task.cancel()
-        if self._batcher is not None:
-            await self._batcher.close()
         await asyncio.gather(*(stub.close() for stub in self.processes), *self._keeping, return_exceptions=True)
-        self._metrics.close()
         self._limits.close()
         self._environment.close()
 
@@ -253,16 +238,9 @@ class PythonModel:
 
     # Requests
 
-    def respond(self, request: ModelRequest) -> Coroutine[Any, Any, ModelResult]:
-        response = self._respond(request)
-        return response if self._order is None else self._order.in_turn(response)
-
-    async def _respond(self, request: ModelRequest) -> ModelResult:
+    async def respond(self, request: ModelRequest) -> ModelResult:
         if request.context.callers:
             check_waiting(request.context, self._version.name, self.processes)
-        if self._batcher is not None:
-            result: ModelResult = await submit(self._batcher, self._version.config, request)
-            return result
         submitted = time.perf_counter_ns()
         execution, [response] = self._pipeline.of_one_response([request])
         try:
@@ -271,7 +249,7 @@ class PythonModel:
             result_or_error = await response.done
         finally:
             self._pipeline.leave(execution)
-            _count_time(request, execution, submitted)
+            count_time(request, submitted, execution.sent_ns, execution.infer_ns)
         if isinstance(result_or_error, ProcessDied):
             result_or_error = await self._respond_again(request, result_or_error)
         try:
@@ -300,11 +278,7 @@ class PythonModel:
         on_begun()
         await returned.wait()
 
-    async def _stream_batch(self, batch: Batch) -> list[None]:
-        await self.stream_all(batch.requests, batch.hand_over)
-        return [None] * len(batch.requests)
-
-    async def _execute_batch(self, batch: Batch) -> list[ModelResult | DynamoError]:
+    async def run_batch(self, batch: Batch) -> list[ModelResult | DynamoError]:
         """Return the response to each request, or its error."""
         submitted = time.perf_counter_ns()
         execution, responses = self._pipeline.of_one_response(batch.requests)
@@ -318,7 +292,7 @@ class PythonModel:
             return results
         finally:
             now = time.perf_counter_ns()
-            batch.infer_ns = _infer_ns(execution, now)
+            batch.infer_ns = execution.infer_ns or (now - execution.sent_ns if execution.sent_ns else 0)
             batch.queue_ns = now - submitted - batch.infer_ns
 
     async def _results(self, execution: Execution, responses: Sequence[SingleResponse]) -> list[ModelResult | DynamoError]:
@@ -339,32 +313,16 @@ class PythonModel:
                 if not isinstance(result, NoProcess):
                     return result
 
-    async def stream(self, request: ModelRequest) -> AsyncIterator[ModelResult]:
-        """Run one request of a decoupled model, in a batch if it batches.
+    async def stream(self, request: ModelRequest, begun: AsyncIterator[ModelResult] | None = None) -> AsyncIterator[ModelResult]:
+        """Run one request of a decoupled model, or yield the responses of one that a batch has `begun`.
 
         Once more, by itself and without queueing again, if its process dies before it has sent a response.
         """
-        if request.context.callers:
+        if begun is None and request.context.callers:
             check_waiting(request.context, self._version.name, self.processes)
-        own = DecoupledRequest(request)
-        try:
-            if self._batcher is None:
-                first = self._stream(request)
-            else:
-                await submit(self._batcher, self._version.config, request, own)
-                first = own.read()
-            responses = self._retried_stream(request, first)
-            async with closing(responses if self._order is None else self._order.ordered(responses)) as ordered:
-                async for response in ordered:
-                    yield response
-        finally:
-            own.leave()
-
-    async def _retried_stream(self, request: ModelRequest, first: AsyncIterator[ModelResult]) -> AsyncIterator[ModelResult]:
-        """Yield the responses of `first`, or of a second try."""
         has_responded = False
         try:
-            async with closing(first) as responses:
+            async with closing(begun or self._stream(request)) as responses:
                 async for response in responses:
                     has_responded = True
                     yield response
@@ -407,20 +365,6 @@ class PythonModel:
                 await self._pipeline.has_process()
         except TimeoutError:
             raise died from None
-
-
-def _count_time(request: ModelRequest, execution: Execution, submitted_ns: int) -> None:
-    """Count what was not spent in the model as queueing."""
-    now = time.perf_counter_ns()
-    infer_ns = _infer_ns(execution, now)
-    timings = request.context.timings
-    timings.infer_ns += infer_ns
-    timings.queue_ns += now - submitted_ns - infer_ns
-
-
-def _infer_ns(execution: Execution, now_ns: int) -> int:
-    """Return how long `execute` ran, or has run up to now."""
-    return execution.infer_ns or (now_ns - execution.sent_ns if execution.sent_ns else 0)
 
 
 # Calls and queries of models

@@ -2,7 +2,7 @@
 
 | module | holds |
 |---|---|
-| `batches` | dynamic batching as a ModelConfig declares it |
+| `batches` | dynamic batching: the requests of a model in batches, and the responses in order |
 | `decoupled` | a request of a decoupled model on its way |
 | `pipeline` | the requests of one model on their way through its processes |
 | `rate_limiter` | resources that the models of a worker share, as in Triton's rate limiter |

@@ -11,7 +11,7 @@ finally:
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol, runtime_checkable
 
@@ -68,7 +68,11 @@ class DecoupledRequest:
 
 @runtime_checkable
 class StreamsBatches(Protocol):
-    """What an instance of a decoupled model has."""
+    """What a decoupled model has, and an instance of one."""
+
+    def stream(self, request: ModelRequest, begun: AsyncIterator[ModelResult] | None = None) -> AsyncIterator[ModelResult]:
+        """Run a request by itself; or, if a batch has begun it, yield the responses of that. Raises DynamoError."""
+        ...
 
     async def stream_all(self, requests: Sequence[DecoupledRequest], on_begun: Callable[[], None]) -> None:
         """Run requests in one call of the model, in this order, and return when that has returned. Raises DynamoError.
@@ -78,10 +82,10 @@ class StreamsBatches(Protocol):
         ...
 
 
-def count_time(request: ModelRequest, submitted_ns: int, sent_ns: int) -> None:
-    """Count the time since a request of a decoupled model was sent to it as the model's, and that before it as queueing."""
+def count_time(request: ModelRequest, submitted_ns: int, sent_ns: int, ran_ns: int = 0) -> None:
+    """Count as the model's time `ran_ns`, or if that is 0 the time since a request was sent to it; the rest as queueing."""
     now = time.perf_counter_ns()
-    infer_ns = now - sent_ns if sent_ns else 0
+    infer_ns = ran_ns or (now - sent_ns if sent_ns else 0)
     timings = request.context.timings
     timings.infer_ns += infer_ns
     timings.queue_ns += now - submitted_ns - infer_ns

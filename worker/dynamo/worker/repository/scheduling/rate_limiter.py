@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from itertools import count
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.worker.repository.declared.model_config import ModelInstance
@@ -82,37 +82,20 @@ class _LimitedInstance:
         return self.executions * self.priority
 
 
-class ExecutionLimits(Protocol):
-    """What the executions of one loaded model wait for."""
+class ExecutionLimits:
+    """What the executions of one loaded model wait for; nothing, if the worker has no rate limiter."""
 
     async def take(self) -> Callable[[], None]:
         """Wait for an instance and its resources. Return what gives them back, which is to be called once."""
-        ...
+        return lambda: None
 
     @property
     def waiting(self) -> int:
         """Executions that wait for an instance or its resources."""
-        ...
+        return 0
 
     def close(self) -> None:
         """Forget the model, which runs no more. Executions that wait are cancelled."""
-        ...
-
-
-class Unlimited:
-    """For workers without a rate limiter."""
-
-    waiting = 0
-
-    async def take(self) -> Callable[[], None]:
-        return _nothing
-
-    def close(self) -> None:
-        return None
-
-
-def _nothing() -> None:
-    """Give back nothing."""
 
 
 class RateLimiter:
@@ -183,7 +166,7 @@ class RateLimiter:
         self.advance()
 
 
-class _ModelLimits:
+class _ModelLimits(ExecutionLimits):
     """The instances of one loaded model, and the executions that wait for one."""
 
     def __init__(self, limiter: RateLimiter, instances: Sequence[_LimitedInstance]) -> None:
@@ -235,7 +218,7 @@ def limits_of(limiter: RateLimiter | None, groups: Sequence[Sequence[ModelInstan
     """Return the limits of each group of instances of one model. Raises InvalidRequest if one of them could never run."""
     limits: list[ExecutionLimits] = []
     try:
-        limits.extend(Unlimited() if limiter is None else limiter.add(group) for group in groups)
+        limits.extend(ExecutionLimits() if limiter is None else limiter.add(group) for group in groups)
     except InvalidRequest:
         for each in limits:
             each.close()

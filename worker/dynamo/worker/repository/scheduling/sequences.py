@@ -40,7 +40,7 @@ from dynamo.common.tensors.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import count_execution
 from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult, SequenceInstance, closing
-from dynamo.worker.repository.declared.sequence_tensors import ControlInputs, States
+from dynamo.worker.repository.declared.sequence_batching import ControlInputs, SequenceSettings, States
 from dynamo.worker.repository.scheduling.decoupled import DecoupledRequest, StreamsBatches
 from dynamo.worker.repository.scheduling.pipeline import NoProcess
 from dynamo.worker.repository.scheduling.response_order import ResponseOrder
@@ -121,10 +121,10 @@ class _Lane:
 
     __slots__ = ("instance", "is_busy", "order", "slots", "timer")
 
-    def __init__(self, instance: SequenceInstance, slots: int, order: ResponseOrder | None) -> None:
+    def __init__(self, instance: SequenceInstance, settings: SequenceSettings) -> None:
         self.instance = instance
-        self.slots: list[_Sequence | None] = [None] * slots
-        self.order = order
+        self.slots: list[_Sequence | None] = [None] * settings.slots
+        self.order = ResponseOrder() if settings.is_ordered else None
         """Order of the responses of a decoupled model; None: as they come. Responses of other models come as their batches do."""
         self.is_busy = False
         self.timer: asyncio.TimerHandle | None = None
@@ -152,32 +152,17 @@ class SequenceModel:
 
     def __init__(self, config: ModelConfig, instances: Sequence[SequenceInstance], folder: Path) -> None:
         """Raises InvalidRequest for controls or states that contradict themselves. `folder` holds files of initial states."""
-        batching = config.sequence_batching
+        self._settings = SequenceSettings(config)
         self._name = config.name
         self._max_batch_size = config.max_batch_size
-        self._is_direct = not batching.HasField("oldest")
         self._is_decoupled = config.model_transaction_policy.decoupled and all(
             isinstance(instance, StreamsBatches) for instance in instances
         )
-        is_ordered = batching.oldest.preserve_ordering
-        self._is_iterative = batching.iterative_sequence
         self._ids = itertools.count(1)
         """Ids for iterative sequences whose requests bring none."""
-        self._idle_s = batching.max_sequence_idle_microseconds / 1e6
-        slots = max(1, config.max_batch_size)
-        if batching.oldest.max_candidate_sequences > 0:
-            slots = batching.oldest.max_candidate_sequences
-        direct, oldest = batching.direct, batching.oldest
-        delay_us = oldest.max_queue_delay_microseconds
-        if self._is_direct:
-            delay_us = direct.max_queue_delay_microseconds if direct.minimum_slot_utilization else 0
-        self._delay_s = delay_us / 1e6
-        self._enough = direct.minimum_slot_utilization * slots
-        """Requests that need not wait for more, of the strategy direct."""
-        self._preferred = frozenset(oldest.preferred_batch_size)
         self._controls = ControlInputs(config)
         self._states = States(config, folder)
-        self._lanes = [_Lane(instance, slots, ResponseOrder() if is_ordered else None) for instance in instances]
+        self._lanes = [_Lane(instance, self._settings) for instance in instances]
         self._sequences: dict[_Key, _Sequence] = {}
         self._backlog: deque[_Sequence] = deque()
         """Sequences that wait for a slot."""
@@ -249,7 +234,7 @@ class SequenceModel:
     def _admit(self, request: ModelRequest) -> tuple[_Sequence, _SequenceRequest]:
         id = request.parameters.get("sequence_id", 0)
         owner = request.context.headers.get(SEQUENCE_OWNER, "")
-        is_implicit = self._is_iterative and not id
+        is_implicit = self._settings.is_iterative and not id
         if is_implicit:
             id = next(id for id in self._ids if not self._is_taken(id, owner))
             request = msgspec.structs.replace(request, parameters={**request.parameters, "sequence_start": True})
@@ -286,7 +271,7 @@ class SequenceModel:
 
     def _enqueue(self, sequence: _Sequence, job: _SequenceRequest) -> None:
         job.enqueued_ns = time.perf_counter_ns()
-        job.due = asyncio.get_running_loop().time() + self._delay_s
+        job.due = asyncio.get_running_loop().time() + self._settings.delay_s
         sequence.jobs.append(job)
 
     def _reschedule(self, sequence: _Sequence, job: _SequenceRequest) -> None:
@@ -316,7 +301,7 @@ class SequenceModel:
         if job in sequence.jobs:
             sequence.jobs.remove(job)
             sequence.has_end = sequence.has_end and not job.ends
-            if job.starts or self._is_iterative:
+            if job.starts or self._settings.is_iterative:
                 self._end(sequence)
             else:
                 self._await_next(sequence)
@@ -356,10 +341,10 @@ class SequenceModel:
         _stop_timer(lane)
         if not ready:
             return []
-        if not self._is_direct:
+        if not self._settings.is_direct:
             ready = sorted(ready, key=lambda entry: entry[1].jobs[0].enqueued_ns)[: max(1, self._max_batch_size)]
             ready = [(row, sequence) for row, (_, sequence) in enumerate(ready)]
-        if self._delay_s:
+        if self._settings.delay_s:
             due = min(sequence.jobs[0].due for _, sequence in ready)
             loop = asyncio.get_running_loop()
             if loop.time() < due:
@@ -375,11 +360,11 @@ class SequenceModel:
 
     def _without_delay(self, ready: int) -> int:
         """Return how many of the requests that are ready run before the delay is over."""
-        if self._is_direct:
-            return ready if ready >= self._enough else 0
-        if ready >= max(self._preferred, default=self._max_batch_size):
+        if self._settings.is_direct:
+            return ready if ready >= self._settings.enough else 0
+        if ready >= max(self._settings.preferred, default=self._max_batch_size):
             return ready
-        return max((size for size in self._preferred if size <= ready), default=0)
+        return max((size for size in self._settings.preferred if size <= ready), default=0)
 
     async def _run(self, lane: _Lane, rows: Sequence[_Row]) -> None:
         begun_ns = time.perf_counter_ns()
@@ -464,7 +449,7 @@ class SequenceModel:
             sequence.state = self._states.initial()
         controls = self._controls.of(sequence.id, starts=job.starts, ends=job.ends)
         inputs = {**job.request.inputs, **controls, **sequence.state}
-        if not self._is_iterative:
+        if not self._settings.is_iterative:
             return msgspec.structs.replace(job.request, inputs=inputs)
         place = {"sequence_id": sequence.id, "sequence_start": job.starts, "sequence_end": job.ends}
         return msgspec.structs.replace(job.request, inputs=inputs, parameters={**job.request.parameters, **place})
@@ -476,7 +461,7 @@ class SequenceModel:
 
     def _finished(self, sequence: _Sequence, job: _SequenceRequest) -> None:
         sequence.is_running = job.is_running = job.is_held = False
-        if job.ends or (self._is_iterative and not sequence.jobs):
+        if job.ends or (self._settings.is_iterative and not sequence.jobs):
             self._end(sequence)
         else:
             self._await_next(sequence)
@@ -488,7 +473,7 @@ class SequenceModel:
         if sequence.lane is None:
             self._end(sequence)
         else:
-            sequence.expiry = asyncio.get_running_loop().call_later(self._idle_s, self._expire, sequence)
+            sequence.expiry = asyncio.get_running_loop().call_later(self._settings.idle_s, self._expire, sequence)
 
     def _expire(self, sequence: _Sequence) -> None:
         if not sequence.jobs and not sequence.is_running:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,15 +21,13 @@ import numpy as np
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
 from dynamo.common.tensors.tensors import DATATYPES, Array
 from dynamo.protos.model_config_pb2 import BatchInput, ModelConfig, ModelInput, ModelOutput
-from dynamo.worker.engine.batching import Batch, Batcher, Tensors
+from dynamo.worker.engine.batching import Batch, Tensors
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.declared.execution import Arrays, ModelRequest, ModelResult, Version
 from dynamo.worker.repository.declared.model_config import datatype_name, instances_of, model_dims
 from dynamo.worker.repository.declared.ragged import RaggedBatches, batch_inputs, ragged_inputs
-from dynamo.worker.repository.declared.sequence_tensors import added_tensors
-from dynamo.worker.repository.scheduling.batches import batch_policy, submit
+from dynamo.worker.repository.declared.sequence_batching import added_tensors
 from dynamo.worker.repository.scheduling.rate_limiter import RateLimiter, limits_of
-from dynamo.worker.repository.scheduling.response_order import ResponseOrder
 
 T = TypeVar("T")
 
@@ -100,6 +98,9 @@ class SessionBackend:
 class SessionModel:
     """One version of a model."""
 
+    processes: Sequence[object] = ()
+    """Always empty: threads of this process run the model."""
+
     def __init__(self, version: Version, session: Session, limiter: RateLimiter | None) -> None:
         """Raises InvalidRequest if an instance needs more of a resource than there is."""
         self._name = version.name
@@ -110,41 +111,36 @@ class SessionModel:
         self._ragged_inputs = ragged_inputs(version.config)
         self._outputs = sorted({output.name for output in version.config.output} | added_tensors(version.config)[1])
         instances = list(instances_of(version.config))
-        policy = batch_policy(version.config, len(instances), ahead=len(instances))
         [self._limits] = limits_of(limiter, [instances])
         self._threads = len(instances)
         self._executions = 0
         """In the pool, or waiting for a thread of it."""
         self._pool = ThreadPoolExecutor(self._threads, f"model-{version.name}")
-        self._batcher = None if policy is None else Batcher(policy, self._execute_batch)
-        self._order = ResponseOrder() if version.config.dynamic_batching.preserve_ordering else None
-        if self._batcher is not None:
-            self._batcher.start()
 
     def __repr__(self) -> str:
         return f"<SessionModel {self._name}>"
 
     @property
     def waiting(self) -> int:
-        queued = 0 if self._batcher is None else self._batcher.waiting
-        return queued + self._limits.waiting + max(0, self._executions - self._threads)
+        return self._limits.waiting + max(0, self._executions - self._threads)
 
     async def close(self) -> None:
-        if self._batcher is not None:
-            await self._batcher.close()
         self._pool.shutdown(wait=False)
         self._limits.close()
 
-    def respond(self, request: ModelRequest) -> Coroutine[Any, Any, ModelResult]:
-        response = self._respond(request)
-        return response if self._order is None else self._order.in_turn(response)
+    async def respond(self, request: ModelRequest) -> ModelResult:
+        submitted = begun = time.perf_counter_ns()
 
-    async def _respond(self, request: ModelRequest) -> ModelResult:
-        if self._batcher is not None:
-            outputs = await submit(self._batcher, self._config, request)
-        else:
-            outputs = await self._execute(request)
-        return ModelResult(outputs)
+        def run() -> Arrays:
+            nonlocal begun
+            begun = time.perf_counter_ns()
+            return self._run_alone(request.inputs)
+
+        try:
+            return ModelResult(await self._in_pool(run))
+        finally:
+            request.context.timings.queue_ns += begun - submitted
+            request.context.timings.infer_ns += time.perf_counter_ns() - begun
 
     async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
         """Run requests of one row each as one batch, or one by one if they cannot be joined."""
@@ -188,21 +184,7 @@ class SessionModel:
         execution.add_done_callback(end)  # a thread runs on when the caller leaves
         return await asyncio.wrap_future(execution)
 
-    async def _execute(self, request: ModelRequest) -> Tensors:
-        submitted = begun = time.perf_counter_ns()
-
-        def run() -> Tensors:
-            nonlocal begun
-            begun = time.perf_counter_ns()
-            return self._run_alone(request.inputs)
-
-        try:
-            return await self._in_pool(run)
-        finally:
-            request.context.timings.queue_ns += begun - submitted
-            request.context.timings.infer_ns += time.perf_counter_ns() - begun
-
-    async def _execute_batch(self, batch: Batch) -> Tensors | list[Any]:
+    async def run_batch(self, batch: Batch) -> Tensors | list[Any]:
         submitted = begun = time.perf_counter_ns()
 
         def run() -> Tensors | list[Any]:

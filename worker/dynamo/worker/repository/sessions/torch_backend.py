@@ -28,7 +28,7 @@ from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.declared.execution import Arrays, Version
 from dynamo.worker.repository.declared.model_config import datatype_name, instances_of
 from dynamo.worker.repository.declared.ragged import batch_inputs
-from dynamo.worker.repository.declared.sequence_tensors import added_tensors
+from dynamo.worker.repository.declared.sequence_batching import added_tensors
 from dynamo.worker.repository.sessions.session import SessionTensor, Signature, first_line, model_file, number_parameter
 
 log = logging.getLogger(__name__)

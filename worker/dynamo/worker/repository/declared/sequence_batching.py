@@ -1,8 +1,13 @@
-"""Tensors that sequence batching adds to requests: control inputs, and states that models hand from one request to the next."""
+"""What Triton's `sequence_batching` says: when requests run, and which tensors they get: control inputs, and states, which models
+hand from one request to the next.
+
+An option is read, checked and given its default in this module, and nowhere else; `scheduling.sequences` acts on it.
+"""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from dynamo.worker.repository.declared.execution import ModelResult
 Control = ModelSequenceBatching.Control
 
 STATE_FOLDER = "initial_state"
+_IDLE_US = 1_000_000
 _NUMBERS: dict[int, Any] = {
     DataType.TYPE_INT32: np.int32,
     DataType.TYPE_INT64: np.int64,
@@ -26,6 +32,50 @@ _NUMBERS: dict[int, Any] = {
 _FLAGS = (Control.CONTROL_SEQUENCE_START, Control.CONTROL_SEQUENCE_END, Control.CONTROL_SEQUENCE_READY)
 
 
+class SequenceSettings:
+    """When a sequence has a slot of an instance, and when its requests run."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        batching = config.sequence_batching
+        direct, oldest = batching.direct, batching.oldest  # one of them is empty
+        self.is_direct = not batching.HasField("oldest")
+        """Whether a sequence keeps its row of the batch; otherwise batches hold the requests that have waited longest."""
+        self.is_iterative = batching.iterative_sequence
+        self.is_ordered = oldest.preserve_ordering
+        """Whether responses of a decoupled model come in the order of the requests."""
+        self.slots = max(0, oldest.max_candidate_sequences) or max(1, config.max_batch_size)
+        """Sequences that an instance has at once."""
+        self.idle_s = batching.max_sequence_idle_microseconds / 1e6
+        """How long a sequence lasts without a request."""
+        delay_us = direct.max_queue_delay_microseconds if direct.minimum_slot_utilization else oldest.max_queue_delay_microseconds
+        self.delay_s = delay_us / 1e6
+        """How long a batch may wait for more requests."""
+        self.enough = direct.minimum_slot_utilization * self.slots
+        """Requests that need not wait for more, of the strategy direct."""
+        self.preferred = frozenset(oldest.preferred_batch_size)
+        """Batch sizes that need not wait for more, of the strategy oldest."""
+
+
+def fill_sequence_defaults(config: ModelConfig) -> None:
+    """Set what `sequence_batching` leaves out to what is in effect."""
+    if not config.HasField("sequence_batching"):
+        return
+    batching = config.sequence_batching
+    batching.max_sequence_idle_microseconds = batching.max_sequence_idle_microseconds or _IDLE_US
+    if batching.HasField("oldest") and config.max_batch_size:
+        batching.oldest.preferred_batch_size[:] = batching.oldest.preferred_batch_size or [config.max_batch_size]
+
+
+def sequence_problems(config: ModelConfig) -> Iterator[str]:
+    """Yield what Triton, too, refuses in `sequence_batching`."""
+    utilization, most = config.sequence_batching.direct.minimum_slot_utilization, max(1, config.max_batch_size)
+    if not 0 <= utilization <= 1:
+        yield f"sequence_batching.direct.minimum_slot_utilization must be from 0 to 1, got {utilization:g}"
+    for size in config.sequence_batching.oldest.preferred_batch_size:
+        if not 1 <= size <= most:
+            yield f"sequence_batching.oldest.preferred_batch_size must be from 1 to {most}, got {size}"
+
+
 def added_tensors(config: ModelConfig) -> tuple[set[str], set[str]]:
     """Return the names of the inputs and outputs that a model has beside those that clients see."""
     batching = config.sequence_batching
@@ -33,15 +83,9 @@ def added_tensors(config: ModelConfig) -> tuple[set[str], set[str]]:
     return inputs, {state.output_name for state in batching.state}
 
 
-def check_sequences(config: ModelConfig) -> None:
-    """Raises InvalidRequest for settings of sequence_batching that contradict themselves, naming the field."""
+def check_added_inputs(config: ModelConfig) -> None:
+    """Raises InvalidRequest for control inputs, and for names that inputs share, that a model cannot have."""
     batching = config.sequence_batching
-    if batching.HasField("oldest"):
-        for size in batching.oldest.preferred_batch_size:
-            if not 1 <= size <= max(1, config.max_batch_size):
-                raise InvalidRequest(
-                    f"sequence_batching.oldest.preferred_batch_size must be from 1 to {max(1, config.max_batch_size)}, got {size}"
-                )
     names = [tensor.name for tensor in config.input]
     names += [control.name for control in batching.control_input]
     names += [state.input_name for state in batching.state]
