@@ -103,18 +103,20 @@ class PythonBackend:
         """Return a model for each group of instances."""
         file = _file_of(version)
         environments = [ExitStack() for _ in groups]
+        models = []
         try:
             interpreters = [await self._interpreter(version, environment) for environment in environments]
-            limits = limits_of(self._limiter, groups)
+            for group, interpreter, environment in zip(groups, interpreters, environments, strict=True):
+                limits = limits_of(self._limiter, group)
+                environment.callback(limits.close)
+                metrics = self.metrics.owner()
+                environment.callback(metrics.close)
+                handlers = self._handlers(metrics)
+                models.append(PythonModel(version, file, handlers, self.memory, group, limits, interpreter, environment))
         except BaseException:
             for environment in environments:
                 environment.close()
             raise
-        models = []
-        for group, each, interpreter, environment in zip(groups, limits, interpreters, environments, strict=True):
-            metrics = self.metrics.owner()
-            environment.callback(metrics.close)
-            models.append(PythonModel(version, file, self._handlers(metrics), self.memory, group, each, interpreter, environment))
         try:
             await asyncio.gather(*(model.start() for model in models))
         except BaseException:
@@ -156,7 +158,7 @@ class PythonModel:
         interpreter: Interpreter,
         environment: ExitStack,
     ) -> None:
-        """`environment`: holds `interpreter` and the model's metrics, and is closed with the model."""
+        """`environment`: holds `interpreter`, `limits` and the model's metrics, and is closed with the model."""
         self._version = version
         self._file = file
         self._handlers = handlers
@@ -196,7 +198,6 @@ class PythonModel:
         for task in self._keeping:
             task.cancel()
         await asyncio.gather(*(stub.close() for stub in self.processes), *self._keeping, return_exceptions=True)
-        self._limits.close()
         self._environment.close()
 
     async def _start(self, instance: ModelInstance) -> StubProcess:
@@ -244,8 +245,7 @@ class PythonModel:
         submitted = time.perf_counter_ns()
         execution, [response] = self._pipeline.of_one_response([request])
         try:
-            execution.at_end(await self._limits.take())
-            self._pipeline.submit(execution)
+            self._pipeline.submit(execution, await self._limits.take())
             result_or_error = await response.done
         finally:
             self._pipeline.leave(execution)
@@ -269,10 +269,9 @@ class PythonModel:
         `on_begun` is called when the responses can be read.
         """
         execution, streams = self._pipeline.of_many_responses([request.request for request in requests])
-        execution.at_end(await self._limits.take())
         returned = asyncio.Event()
         execution.at_end(returned.set)
-        self._pipeline.submit(execution)
+        self._pipeline.submit(execution, await self._limits.take())
         for request, stream in zip(requests, streams, strict=True):
             request.begin(self._pipeline, execution, stream)
         on_begun()
@@ -297,8 +296,7 @@ class PythonModel:
 
     async def _results(self, execution: Execution, responses: Sequence[SingleResponse]) -> list[ModelResult | DynamoError]:
         """Run an execution, and return the response to each request."""
-        execution.at_end(await self._limits.take())
-        self._pipeline.submit(execution)
+        self._pipeline.submit(execution, await self._limits.take())
         try:
             return [await response.done for response in responses]
         finally:
@@ -344,9 +342,8 @@ class PythonModel:
         submitted = time.perf_counter_ns()
         execution, [stream] = self._pipeline.of_many_responses([request], is_retry=is_retry)
         try:
-            execution.at_end(await self._limits.take())
             async with aclosing(stream.read()) as responses:
-                self._pipeline.submit(execution)
+                self._pipeline.submit(execution, await self._limits.take())
                 async for response in responses:
                     yield response
         finally:

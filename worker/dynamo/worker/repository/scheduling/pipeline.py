@@ -143,8 +143,9 @@ class Pipeline:
         execution.is_streamed = True
         return execution, [execution.add_stream(request.context) for request in requests]
 
-    def submit(self, execution: Execution) -> None:
-        """Run an execution as soon as a process has room. Raises NoProcess."""
+    def submit(self, execution: Execution, give_back: Callable[[], None]) -> None:
+        """Run an execution as soon as a process has room. Raises NoProcess. `give_back` is called at its end, in any case."""
+        execution.at_end(give_back)
         if not self._processes:
             execution.end()
             raise self._no_process()

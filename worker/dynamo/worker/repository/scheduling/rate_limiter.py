@@ -214,13 +214,6 @@ class _ModelLimits(ExecutionLimits):
         turn.set_result(instance)
 
 
-def limits_of(limiter: RateLimiter | None, groups: Sequence[Sequence[ModelInstance]]) -> list[ExecutionLimits]:
-    """Return the limits of each group of instances of one model. Raises InvalidRequest if one of them could never run."""
-    limits: list[ExecutionLimits] = []
-    try:
-        limits.extend(ExecutionLimits() if limiter is None else limiter.add(group) for group in groups)
-    except InvalidRequest:
-        for each in limits:
-            each.close()
-        raise
-    return limits
+def limits_of(limiter: RateLimiter | None, instances: Iterable[ModelInstance]) -> ExecutionLimits:
+    """Return the limits of a model, or of some of its instances. Raises InvalidRequest if one of them could never run."""
+    return ExecutionLimits() if limiter is None else limiter.add(instances)

@@ -111,7 +111,7 @@ class SessionModel:
         self._ragged_inputs = ragged_inputs(version.config)
         self._outputs = sorted({output.name for output in version.config.output} | added_tensors(version.config)[1])
         instances = list(instances_of(version.config))
-        [self._limits] = limits_of(limiter, [instances])
+        self._limits = limits_of(limiter, instances)
         self._threads = len(instances)
         self._executions = 0
         """In the pool, or waiting for a thread of it."""
