@@ -1,4 +1,4 @@
-"""The whole way of a KServe request: Triton's client → gRPC → frontend → NATS → worker and back."""
+"""A KServe request end to end: Triton's client → gRPC → frontend → NATS → worker and back."""
 
 from __future__ import annotations
 

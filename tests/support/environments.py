@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 PACKAGES = {
-    "integration/test_vllm_whole_way.py": "vllm",
+    "integration/test_vllm_end_to_end.py": "vllm",
     "unit/worker/repository/sessions/test_openvino_backend.py": "openvino",
     "unit/worker/repository/stores/test_s3_store.py": "s3fs",
     "unit/worker/repository/sessions/test_torch_backend.py": "torch",

@@ -1,4 +1,4 @@
-"""Tool calls over the whole way, by the SDKs of OpenAI and Anthropic. `tests/clients` has those of other projects."""
+"""Tool calls end to end, by the SDKs of OpenAI and Anthropic. `tests/clients` has those of other projects."""
 
 from __future__ import annotations
 

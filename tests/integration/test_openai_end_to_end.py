@@ -1,4 +1,4 @@
-"""The whole way of an OpenAI request: openai's client → HTTP → frontend → NATS → worker and back."""
+"""An OpenAI request end to end: openai's client → HTTP → frontend → NATS → worker and back."""
 
 from __future__ import annotations
 
