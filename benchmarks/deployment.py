@@ -35,7 +35,7 @@ class System:
     pids: dict[str, int] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     """By which a further process of ours joins."""
-    doors: list[tuple[int, int]] = field(default_factory=list)
+    frontend_ports: list[tuple[int, int]] = field(default_factory=list)
     """Ports of gRPC and HTTP of each of our frontends."""
 
 
@@ -127,14 +127,14 @@ async def ours(
             env["PYTHONPATH"] = os.pathsep.join(map(str, source_roots))
         servers = (grpc_server, *more_frontends)
         ports = free_ports(2 * len(servers))
-        doors = list(zip(ports[::2], ports[1::2], strict=True))
-        system = System(name or f"ours ({grpc_server})", *doors[0], {"nats": nats.pid}, env, doors)
+        frontend_ports = list(zip(ports[::2], ports[1::2], strict=True))
+        system = System(name or f"ours ({grpc_server})", *frontend_ports[0], {"nats": nats.pid}, env, frontend_ports)
         flags = [flag for model in models for flag in ("--model", model)]
         for index in range(workers):
             command = [sys.executable, *(worker_command or ("-m", "dynamo.worker", *flags, *worker_flags))]
             child = await stack.enter_async_context(process(command, env, folder / f"worker{index}.log"))
             system.pids[f"worker{index or ''}"] = child.pid
-        for index, (server, (grpc_port, http_port)) in enumerate(zip(servers, doors, strict=True)):
+        for index, (server, (grpc_port, http_port)) in enumerate(zip(servers, frontend_ports, strict=True)):
             command = [
                 *(sys.executable, "-m", "dynamo.frontend", "--grpc", "--grpc-server", server),
                 *("--grpc-port", str(grpc_port), "--http-port", str(http_port), *frontend_flags),
@@ -143,7 +143,7 @@ async def ours(
             child = await stack.enter_async_context(process(command, env, folder / f"{name}.log"))
             system.pids[name] = child.pid
         with logs_on_timeout(folder):
-            for grpc_port, _ in doors:
+            for grpc_port, _ in frontend_ports:
                 for model in wait_for:
                     await ready(grpc_port, model)
         yield system

@@ -49,8 +49,8 @@ class Counts:
     last_failure: str = ""
 
 
-class Door:
-    """Clients of one frontend. Each method sends one request and raises RuntimeError for a wrong response."""
+class SoakClient:
+    """A client of one frontend. Each method sends one request and raises RuntimeError for a wrong response."""
 
     def __init__(self, channel: grpc.aio.Channel, http: httpx2.AsyncClient) -> None:
         self._infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(SERVICE + "ModelInfer")
@@ -115,8 +115,8 @@ def _check(condition: bool, received: str) -> None:
 class Soak:
     """One run against a running deployment."""
 
-    def __init__(self, system: System, doors: Sequence[Door], options: argparse.Namespace) -> None:
-        self._doors = doors
+    def __init__(self, system: System, clients: Sequence[SoakClient], options: argparse.Namespace) -> None:
+        self._clients = clients
         self._options = options
         self._pids = {name: pid for name, pid in system.pids.items() if name != "nats"}
         self._counts = Counts()
@@ -151,13 +151,13 @@ class Soak:
     async def _small_requests(self, until: float) -> None:
         async with asyncio.TaskGroup() as tasks:
             while time.monotonic() < until:
-                door = self._rng.choice(self._doors)
+                client = self._rng.choice(self._clients)
                 kinds: list[Callable[[], Awaitable[None]]] = [
-                    lambda door=door: door.tensor(64),  # type: ignore[misc]
-                    lambda door=door: door.rest_tensor(64),  # type: ignore[misc]
-                    door.text_stream,
-                    door.completion,
-                    door.wrong_requests,
+                    lambda client=client: client.tensor(64),  # type: ignore[misc]
+                    lambda client=client: client.rest_tensor(64),  # type: ignore[misc]
+                    client.text_stream,
+                    client.completion,
+                    client.wrong_requests,
                 ]
                 tasks.create_task(self._one(self._rng.choice(kinds)))
                 await asyncio.sleep(1 / self._options.rate)
@@ -165,8 +165,8 @@ class Soak:
     async def _bursts(self, until: float) -> None:
         turn = 0
         while time.monotonic() + _BURST_EVERY_S < until:
-            door = self._doors[turn % len(self._doors)]
-            send = door.tensor if turn // len(self._doors) % 2 else door.rest_tensor
+            client = self._clients[turn % len(self._clients)]
+            send = client.tensor if turn // len(self._clients) % 2 else client.rest_tensor
             sizes = [self._rng.choice(self._sizes) for _ in range(self._options.burst - 1)]
             async with asyncio.TaskGroup() as tasks:
                 for size in (*sizes, self._options.largest * MIB):
@@ -195,7 +195,7 @@ class Soak:
             self._memory[name].append(rss_mib(pid))
             files, threads = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("fd", "task"))
             held.append(f"{self._memory[name][-1]:6.0f} {files:4d} {threads:4d}")
-        gauges = [await door.gauges() for door in self._doors]
+        gauges = [await client.gauges() for client in self._clients]
         streams = sum(gauge.get("open_streams", 0) for gauge in gauges)
         credit = min(gauge.get("free_credit_bytes", 0) for gauge in gauges) / MIB
         lent = sum(gauge.get("shared_memory_used_bytes", 0) for gauge in gauges) / MIB
@@ -218,12 +218,12 @@ async def soak(options: argparse.Namespace) -> int:
             worker_flags=options.worker_flag,
         )
         system = await stack.enter_async_context(deployment)
-        doors = []
-        for grpc_port, http_port in system.doors:
+        clients = []
+        for grpc_port, http_port in system.frontend_ports:
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}", options=_OPTIONS))
-            client = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=_TIMEOUT_S)
-            doors.append(Door(channel, await stack.enter_async_context(client)))
-        run = Soak(system, doors, options)
+            http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=_TIMEOUT_S)
+            clients.append(SoakClient(channel, await stack.enter_async_context(http)))
+        run = Soak(system, clients, options)
         await run.run()
         return run.failed
 

@@ -32,8 +32,8 @@ from tests.differential.compare import (
     first_difference,
     normalise,
 )
-from tests.differential.doors import Door, Response
 from tests.differential.models import write_repository
+from tests.differential.server_client import Response, ServerClient
 from tests.differential.servers import Server, here, triton
 
 Responses = Mapping[str, Response]
@@ -80,9 +80,9 @@ async def _responses(start: Callable[[], AbstractAsyncContextManager[Server]], c
     responses: dict[str, Response] = {}
     while len(responses) < len(cases):
         async with start() as server:
-            with Door(server.grpc, server.http, server.metrics) as door:
+            with ServerClient(server.grpc, server.http, server.metrics) as client:
                 for case in cases[len(responses) :]:
-                    response = await asyncio.to_thread(case.run, door)
+                    response = await asyncio.to_thread(case.run, client)
                     if response.is_broken and await server.has_ended():
                         responses[case.name] = Response("ended", "the server ended")
                         print(f"the server ended: {case.name}", file=sys.stderr)

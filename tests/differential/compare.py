@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from tests.differential.doors import Response
+from tests.differential.server_client import Response
 
 ACCEPTED = Path(__file__).with_name("accepted.toml")
 _VARIES = frozenset(("ns", "last_inference", "memory_usage"))

@@ -16,7 +16,7 @@ from anyio.from_thread import start_blocking_portal
 
 from dynamo.frontend.security.surfaces import Scope
 from tests.support.browser import browser, needs_browser
-from tests.support.doors import KeyFile
+from tests.support.deployment import KeyFile
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer
 

@@ -23,7 +23,7 @@ from dynamo.common.process.ports import free_ports
 from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import inference_pb2 as pb
 from tests.integration.test_kserve_grpc import run_client
-from tests.support.doors import KeyFile
+from tests.support.deployment import KeyFile
 from tests.support.fleet import SERVICE
 from tests.support.processes import FrontendProcess, frontend, worker
 from tests.support.repositories import EXAMPLES, X_TO_Y, ensemble, python_model, step

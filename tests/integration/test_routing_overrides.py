@@ -50,8 +50,8 @@ PROMPT = "the same words in each of them, many times over, to fill some blocks; 
 KV = RouterOptions(mode=RouterMode.KV)
 
 
-class Door:
-    """One frontend, by HTTP and by gRPC."""
+class FrontendClient:
+    """A client of one frontend, over HTTP and gRPC."""
 
     def __init__(self, frontend: Frontend, http: httpx2.AsyncClient, channel: grpc.aio.Channel) -> None:
         self.frontend = frontend
@@ -114,7 +114,7 @@ class Deployment:
     namespace: str
     stack: AsyncExitStack
     workers: list[Worker] = field(default_factory=list)
-    doors: list[Door] = field(default_factory=list)
+    clients: list[FrontendClient] = field(default_factory=list)
 
     @property
     def instances(self) -> list[str]:
@@ -126,17 +126,19 @@ class Deployment:
         self.workers.append(await stack.enter_async_context(open_worker(engine, config)))
         return self.workers[-1]
 
-    async def add_door(self, router: RouterOptions, **options: Any) -> Door:
+    async def add_frontend(self, router: RouterOptions, **options: Any) -> FrontendClient:
         config = FrontendConfig(namespace=self.namespace, router=router, **self.links)
         config = replace(config, **{"http": HttpOptions(port=0), "grpc": GrpcOptions(enabled=True, port=0), **options})
         frontend = await self.stack.enter_async_context(serve_frontend(config))
         http = httpx2.AsyncClient(base_url=f"http://127.0.0.1:{frontend.http_port}", timeout=120)
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{frontend.grpc_port}")
-        door = Door(frontend, await self.stack.enter_async_context(http), await self.stack.enter_async_context(channel))
+        client = FrontendClient(
+            frontend, await self.stack.enter_async_context(http), await self.stack.enter_async_context(channel)
+        )
         await until(lambda: frontend.plane.model_ready("sim"))
         await until(lambda: len(frontend.plane.models.instances("sim")) == len(self.workers))
-        self.doors.append(door)
-        return door
+        self.clients.append(client)
+        return client
 
 
 @asynccontextmanager
@@ -149,16 +151,16 @@ async def deployment(etcd: EtcdServer, nats: NatsServer, namespace: str, workers
         yield deployment
 
 
-def router_inside(door: Door) -> Router:
+def router_inside(client: FrontendClient) -> Router:
     """The one that is not there to measure, to explain, or for sequences."""
-    router = door.frontend.plane.router
+    router = client.frontend.plane.router
     while isinstance(router, MeasuredRouter | ExplainingRouter | SequenceRouter):
         router = router.inner
     return router
 
 
-def sessions_of(door: Door) -> SessionRouter:
-    router = router_inside(door)
+def sessions_of(client: FrontendClient) -> SessionRouter:
+    router = router_inside(client)
     assert isinstance(router, SessionRouter)
     return router
 
@@ -173,16 +175,16 @@ async def test_a_request_may_name_its_instance_on_every_protocol(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d:
-        door = await d.add_door(RouterOptions())
+        client = await d.add_frontend(RouterOptions())
         for wanted in d.instances * 2:
-            assert await door.instance(headers={"x-dynamo-instance": wanted}) == wanted
-            assert await door.instance(headers={"x-worker-instance-id": wanted}) == wanted
-            assert await door.instance(nvext={"backend_instance_id": wanted}) == wanted
-            (decision,) = await door.infer(("x-dynamo-instance", wanted), ("x-dynamo-explain", "true"))
+            assert await client.instance(headers={"x-dynamo-instance": wanted}) == wanted
+            assert await client.instance(headers={"x-worker-instance-id": wanted}) == wanted
+            assert await client.instance(nvext={"backend_instance_id": wanted}) == wanted
+            (decision,) = await client.infer(("x-dynamo-instance", wanted), ("x-dynamo-explain", "true"))
             assert (decision["instance"], decision["reason"]) == (wanted, "pinned")
         one, other = d.instances
-        assert await door.instance(headers={"x-dynamo-instance": one}, nvext={"backend_instance_id": other}) == one
-        absent = await door.complete(headers={"x-dynamo-instance": "123"})
+        assert await client.instance(headers={"x-dynamo-instance": one}, nvext={"backend_instance_id": other}) == one
+        absent = await client.complete(headers={"x-dynamo-instance": "123"})
         assert absent.status_code == 503
         assert "instance 123 does not serve model 'sim' now" in absent.text
 
@@ -191,26 +193,26 @@ async def test_router_settings_of_one_request_change_its_costs_and_no_others(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d:
-        door = await d.add_door(replace(KV, kv=KvRouterOptions(cost=KvCost.WEIGHTS, speculative_ttl_s=0)))
-        cached = await door.instance()
-        kv = router_inside(door)
+        client = await d.add_frontend(replace(KV, kv=KvRouterOptions(cost=KvCost.WEIGHTS, speculative_ttl_s=0)))
+        cached = await client.instance()
+        kv = router_inside(client)
         assert isinstance(kv, KvRouter)
         await until(lambda: kv.index("sim").held(next(w.instance for w in d.workers if f"{w.instance:x}" == cached)))
 
         async def by_grpc(*metadata: tuple[str, str]) -> float:
             # Pinned, so that the prompt stays cached there alone.
-            return gap(await door.infer(("x-dynamo-explain", "true"), ("x-dynamo-instance", cached), *metadata))
+            return gap(await client.infer(("x-dynamo-explain", "true"), ("x-dynamo-instance", cached), *metadata))
 
         async def by_http(headers: dict[str, str], **fields: Any) -> float:
             headers = {"x-dynamo-explain": "true", "x-dynamo-instance": cached, **headers}
-            return gap(json.loads((await door.complete(headers=headers, **fields)).headers["x-dynamo-explain"]))
+            return gap(json.loads((await client.complete(headers=headers, **fields)).headers["x-dynamo-explain"]))
 
         def gap(decisions: list[dict[str, Any]]) -> float:
             """How much less it costs where the prompt is cached."""
             costs = {each["instance"]: each["cost"] for each in decisions[0]["candidates"]}
             return sum(costs.values()) - 2 * costs[cached]
 
-        async with door.holding(cached):  # so that it costs more where the prompt is cached, if that counts for nothing
+        async with client.holding(cached):  # so that it costs more where the prompt is cached, if that counts for nothing
             usual = await by_grpc()
             assert usual > 0
             assert await by_grpc(("x-dynamo-overlap-score-weight", "0")) < 0
@@ -219,8 +221,8 @@ async def test_router_settings_of_one_request_change_its_costs_and_no_others(
             nothing = {"nvext": {"router": {"overlap_score_weight": 0}}}
             assert await by_http({}, **nothing) < 0
             assert await by_http({"x-dynamo-overlap-score-weight": "4"}, **nothing) > 0
-            assert await door.instance(nvext=nothing["nvext"]) != cached
-        spread = {await door.instance(headers={"x-dynamo-router-temperature": "100"}) for _ in range(20)}
+            assert await client.instance(nvext=nothing["nvext"]) != cached
+        spread = {await client.instance(headers={"x-dynamo-router-temperature": "100"}) for _ in range(20)}
         assert spread == set(d.instances)
 
 
@@ -229,7 +231,7 @@ async def test_settings_out_of_range_are_refused_in_every_mode_and_protocol(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, mode: RouterMode
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace, workers=1) as d:
-        door = await d.add_door(RouterOptions(mode=mode))
+        client = await d.add_frontend(RouterOptions(mode=mode))
         for headers, nvext, sentence in (
             ({"x-dynamo-router-temperature": "-1"}, None, "'router_temperature' is -1; it must be at least 0 and at most 100"),
             ({"x-dynamo-overlap-score-weight": "lots"}, None, "'x-dynamo-overlap-score-weight' must be a number, got 'lots'"),
@@ -238,15 +240,15 @@ async def test_settings_out_of_range_are_refused_in_every_mode_and_protocol(
             ({}, {"router": {"overlap_score_weight": 1, "overlap_score_credit": 2}}, "are one setting; send one of them"),
             ({}, {"backend_instance_id": "zz"}, "'zz' is not an instance id"),
         ):
-            response = await door.complete(headers=headers, **({} if nvext is None else {"nvext": nvext}))
+            response = await client.complete(headers=headers, **({} if nvext is None else {"nvext": nvext}))
             assert response.status_code == 400
             assert sentence in response.json()["error"]["message"]
-        rest = await door.http.post(
+        rest = await client.http.post(
             "/v2/models/sim/generate", json={"text_input": "x"}, headers={"x-dynamo-router-temperature": "x"}
         )
         assert (rest.status_code, rest.json()["error"]) == (400, "'x-dynamo-router-temperature' must be a number, got 'x'")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await door.infer(("x-dynamo-overlap-score-weight", "-0.5"))
+            await client.infer(("x-dynamo-overlap-score-weight", "-0.5"))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "'overlap_score_weight' is -0.5" in (refused.value.details() or "")
 
@@ -255,15 +257,17 @@ async def test_explanations_are_returned_on_request_by_every_protocol(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d:
-        door = await d.add_door(KV, grpc=GrpcOptions(enabled=True, port=0))
+        client = await d.add_frontend(KV, grpc=GrpcOptions(enabled=True, port=0))
         why = {"x-dynamo-explain": "true", "x-request-id": "mine"}
-        unary = await door.complete(headers=why)
-        streamed = await door.complete(headers=why, stream=True)
-        rest = await door.http.post("/v2/models/sim/generate", json={"text_input": PROMPT, "max_tokens": 4}, headers=why)
-        events = await door.http.post("/v2/models/sim/generate_stream", json={"text_input": PROMPT, "max_tokens": 4}, headers=why)
+        unary = await client.complete(headers=why)
+        streamed = await client.complete(headers=why, stream=True)
+        rest = await client.http.post("/v2/models/sim/generate", json={"text_input": PROMPT, "max_tokens": 4}, headers=why)
+        events = await client.http.post(
+            "/v2/models/sim/generate_stream", json={"text_input": PROMPT, "max_tokens": 4}, headers=why
+        )
         explanations = [json.loads(response.headers["x-dynamo-explain"]) for response in (unary, streamed, rest, events)]
         metadata = (("x-dynamo-explain", "true"), ("x-request-id", "mine"))
-        explanations += [await door.infer(*metadata), await door.stream(*metadata)]
+        explanations += [await client.infer(*metadata), await client.stream(*metadata)]
         for (decision,) in explanations:
             assert (decision["request_id"], decision["model"], decision["instances"]) == ("mine", "sim", 2)
             assert sorted(each["instance"] for each in decision["candidates"]) == d.instances
@@ -272,14 +276,14 @@ async def test_explanations_are_returned_on_request_by_every_protocol(
         assert {decision["instance"] for (decision,) in explanations} == {explanations[0][0]["instance"]}
         assert explanations[-1][0]["overlap_blocks"] > 10
         # Who did not ask is told nothing; a call that failed is told what is known.
-        assert "x-dynamo-explain" not in (await door.complete()).headers
-        assert await door.infer() == []
-        decisions = (await door.http.get("/v1/routing/decisions", params={"limit": 6, "model": "sim"})).json()["decisions"]
+        assert "x-dynamo-explain" not in (await client.complete()).headers
+        assert await client.infer() == []
+        decisions = (await client.http.get("/v1/routing/decisions", params={"limit": 6, "model": "sim"})).json()["decisions"]
         assert [decision["request_id"] for decision in decisions] == ["mine"] * 6
-        await door.complete(headers={"x-request-id": "watched"})  # from the first reading on, all are shown
-        decisions = (await door.http.get("/v1/routing/decisions", params={"limit": 1})).json()["decisions"]
+        await client.complete(headers={"x-request-id": "watched"})  # from the first reading on, all are shown
+        decisions = (await client.http.get("/v1/routing/decisions", params={"limit": 1})).json()["decisions"]
         assert [decision["request_id"] for decision in decisions] == ["watched"]
-        wrong = await door.http.get("/v1/routing/decisions", params={"limit": "0"})
+        wrong = await client.http.get("/v1/routing/decisions", params={"limit": "0"})
         assert wrong.status_code == 400
 
 
@@ -288,20 +292,20 @@ async def test_a_session_stays_with_its_instance_on_every_protocol_until_that_is
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d, AsyncExitStack() as leaving:
         third = await d.add_worker(leaving)
-        door = await d.add_door(RouterOptions(session_affinity_ttl_s=60))
-        homes = {await door.instance(headers={"x-dynamo-session": f"s{number}"}): f"s{number}" for number in range(3)}
+        client = await d.add_frontend(RouterOptions(session_affinity_ttl_s=60))
+        homes = {await client.instance(headers={"x-dynamo-session": f"s{number}"}): f"s{number}" for number in range(3)}
         assert sorted(homes) == d.instances
         home = homes[f"{third.instance:x}"]
         for _ in range(3):
-            assert await door.instance(headers={"x-dynamo-session-id": home}) == f"{third.instance:x}"
-            assert await door.instance(nvext={"session_id": home}) == f"{third.instance:x}"
-            (decision,) = await door.infer(("x-dynamo-session", home), ("x-dynamo-explain", "1"))
+            assert await client.instance(headers={"x-dynamo-session-id": home}) == f"{third.instance:x}"
+            assert await client.instance(nvext={"session_id": home}) == f"{third.instance:x}"
+            (decision,) = await client.infer(("x-dynamo-session", home), ("x-dynamo-explain", "1"))
             assert (decision["instance"], decision["reason"]) == (f"{third.instance:x}", "session")
         await leaving.aclose()
-        await until(lambda: len(door.frontend.plane.models.instances("sim")) == 2)
-        moved = await door.instance(headers={"x-dynamo-session": home})
+        await until(lambda: len(client.frontend.plane.models.instances("sim")) == 2)
+        moved = await client.instance(headers={"x-dynamo-session": home})
         assert moved != f"{third.instance:x}"
-        assert {await door.instance(headers={"x-dynamo-session": home}) for _ in range(4)} == {moved}
+        assert {await client.instance(headers={"x-dynamo-session": home}) for _ in range(4)} == {moved}
 
 
 async def test_frontends_that_share_bookings_share_sessions(
@@ -309,9 +313,9 @@ async def test_frontends_that_share_bookings_share_sessions(
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d:
         options = replace(KV, session_affinity_ttl_s=60, session_affinity_mode=AffinityMode.SOFT, replica_sync=True)
-        doors = [await d.add_door(options) for _ in range(2)]
+        clients = [await d.add_frontend(options) for _ in range(2)]
         for number in range(6):
-            first, other = doors[number % 2], doors[1 - number % 2]
+            first, other = clients[number % 2], clients[1 - number % 2]
             session = {"x-dynamo-session": f"s{number}"}
             placed = await first.instance(headers=session, prompt=f"{number} {PROMPT}")
             await until(lambda: len(sessions_of(other)) > number)  # noqa: B023  # awaited here and now
@@ -324,13 +328,13 @@ async def test_busy_thresholds_change_while_it_runs_in_every_frontend(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace) as d:
-        one, two = await d.add_door(KV), await d.add_door(replace(KV, thresholds=Thresholds(active_prefill_tokens=9000)))
+        one, two = await d.add_frontend(KV), await d.add_frontend(replace(KV, thresholds=Thresholds(active_prefill_tokens=9000)))
         unset = {"active_decode_blocks_threshold": None, "active_prefill_tokens_threshold": None}
         assert await one.thresholds() == {"sim": unset}
         assert await two.thresholds() == {"sim": {**unset, "active_prefill_tokens_threshold": 9000}}
 
-        async def post(door: Door, **body: Any) -> httpx2.Response:
-            return await door.http.post("/busy_threshold", json=body)
+        async def post(client: FrontendClient, **body: Any) -> httpx2.Response:
+            return await client.http.post("/busy_threshold", json=body)
 
         for body, status, sentence in (
             ({"model": "other", "active_decode_blocks_threshold": 0.5}, 404, "model 'other' is not found"),
@@ -355,24 +359,24 @@ async def test_busy_thresholds_change_while_it_runs_in_every_frontend(
                 return bool((await two.thresholds())["sim"] == {**unset, "active_decode_blocks_threshold": 0.0})
 
             await until_async(is_shared)
-            for door in (one, two):
+            for client in (one, two):
 
-                async def refuses(door: Door = door) -> bool:
-                    response = await door.complete()
+                async def refuses(client: FrontendClient = client) -> bool:
+                    response = await client.complete()
                     assert response.status_code == 200 or int(response.headers["retry-after"]) >= 1
                     return response.status_code == 503
 
                 await until_async(refuses)  # as soon as both have reported their load
-                named = await door.complete(headers={"x-dynamo-instance": first})
+                named = await client.complete(headers={"x-dynamo-instance": first})
                 assert (named.status_code, "is busy" in named.text) == (503, True)
             # Who starts later asks those who know.
-            three = await d.add_door(KV)
+            three = await d.add_frontend(KV)
             await until_async(lambda: _equals(three.thresholds(), {"sim": {**unset, "active_decode_blocks_threshold": 0.0}}))
             lifted = await post(two, model="sim", active_decode_blocks_threshold=None)
             assert lifted.json() == {"model": "sim", **unset}
-            for door in d.doors:
-                await until_async(lambda door=door: _equals(door.thresholds(), {"sim": unset}))  # type: ignore[misc]
-                assert (await door.complete()).status_code == 200
+            for client in d.clients:
+                await until_async(lambda client=client: _equals(client.thresholds(), {"sim": unset}))  # type: ignore[misc]
+                assert (await client.complete()).status_code == 200
         assert (await post(one, model="sim")).json() == {"model": "sim", **unset}
 
 
@@ -384,12 +388,12 @@ async def test_thresholds_need_a_router_that_follows_loads_and_the_admin_paths_c
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     async with deployment(etcd_server, nats_server, namespace, workers=1) as d:
-        door = await d.add_door(RouterOptions())
-        refused = await door.http.post("/busy_threshold", json={"model": "sim", "active_decode_blocks_threshold": 0.5})
+        client = await d.add_frontend(RouterOptions())
+        refused = await client.http.post("/busy_threshold", json={"model": "sim", "active_decode_blocks_threshold": 0.5})
         assert (refused.status_code, "does not follow the loads" in refused.json()["error"]) == (400, True)
-        closed = await d.add_door(RouterOptions(), http=HttpOptions(port=0, admin_api=False))
+        closed = await d.add_frontend(RouterOptions(), http=HttpOptions(port=0, admin_api=False))
         for path in ("/busy_threshold", "/v1/routing/decisions"):
-            assert (await door.http.get(path)).status_code == 200
+            assert (await client.http.get(path)).status_code == 200
             assert (await closed.http.get(path)).status_code == 404
 
 

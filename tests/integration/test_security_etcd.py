@@ -16,7 +16,7 @@ from dynamo.common.etcd import Etcd, EtcdUnavailable, connect_etcd
 from dynamo.common.names import ADAPTERS_ROOT, LEASES_ROOT, NAMES_ROOT, SETTINGS_ROOT
 from dynamo.common.options import EtcdOptions
 from tests.support.certificates import issue, write_ca
-from tests.support.doors import TENSOR, Doors, open_doors
+from tests.support.deployment import TENSOR, InProcessDeployment, open_deployment
 from tests.support.servers import EtcdServer, NatsServer, ServerTls, etcdctl, start_etcd
 from tests.support.waiting import WAIT_S, expiring
 
@@ -95,13 +95,13 @@ async def test_a_deployment_serves_with_these_roles_and_outlives_its_tokens(
 ) -> None:
     async with start_etcd(tmp_path, extra_flags=("--auth-token-ttl", "1")) as server:
         await asyncio.to_thread(enable_roles, server, namespace)
-        async with open_doors(server, nats_server, namespace, logins=LOGINS) as doors:
-            assert (await doors.post("/v2/models/echo/infer", TENSOR)).status_code == 200
-            await lost_and_registered_again(server, doors)
-            assert (await doors.post("/v2/models/echo/infer", TENSOR)).status_code == 200
+        async with open_deployment(server, nats_server, namespace, logins=LOGINS) as deployment:
+            assert (await deployment.post("/v2/models/echo/infer", TENSOR)).status_code == 200
+            await lost_and_registered_again(server, deployment)
+            assert (await deployment.post("/v2/models/echo/infer", TENSOR)).status_code == 200
 
 
-async def lost_and_registered_again(server: EtcdServer, doors: Doors) -> None:
+async def lost_and_registered_again(server: EtcdServer, deployment: InProcessDeployment) -> None:
     """Returns when the worker has put its registrations again, with a token that it had to fetch anew.
 
     An expired token shows only when it is used, so the worker is made to use it: by the loss of its lease.
@@ -113,7 +113,7 @@ async def lost_and_registered_again(server: EtcdServer, doors: Doors) -> None:
     async with asyncio.timeout(120):
         while True:
             registered = await asyncio.to_thread(etcdctl, server.endpoint, *root, "get", "--prefix", "--keys-only", "/dynamo/v1/")
-            if registered.count("/dynamo/v1/") == 2 and doors.frontend.readiness.is_model_ready("echo"):
+            if registered.count("/dynamo/v1/") == 2 and deployment.frontend.readiness.is_model_ready("echo"):
                 return
             await asyncio.sleep(0.1)
 

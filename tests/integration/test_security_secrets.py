@@ -16,7 +16,7 @@ import trustme
 
 from dynamo.frontend.security.surfaces import Scope
 from tests.support.certificates import issue, write_ca
-from tests.support.doors import SERVICE, TENSOR, KeyFile, infer_request
+from tests.support.deployment import SERVICE, TENSOR, KeyFile, infer_request
 from tests.support.processes import FrontendProcess, Process, frontend, worker
 from tests.support.servers import EtcdServer, NatsServer, ServerTls, etcdctl, start_etcd, start_nats
 
@@ -123,8 +123,8 @@ async def test_all_links_speak_tls_and_certificates_are_renewed_in_every_process
         for flag, path in (("ca", ca_file), ("cert", client.cert), ("key", client.key))
         for word in (f"--{system}-tls-{flag}-file", str(path))
     )
-    door = issue(ca, tmp_path, "door")
-    ports = ("--use-tls", "--cert-file", str(door.cert), "--key-file", str(door.key), "--client-ca-file", str(ca_file))
+    front = issue(ca, tmp_path, "front")
+    ports = ("--use-tls", "--cert-file", str(front.cert), "--key-file", str(front.key), "--client-ca-file", str(ca_file))
     async with etcd_server as etcd, nats_server as nats:
         await serves_with_tls(etcd, nats, namespace, own, (*own, *ports, "--processes", "2"), ca, tmp_path)
 
@@ -158,10 +158,10 @@ async def serves_with_tls(
                 await asyncio.sleep(0.1)
         infer: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"{SERVICE}ModelInfer")
         assert await infer(infer_request(), wait_for_ready=True, timeout=120)
-        door_key, door_cert = folder / "door.key", folder / "door.pem"
+        front_key, front_cert = folder / "front.key", folder / "front.pem"
         issued = ca.issue_cert("127.0.0.1")
-        door_key.write_bytes(issued.private_key_pem.bytes())
-        door_cert.write_bytes(issued.cert_chain_pems[0].bytes())
+        front_key.write_bytes(issued.private_key_pem.bytes())
+        front_cert.write_bytes(issued.cert_chain_pems[0].bytes())
         expected = ssl.PEM_cert_to_DER_cert(issued.cert_chain_pems[0].bytes().decode())
         for port in (front.http_port, front.grpc_port):
             in_a_row = 0

@@ -34,7 +34,7 @@ def chat(model: str, **fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def requests_with(model: str, guided: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The same structured output by each way in that takes its kind."""
+    """The same structured output by each protocol that takes its kind."""
     [(kind, value)] = guided.items()
     name = _GUIDES.get(kind, kind)
     ways = {"structured_outputs": chat(model, structured_outputs={name: value})}

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     family: str
     what: str
-    run: Callable[[Door], Response]
+    run: Callable[[ServerClient], Response]
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.differential.cases import Case
 from tests.differential.cases.tensors import raw, request
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 _X = [["INPUT0", "float32", [1.0, 2.0]]]
 _REPEATED = {"model_name": "repeat", "inputs": [["INPUT0", "int32", [1, 2]]]}
@@ -61,7 +61,7 @@ def cases() -> Iterator[Case]:
         yield Case("calls of models", what, partial(_run, order))
 
 
-def _run(order: Mapping[str, Any], door: Door) -> Response:
+def _run(order: Mapping[str, Any], client: ServerClient) -> Response:
     message = request("caller", ("INPUT0", "BYTES", (1,)))
     message.raw_input_contents.append(raw("BYTES", [json.dumps(order)]))
-    return door.call("ModelInfer", message)
+    return client.call("ModelInfer", message)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamo.protos import inference_pb2 as pb
 from tests.differential.cases import Case
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 _MODEL = "overridden"
 _BASE: Mapping[str, Any] = {
@@ -29,10 +29,10 @@ def cases() -> Iterator[Case]:
         yield Case("configurations", what, partial(_load, {**_BASE, **change}))
 
 
-def _load(config: Mapping[str, Any], door: Door) -> Response:
+def _load(config: Mapping[str, Any], client: ServerClient) -> Response:
     request = pb.RepositoryModelLoadRequest(model_name=_MODEL)
     request.parameters["config"].string_param = json.dumps(config)
-    response = door.call("RepositoryModelLoad", request)
+    response = client.call("RepositoryModelLoad", request)
     return replace(response, body={"loads": response.status == "OK"})  # statuses and words of refusals may differ, not whether
 
 

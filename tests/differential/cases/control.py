@@ -11,7 +11,7 @@ from typing import Any
 from dynamo.protos import inference_pb2 as pb
 from tests.differential.cases import Case
 from tests.differential.cases.tensors import echo
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 _CONFIG = {
     "name": "late",
@@ -53,8 +53,8 @@ def _steps(kind: str) -> Iterator[Case]:
         if model:
             yield Case("repository", f"{name}: metadata", partial(_read, "ModelMetadata", model))
             yield Case("repository", f"{name}: config", partial(_read, "ModelConfig", model))
-            yield Case("repository", f"{name}: infer", lambda door: door.call("ModelInfer", echo("FP32", model=model)))
-            yield Case("repository", f"{name}: REST metadata", lambda door: door.rest("GET", f"/v2/models/{model}"))
+            yield Case("repository", f"{name}: infer", lambda client: client.call("ModelInfer", echo("FP32", model=model)))
+            yield Case("repository", f"{name}: REST metadata", lambda client: client.rest("GET", f"/v2/models/{model}"))
 
     yield from load("load of a model", "late")
     yield from load("load of a model again", "late")
@@ -107,13 +107,13 @@ def _steps(kind: str) -> Iterator[Case]:
     yield from unload("unload of what was sent", "sent")
 
 
-def _change(kind: str, word: str, model: str, parameters: Values, door: Door) -> Response:
+def _change(kind: str, word: str, model: str, parameters: Values, client: ServerClient) -> Response:
     if kind == "REST":
         encoded = {
             key: base64.b64encode(value).decode() if isinstance(value, bytes) else value for key, value in parameters.items()
         }
         name = model.replace(" ", "%20").replace("/", "%2F")
-        return door.rest("POST", f"/v2/repository/models/{name}/{word}", {"parameters": encoded} if encoded else b"")
+        return client.rest("POST", f"/v2/repository/models/{name}/{word}", {"parameters": encoded} if encoded else b"")
     message = (pb.RepositoryModelLoadRequest if word == "load" else pb.RepositoryModelUnloadRequest)(model_name=model)
     for key, value in parameters.items():
         match value:
@@ -125,18 +125,18 @@ def _change(kind: str, word: str, model: str, parameters: Values, door: Door) ->
                 message.parameters[key].string_param = value
             case bytes():
                 message.parameters[key].bytes_param = value
-    return door.call(f"RepositoryModel{word.capitalize()}", message)
+    return client.call(f"RepositoryModel{word.capitalize()}", message)
 
 
-def _index_of(model: str, door: Door) -> Response:
-    response = door.call("RepositoryIndex", pb.RepositoryIndexRequest())
+def _index_of(model: str, client: ServerClient) -> Response:
+    response = client.call("RepositoryIndex", pb.RepositoryIndexRequest())
     entries = (response.body or {}).get("models", [])
     return Response(response.status, response.words, [entry for entry in entries if entry["name"] == model])
 
 
-def _read(call: str, model: str, door: Door) -> Response:
-    return door.call(call, getattr(pb, f"{call}Request")(name=model))
+def _read(call: str, model: str, client: ServerClient) -> Response:
+    return client.call(call, getattr(pb, f"{call}Request")(name=model))
 
 
-def _rest(method: str, path: str, body: bytes, door: Door) -> Response:
-    return door.rest(method, path, body)
+def _rest(method: str, path: str, body: bytes, client: ServerClient) -> Response:
+    return client.rest(method, path, body)

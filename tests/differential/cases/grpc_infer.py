@@ -9,7 +9,7 @@ from itertools import product
 from dynamo.protos import inference_pb2 as pb
 from tests.differential.cases import Case
 from tests.differential.cases.tensors import FIELDS, VALUES, echo, elements, raw, request, set_parameter
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 _KEYS = (
     *("custom", "", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"),
@@ -32,8 +32,8 @@ def cases() -> Iterator[Case]:
             yield Case(family, what, partial(_infer, message))
 
 
-def _infer(message: pb.ModelInferRequest | bytes, door: Door) -> Response:
-    return door.call("ModelInfer", message)
+def _infer(message: pb.ModelInferRequest | bytes, client: ServerClient) -> Response:
+    return client.call("ModelInfer", message)
 
 
 Group = Iterator[tuple[str, pb.ModelInferRequest | bytes]]

@@ -15,7 +15,7 @@ from dynamo.protos import inference_pb2 as pb
 from tests.differential.cases import Case
 from tests.differential.cases.rest_infer import tensor
 from tests.differential.cases.tensors import raw, request, set_parameter
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 KEY = "/dynamo_differential"
 SIZE = 4096
@@ -28,12 +28,12 @@ class Segment:
     def __init__(self) -> None:
         self._memory: SharedMemory | None = None
 
-    def open(self, door: Door) -> Response:
-        self.close(door)
+    def open(self, client: ServerClient) -> Response:
+        self.close(client)
         self._memory = SharedMemory(KEY[1:], create=True, size=SIZE)
         return Response("OK")
 
-    def close(self, door: Door) -> Response:
+    def close(self, client: ServerClient) -> Response:
         if self._memory is not None:
             self._memory.close()
             self._memory.unlink()
@@ -68,12 +68,12 @@ def cases() -> Iterator[Case]:
         ):
             yield Case(family, f"{method} {path}{word}", partial(_rest, method, path + word, b""))
     for what, fields in _registrations():
-        for door in ("gRPC", "REST"):
-            yield Case(family, f"{door} registers {what}", partial(_register, door, fields))
-            yield Case(family, f"{door} status after {what}", partial(_call, _STATUS, pb.SystemSharedMemoryStatusRequest()))
+        for protocol in ("gRPC", "REST"):
+            yield Case(family, f"{protocol} registers {what}", partial(_register, protocol, fields))
+            yield Case(family, f"{protocol} status after {what}", partial(_call, _STATUS, pb.SystemSharedMemoryStatusRequest()))
             yield Case(
                 family,
-                f"{door} unregisters all after {what}",
+                f"{protocol} unregisters all after {what}",
                 partial(_call, _UNREGISTER, pb.SystemSharedMemoryUnregisterRequest()),
             )
     region = {"name": "r", "key": KEY, "byte_size": SIZE}
@@ -182,20 +182,20 @@ def _uses() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     yield "input with a negative size", {"region": "r", "size": -12}, {}
 
 
-def _call(method: str, message: Any, door: Door) -> Response:
-    return door.call(method, message)
+def _call(method: str, message: Any, client: ServerClient) -> Response:
+    return client.call(method, message)
 
 
-def _rest(method: str, path: str, body: object, door: Door) -> Response:
-    return door.rest(method, path, body)
+def _rest(method: str, path: str, body: object, client: ServerClient) -> Response:
+    return client.rest(method, path, body)
 
 
-def _register(kind: str, fields: dict[str, Any], door: Door) -> Response:
+def _register(kind: str, fields: dict[str, Any], client: ServerClient) -> Response:
     if kind == "gRPC":
-        return door.call("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest(**fields))
+        return client.call("SystemSharedMemoryRegister", pb.SystemSharedMemoryRegisterRequest(**fields))
     body = {key: value for key, value in fields.items() if key != "name"}
     name = fields["name"].replace(" ", "%20").replace("/", "%2F").replace("é", "%C3%A9")
-    return door.rest("POST", f"/v2/systemsharedmemory/region/{name}/register", body)
+    return client.rest("POST", f"/v2/systemsharedmemory/region/{name}/register", body)
 
 
 def _parameters(place: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _parameters(place: dict[str, Any]) -> dict[str, Any]:
     return {names[key]: value for key, value in place.items()}
 
 
-def _infer(segment: Segment, given: dict[str, Any], wanted: dict[str, Any], door: Door) -> Response:
+def _infer(segment: Segment, given: dict[str, Any], wanted: dict[str, Any], client: ServerClient) -> Response:
     _put(segment, given)
     message = request("echo_fp32", ("INPUT0", "FP32", (3,)))
     for key, value in _parameters(given).items():
@@ -213,14 +213,14 @@ def _infer(segment: Segment, given: dict[str, Any], wanted: dict[str, Any], door
     output = message.outputs.add(name="OUTPUT0")
     for key, value in _parameters(wanted).items():
         set_parameter(output.parameters[key], value)
-    return _with_memory(segment, wanted, door.call("ModelInfer", message))
+    return _with_memory(segment, wanted, client.call("ModelInfer", message))
 
 
-def _infer_rest(segment: Segment, given: dict[str, Any], wanted: dict[str, Any], door: Door) -> Response:
+def _infer_rest(segment: Segment, given: dict[str, Any], wanted: dict[str, Any], client: ServerClient) -> Response:
     _put(segment, given)
     own = tensor("INPUT0", "FP32", [3], None if given else [1.5, 2.5, 3.5], parameters=_parameters(given))
     body = {"inputs": [own], "outputs": [{"name": "OUTPUT0", "parameters": _parameters(wanted)}]}
-    return _with_memory(segment, wanted, door.rest("POST", "/v2/models/echo_fp32/infer", body))
+    return _with_memory(segment, wanted, client.rest("POST", "/v2/models/echo_fp32/infer", body))
 
 
 def _put(segment: Segment, given: dict[str, Any]) -> None:

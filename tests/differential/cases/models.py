@@ -11,8 +11,8 @@ from typing import Any
 from dynamo.protos import inference_pb2 as pb
 from tests.differential.cases import Case
 from tests.differential.cases.tensors import echo
-from tests.differential.doors import Door, Response
 from tests.differential.models import DATATYPES
+from tests.differential.server_client import Response, ServerClient
 
 _MODELS = (
     *(f"echo_{datatype.lower()}" for datatype in DATATYPES),
@@ -53,14 +53,14 @@ def cases() -> Iterator[Case]:
             continue
         yield Case("index", f"{method} {path} {body.decode()}", partial(_rest, method, path, body))
     named_index = pb.RepositoryIndexRequest(repository_name="models")
-    yield Case("index", "gRPC of a named repository", lambda door: door.call("RepositoryIndex", named_index))
+    yield Case("index", "gRPC of a named repository", lambda client: client.call("RepositoryIndex", named_index))
 
 
 def _server() -> Iterator[Case]:
     for name in ("ServerLive", "ServerReady", "ServerMetadata"):
         message = getattr(pb, f"{name}Request")()
-        yield Case("server", f"gRPC {name}", partial(Door.call, method=name, request=message))
-        yield Case("server", f"gRPC {name}, no message", partial(Door.call, method=name, request=b"\xff\xff"))
+        yield Case("server", f"gRPC {name}", partial(ServerClient.call, method=name, request=message))
+        yield Case("server", f"gRPC {name}, no message", partial(ServerClient.call, method=name, request=b"\xff\xff"))
     paths = ("/v2", "/v2/", "/v2/health/live", "/v2/health/ready", "/v2/health", "/v2/x", "/v3", "/", "/v2/models", "/v2/models/")
     for path, method in product(paths, ("GET", "POST", "PUT", "DELETE", "HEAD", "PATCH")):
         yield Case("server", f"{method} {path}", partial(_rest, method, path))
@@ -78,7 +78,7 @@ def _counted_requests(response: Response) -> int:
 def _statistics() -> Iterator[Case]:
     """Counts after a few requests to models that no other family uses before."""
 
-    def counted(model: str, door: Door) -> Response:
+    def counted(model: str, client: ServerClient) -> Response:
         message = echo("INT8")
         if model == "echo_batched":
             message = echo("FP32", (3, 4), model=model)
@@ -92,9 +92,9 @@ def _statistics() -> Iterator[Case]:
             message = echo("BYTES", (1,), model=model)
             message.raw_input_contents[0] = b"\x08\0\0\0INTERNAL"
         for _ in range(3):
-            door.stream([message]) if model == "repeat" else door.call("ModelInfer", message)
+            client.stream([message]) if model == "repeat" else client.call("ModelInfer", message)
         for _ in range(20):  # a request is counted after its response
-            response = door.call("ModelStatistics", pb.ModelStatisticsRequest(name=model))
+            response = client.call("ModelStatistics", pb.ModelStatisticsRequest(name=model))
             if _counted_requests(response) >= 3:
                 break
             time.sleep(0.05)
@@ -103,29 +103,31 @@ def _statistics() -> Iterator[Case]:
     for model in _COUNTED:
         yield Case("statistics", f"gRPC after three requests to {model}", partial(counted, model))
         yield Case("statistics", f"REST after three requests to {model}", partial(_rest, "GET", f"/v2/models/{model}/stats"))
-    yield Case("statistics", "gRPC of all", lambda door: door.call("ModelStatistics", pb.ModelStatisticsRequest()))
+    yield Case("statistics", "gRPC of all", lambda client: client.call("ModelStatistics", pb.ModelStatisticsRequest()))
     yield Case(
-        "statistics", "gRPC of all in a version", lambda d: d.call("ModelStatistics", pb.ModelStatisticsRequest(version="1"))
+        "statistics",
+        "gRPC of all in a version",
+        lambda client: client.call("ModelStatistics", pb.ModelStatisticsRequest(version="1")),
     )
     yield Case("statistics", "REST of all", partial(_rest, "GET", "/v2/models/stats"))
 
 
-def _read(family: str, model: str, version: str, door: Door) -> Response:
+def _read(family: str, model: str, version: str, client: ServerClient) -> Response:
     call, kind = _CALLS[family]
-    return door.call(call, kind(name=model, version=version))
+    return client.call(call, kind(name=model, version=version))
 
 
-def _index(kind: str, ready: bool, door: Door) -> Response:
+def _index(kind: str, ready: bool, client: ServerClient) -> Response:
     if kind == "gRPC":
-        return door.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
-    return door.rest("POST", "/v2/repository/index", {"ready": ready})
+        return client.call("RepositoryIndex", pb.RepositoryIndexRequest(ready=ready))
+    return client.rest("POST", "/v2/repository/index", {"ready": ready})
 
 
-def _rest(method: str, path: str, body_or_door: bytes | Door = b"", door: Door | None = None) -> Response:
-    if isinstance(body_or_door, Door):
-        return body_or_door.rest(method, path)
-    assert door is not None
-    return door.rest(method, path, body_or_door)
+def _rest(method: str, path: str, body_or_client: bytes | ServerClient = b"", client: ServerClient | None = None) -> Response:
+    if isinstance(body_or_client, ServerClient):
+        return body_or_client.rest(method, path)
+    assert client is not None
+    return client.rest(method, path, body_or_client)
 
 
 def _quoted(text: str) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 
 from tests.differential.cases import Case
 from tests.differential.cases.tensors import raw, request
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 _TYPES = (
     "type(request)",
@@ -192,11 +192,11 @@ def cases() -> Iterator[Case]:
         yield Case("Python outputs", f"one twice, wanting {wanted}", partial(_doubled, wanted))
 
 
-def _evaluate(expression: str, door: Door) -> Response:
+def _evaluate(expression: str, client: ServerClient) -> Response:
     """Return the value's text; if the expression raises, the type of the exception as the status and its text as the words."""
     message = request("python_api", ("INPUT0", "BYTES", (1,)))
     message.raw_input_contents.append(raw("BYTES", [expression]))
-    response = door.call("ModelInfer", message)
+    response = client.call("ModelInfer", message)
     if response.status != "OK":
         return response
     outcome = json.loads(bytes.fromhex(response.body["raw_output_contents"][0])[4:])
@@ -205,17 +205,17 @@ def _evaluate(expression: str, door: Door) -> Response:
     return Response("OK", body=outcome["value"])
 
 
-def _doubled(wanted: Sequence[str], door: Door) -> Response:
+def _doubled(wanted: Sequence[str], client: ServerClient) -> Response:
     message = request("doubles", ("INPUT0", "FP32", (1,)))
     message.raw_input_contents.append(raw("FP32", [1.0]))
     for name in wanted:
         message.outputs.add(name=name)
-    return door.call("ModelInfer", message)
+    return client.call("ModelInfer", message)
 
 
-def _raised(door: Door) -> Response:
+def _raised(client: ServerClient) -> Response:
     """Return the response without the lines of the model's code."""
     message = request("fails", ("INPUT0", "BYTES", (1,)))
     message.raw_input_contents.append(raw("BYTES", ["TritonModelException"]))
-    response = door.call("ModelInfer", message)
+    response = client.call("ModelInfer", message)
     return Response(response.status, response.words.partition("\n\nAt:")[0])

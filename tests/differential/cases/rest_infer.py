@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.differential.cases import Case
 from tests.differential.cases.tensors import VALUES, elements, raw
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 _ECHO = "/v2/models/echo_fp32/infer"
 _PLAIN = '{"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[1],"data":[1.0]}]}'
@@ -36,8 +36,8 @@ def cases() -> Iterator[Case]:
             yield Case(family, what, partial(_post, path, body, headers))
 
 
-def _post(path: str, body: bytes | str | object, headers: Mapping[str, str], door: Door) -> Response:
-    return door.rest("POST", path, body, headers)
+def _post(path: str, body: bytes | str | object, headers: Mapping[str, str], client: ServerClient) -> Response:
+    return client.rest("POST", path, body, headers)
 
 
 Group = Iterator[tuple[str, tuple[str, Any, Mapping[str, str]]]]

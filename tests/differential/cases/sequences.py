@@ -11,7 +11,7 @@ from itertools import count, product
 from dynamo.protos import inference_pb2 as pb
 from tests.differential.cases import Case
 from tests.differential.cases.tensors import raw, request, set_parameter
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 Step = Mapping[str, object]
 """The parameters of one request, without its sequence's id."""
@@ -45,24 +45,26 @@ _BEGINNINGS: Mapping[str, Step] = {
 
 def cases() -> Iterator[Case]:
     ids = count(1000)
-    for door, model, (what, course) in product(("gRPC", "REST", "stream"), _MODELS, _COURSES.items()):
+    for protocol, model, (what, course) in product(("gRPC", "REST", "stream"), _MODELS, _COURSES.items()):
         id = f"id-{next(ids)}" if model == "seq_text" else next(ids)
         yield Case(
-            "sequences", f"{door} {model}: {what}", partial(_run, door, model, [{"sequence_id": id, **step} for step in course])
+            "sequences",
+            f"{protocol} {model}: {what}",
+            partial(_run, protocol, model, [{"sequence_id": id, **step} for step in course]),
         )
-    for door, model, wrong in product(
+    for protocol, model, wrong in product(
         ("gRPC", "REST"), _MODELS, (None, 0, -1, 2**63 - 1, "", "0", "17", "x", "x" * 128, "x" * 129, True, 1.5)
     ):
-        if door == "REST" and wrong in (-1, 1.5):
+        if protocol == "REST" and wrong in (-1, 1.5):
             continue
         if wrong == "x" * 128 and model != "seq_plain":
             continue  # it ends the model's process, or Triton
         steps = [{**({} if wrong is None else {"sequence_id": wrong}), **step} for step in (_BOTH,)]
         text = repr(wrong) if not isinstance(wrong, str) or len(wrong) < 20 else f"{len(wrong)} characters"
-        yield Case("sequences", f"{door} {model}: the id {text}", partial(_run, door, model, steps))
-    for door, shape in product(("gRPC", "REST"), ((2, 1), (0, 1), (1,), (1, 2), ())):
+        yield Case("sequences", f"{protocol} {model}: the id {text}", partial(_run, protocol, model, steps))
+    for protocol, shape in product(("gRPC", "REST"), ((2, 1), (0, 1), (1,), (1, 2), ())):
         steps = [{"sequence_id": next(ids), **_BOTH}]
-        yield Case("sequences", f"{door} seq_direct: shape {shape}", partial(_shaped, door, "seq_direct", shape, steps))
+        yield Case("sequences", f"{protocol} seq_direct: shape {shape}", partial(_shaped, protocol, "seq_direct", shape, steps))
     for model in ("echo_fp32", "seq_direct"):
         yield Case("sequences", f"a control as an input of {model}", partial(_with_control, model, next(ids)))
     for name in ("START", "CORRID", "READY"):
@@ -75,41 +77,41 @@ def cases() -> Iterator[Case]:
             yield Case("sequences", f"batches of {model}: {what}", partial(_together, messages))
         yield Case("sequences", f"batches of {model}: statistics", partial(_statistics, model))
     interleaved = [{"sequence_id": id, **step} for step in (_START, {}, _END) for id in (7001, 7002, 7003)]
-    for door, model in product(("gRPC", "stream"), ("seq_direct", "seq_oldest")):
-        yield Case("sequences", f"{door} {model}: three at once", partial(_run, door, model, interleaved))
+    for protocol, model in product(("gRPC", "stream"), ("seq_direct", "seq_oldest")):
+        yield Case("sequences", f"{protocol} {model}: three at once", partial(_run, protocol, model, interleaved))
 
 
-def _together(messages: Sequence[pb.ModelInferRequest], door: Door) -> Response:
-    return door.interleaved(messages)
+def _together(messages: Sequence[pb.ModelInferRequest], client: ServerClient) -> Response:
+    return client.interleaved(messages)
 
 
-def _statistics(model: str, door: Door) -> Response:
-    return door.call("ModelStatistics", pb.ModelStatisticsRequest(name=model))
+def _statistics(model: str, client: ServerClient) -> Response:
+    return client.call("ModelStatistics", pb.ModelStatisticsRequest(name=model))
 
 
-def _iterate(model: str, times: int, step: Step, id: int, door: Door) -> Response:
+def _iterate(model: str, times: int, step: Step, id: int, client: ServerClient) -> Response:
     own = {**step, **({"sequence_id": id} if "sequence_id" in step else {})}
     message = _message(model, times, own)
-    return door.stream([message]) if model.endswith("_decoupled") else door.call("ModelInfer", message)
+    return client.stream([message]) if model.endswith("_decoupled") else client.call("ModelInfer", message)
 
 
-def _run(kind: str, model: str, steps: Sequence[Step], door: Door) -> Response:
-    return _shaped(kind, model, (1, 1), steps, door)
+def _run(kind: str, model: str, steps: Sequence[Step], client: ServerClient) -> Response:
+    return _shaped(kind, model, (1, 1), steps, client)
 
 
-def _shaped(kind: str, model: str, shape: Sequence[int], steps: Sequence[Step], door: Door) -> Response:
+def _shaped(kind: str, model: str, shape: Sequence[int], steps: Sequence[Step], client: ServerClient) -> Response:
     """Send the steps one after the other; return all responses as one."""
     elements = math.prod(shape)
     if kind == "stream":
-        return door.stream([_message(model, number, step) for number, step in enumerate(steps)])
+        return client.stream([_message(model, number, step) for number, step in enumerate(steps)])
     responses = []
     for number, step in enumerate(steps):
         if kind == "gRPC":
-            responses.append(door.call("ModelInfer", _message(model, number, step, shape)))
+            responses.append(client.call("ModelInfer", _message(model, number, step, shape)))
         else:
             tensor = {"name": "INPUT0", "datatype": "INT32", "shape": list(shape), "data": [number] * elements}
             body = {"id": str(number), "inputs": [tensor], "parameters": dict(step)}
-            responses.append(door.rest("POST", f"/v2/models/{model}/infer", body))
+            responses.append(client.rest("POST", f"/v2/models/{model}/infer", body))
     return joined(responses)
 
 
@@ -127,14 +129,14 @@ def _message(model: str, number: int, step: Step, shape: Sequence[int] = (1, 1))
     return message
 
 
-def _with_control(model: str, id: int, door: Door) -> Response:
+def _with_control(model: str, id: int, client: ServerClient) -> Response:
     message = _message(model, 0, {"sequence_id": id, **_BOTH})
     message.inputs.add(name="START", datatype="INT32", shape=[1, 1])
     message.raw_input_contents.append(raw("INT32", [1]))
-    return door.call("ModelInfer", message)
+    return client.call("ModelInfer", message)
 
 
-def _wanting(name: str, id: int, door: Door) -> Response:
+def _wanting(name: str, id: int, client: ServerClient) -> Response:
     message = _message("seq_direct", 0, {"sequence_id": id, **_BOTH})
     message.outputs.add(name=name)
-    return door.call("ModelInfer", message)
+    return client.call("ModelInfer", message)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dynamo.protos import inference_pb2 as pb
 from tests.differential.cases import Case
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 _TRACE: tuple[dict[str, Any], ...] = (
     {"trace_level": ["TIMESTAMPS"]},
@@ -84,19 +84,19 @@ def cases() -> Iterator[Case]:
     yield Case("metrics", "names and labels of inference", _metric_names)
 
 
-def _rest(method: str, path: str, body: object, door: Door) -> Response:
-    return door.rest(method, path, body)
+def _rest(method: str, path: str, body: object, client: ServerClient) -> Response:
+    return client.rest(method, path, body)
 
 
-def _trace(model: str, settings: dict[str, Any], door: Door) -> Response:
+def _trace(model: str, settings: dict[str, Any], client: ServerClient) -> Response:
     message = pb.TraceSettingRequest(model_name=model)
     for key, value in settings.items():
         values = [] if value is None else value if isinstance(value, list) else [str(value)]
         message.settings[key].value.extend(values)
-    return door.call("TraceSetting", message)
+    return client.call("TraceSetting", message)
 
 
-def _log(settings: dict[str, Any], door: Door) -> Response:
+def _log(settings: dict[str, Any], client: ServerClient) -> Response:
     message = pb.LogSettingsRequest()
     for key, value in settings.items():
         match value:
@@ -106,12 +106,12 @@ def _log(settings: dict[str, Any], door: Door) -> Response:
                 message.settings[key].uint32_param = value % 2**32
             case str():
                 message.settings[key].string_param = value
-    return door.call("LogSettings", message)
+    return client.call("LogSettings", message)
 
 
-def _metric_names(door: Door) -> Response:
+def _metric_names(client: ServerClient) -> Response:
     found: dict[str, set[str]] = {}
-    for name, labels in re.findall(r"^(nv_\w+)\{([^}]*)\}", door.metrics(), re.MULTILINE):
+    for name, labels in re.findall(r"^(nv_\w+)\{([^}]*)\}", client.metrics(), re.MULTILINE):
         if name.startswith("nv_inference") and 'model="echo_fp32"' in labels:
             found.setdefault(name, set()).update(re.findall(r"(\w+)=", labels))
     return Response("OK", body={name: sorted(found[name]) for name in sorted(found)})

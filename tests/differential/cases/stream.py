@@ -9,7 +9,7 @@ from itertools import product
 from dynamo.protos import inference_pb2 as pb
 from tests.differential.cases import Case
 from tests.differential.cases.tensors import VALUES, echo, raw, request, set_parameter
-from tests.differential.doors import Door, Response
+from tests.differential.server_client import Response, ServerClient
 
 _STATUS = {"triton_grpc_error": "true"}
 
@@ -22,12 +22,12 @@ def cases() -> Iterator[Case]:
     yield Case("stream", "statistics of the batches of a decoupled model", _statistics_of_batches)
 
 
-def _send(requests: Sequence[pb.ModelInferRequest], metadata: Mapping[str, str], door: Door) -> Response:
-    return door.stream(requests, metadata)
+def _send(requests: Sequence[pb.ModelInferRequest], metadata: Mapping[str, str], client: ServerClient) -> Response:
+    return client.stream(requests, metadata)
 
 
-def _send_batch(count: int, door: Door) -> Response:
-    return door.interleaved(_batch(count))
+def _send_batch(count: int, client: ServerClient) -> Response:
+    return client.interleaved(_batch(count))
 
 
 def _batch(count: int) -> list[pb.ModelInferRequest]:
@@ -39,8 +39,8 @@ def _batch(count: int) -> list[pb.ModelInferRequest]:
     return messages
 
 
-def _statistics_of_batches(door: Door) -> Response:
-    return door.call("ModelStatistics", pb.ModelStatisticsRequest(name="repeat_batched"))
+def _statistics_of_batches(client: ServerClient) -> Response:
+    return client.call("ModelStatistics", pb.ModelStatisticsRequest(name="repeat_batched"))
 
 
 def _streams() -> Iterator[tuple[str, list[pb.ModelInferRequest], Mapping[str, str]]]:

@@ -29,7 +29,7 @@ LEFT_OUT_BY = {"collect_ignore", "collect_ignore_glob", "pytest_collection_modif
 
 PLACES = {"enabled", "endpoints", "host", "namespace", "port", "servers"}
 """Options of where something is, which fixtures set."""
-FIXTURES = ("doors", "edge", "every_operation", "fleet", "http_edge", "processes", "sim_fleet")
+FIXTURES = ("deployment", "edge", "every_operation", "fleet", "http_edge", "processes", "sim_fleet")
 """Modules of `tests/support` that start frontends and workers, or parts of them."""
 SET_BY_SUPPORT = {
     "tests/support/fleet.py": {"--model"},  # a default that callers replace

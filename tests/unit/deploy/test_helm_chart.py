@@ -170,13 +170,13 @@ def test_a_release_of_another_name_has_its_own_names_throughout() -> None:
 
 @rendering
 def test_the_users_of_nats_are_those_that_frontends_and_workers_give(tmp_path: Path) -> None:
-    manifests = helm({"nats": {"auth": {"frontendUser": "door", "workerUser": "hand"}}})
+    manifests = helm({"nats": {"auth": {"frontendUser": "front", "workerUser": "back"}}})
     users = re.findall(
         r"user: (\S+), password: \$NATS_(\w+)_PASSWORD", of_kind(manifests, "ConfigMap")["dynamo-nats"]["data"]["nats.conf"]
     )
-    assert users == [('"door"', "FRONTEND"), ('"hand"', "WORKER")]
+    assert users == [('"front"', "FRONTEND"), ('"back"', "WORKER")]
     given = {config.nats.user for config in configs_of(manifests, tmp_path)}
-    assert given == {"door", "hand"}
+    assert given == {"front", "back"}
 
 
 @rendering

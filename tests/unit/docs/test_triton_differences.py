@@ -8,8 +8,8 @@ import pytest
 from dynamo.protos.model_config_pb2 import ModelConfig
 from tests.differential.cases import all_cases, named_once
 from tests.differential.compare import Part, accepted_differences, compare
-from tests.differential.doors import Response
 from tests.differential.page import PAGE, written
+from tests.differential.server_client import Response
 
 
 def test_the_page_lists_the_accepted_differences() -> None:

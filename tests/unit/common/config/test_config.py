@@ -116,7 +116,7 @@ class Renamed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontend:
-    port: int = option(1, flags=("--port",), hidden_flags=("--hidden-port",), formerly=("--door",), help="Port.")
+    port: int = option(1, flags=("--port",), hidden_flags=("--hidden-port",), formerly=("--former-port",), help="Port.")
     metrics: bool = option(True, help="Metrics.")
     drain_s: float = option(1.0, help="Drain.")
     key: str | None = option(None, secret=True, help="Key.")
@@ -392,8 +392,8 @@ def test_flags_of_one_other_program_are_passed_on_to_it() -> None:
 
 
 def test_a_former_flag_of_another_program_is_passed_on_by_its_new_name(caplog: pytest.LogCaptureFixture) -> None:
-    assert launch("--door", "7").for_frontend == ("--port=7",)
-    assert caplog.messages == ["--door is deprecated: use --port, since the next version refuses it"]
+    assert launch("--former-port", "7").for_frontend == ("--port=7",)
+    assert caplog.messages == ["--former-port is deprecated: use --port, since the next version refuses it"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What requests take that name memory of their client, by each of the three ways in: counted, and read once they are admitted."""
+"""Memory of clients that requests name, over REST, gRPC and streams of gRPC: counted, and read once they are admitted."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ BOUND = CapacityOptions(max_buffered_bytes=3 * MIB + 64 * 1024)
 
 
 @dataclass
-class Door:
-    """One of the ways in; `infer` names a MiB of the client's memory, and returns "ok", or how it was refused."""
+class ProtocolEdge:
+    """An edge by one protocol; `infer` names a MiB of the client's memory, and returns "ok", or how it was refused."""
 
     infer: Callable[[], AbstractAsyncContextManager[asyncio.Task[str]]]
     client: FakeClient
@@ -97,15 +97,15 @@ async def by_stream(edge: Edge) -> str:
 
 
 @pytest.fixture(params=["rest", "grpc", "stream"])
-async def door(request: pytest.FixtureRequest, kserve: KserveServer) -> AsyncIterator[Door]:
+async def edge(request: pytest.FixtureRequest, kserve: KserveServer) -> AsyncIterator[ProtocolEdge]:
     card = tensor_card("adder")
     if request.param == "rest":
         async with open_http_edge(card, capacity=BOUND, kserve=kserve) as http:
-            yield Door(lambda: running(by_rest(http)), http.client, http.capacity)
+            yield ProtocolEdge(lambda: running(by_rest(http)), http.client, http.capacity)
     else:
         ask = by_grpc if request.param == "grpc" else by_stream
         async with open_edge(card, capacity=BOUND, kserve=kserve) as edge:
-            yield Door(lambda: running(ask(edge)), edge.client, edge.capacity)
+            yield ProtocolEdge(lambda: running(ask(edge)), edge.client, edge.capacity)
 
 
 def respond_briefly(stream: FakeStream) -> None:
@@ -115,15 +115,15 @@ def respond_briefly(stream: FakeStream) -> None:
     stream.end(response.SerializeToString())
 
 
-async def test_no_more_memory_of_clients_is_read_at_once_than_requests_may_hold(door: Door) -> None:
+async def test_no_more_memory_of_clients_is_read_at_once_than_requests_may_hold(edge: ProtocolEdge) -> None:
     async with AsyncExitStack() as stack:
         tasks = []
         for count in (1, 2, 3):
-            tasks.append(await stack.enter_async_context(door.infer()))
-            streams = await door.client.opened_streams(count)
-        assert 3 * MIB < door.capacity.buffered_bytes <= BOUND.max_buffered_bytes
+            tasks.append(await stack.enter_async_context(edge.infer()))
+            streams = await edge.client.opened_streams(count)
+        assert 3 * MIB < edge.capacity.buffered_bytes <= BOUND.max_buffered_bytes
         for _ in range(9):
-            async with door.infer() as further:
+            async with edge.infer() as further:
                 outcome = await asyncio.wait_for(further, 120)
                 assert "is near its limit" in outcome
         for stream in streams[:2]:
@@ -131,13 +131,13 @@ async def test_no_more_memory_of_clients_is_read_at_once_than_requests_may_hold(
             assert bytes(raw) == bytes(range(256)) * (MIB // 256)
             respond_briefly(stream)
         assert [await asyncio.wait_for(task, 120) for task in tasks[:2]] == ["ok", "ok"]
-        await until(lambda: door.capacity.buffered_bytes < 2 * MIB)
+        await until(lambda: edge.capacity.buffered_bytes < 2 * MIB)
         tasks[2].cancel()
-        await until_free(door.capacity)
+        await until_free(edge.capacity)
 
 
 async def test_memory_of_a_client_is_not_read_for_a_request_that_limits_refuse(
-    door: Door, monkeypatch: pytest.MonkeyPatch
+    edge: ProtocolEdge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> NoReturn:
         raise RateLimited("too many at once")
@@ -147,17 +147,17 @@ async def test_memory_of_a_client_is_not_read_for_a_request_that_limits_refuse(
 
     monkeypatch.setattr(type(ANONYMOUS), "admit", refuse)
     monkeypatch.setattr(ClientRegion, "read", read)
-    async with door.infer() as refused:
+    async with edge.infer() as refused:
         assert "too many at once" in await asyncio.wait_for(refused, 120)
-    await until_free(door.capacity)
+    await until_free(edge.capacity)
 
 
-async def test_memory_that_is_gone_when_it_is_read_gives_its_bytes_back(door: Door, tmp_path: Path) -> None:
+async def test_memory_that_is_gone_when_it_is_read_gives_its_bytes_back(edge: ProtocolEdge, tmp_path: Path) -> None:
     with (tmp_path / "memory").open("r+b") as memory:
         memory.truncate(10)
-    async with door.infer() as refused:
+    async with edge.infer() as refused:
         assert "smaller than when it was registered" in await asyncio.wait_for(refused, 120)
-    await until_free(door.capacity)
+    await until_free(edge.capacity)
 
 
 async def test_texts_in_memory_count_too_and_as_one_of_the_requests_at_once(

@@ -1,4 +1,4 @@
-"""Each case over gRPC and over REST, compared. Run as `kserve_doors GRPC_TARGET HTTP_PORT`; prints one JSON line per case.
+"""Each case over gRPC and over REST, compared. Run as `kserve_protocols GRPC_TARGET HTTP_PORT`; prints one JSON line per case.
 
 A program of its own: tritonclient's messages and this project's cannot be loaded into one process.
 """
@@ -51,8 +51,8 @@ STATUSES = {
 
 
 @dataclass(frozen=True)
-class Doors:
-    """One frontend, by both protocols."""
+class KServeClients:
+    """Clients of one frontend, over gRPC and over REST."""
 
     grpc: Any
     http: Any
@@ -171,11 +171,13 @@ def raw_of_json(data: Sequence[Any], datatype: str) -> bytes:
     return np.array(data, NUMPY[datatype]).tobytes()
 
 
-def check_same_response(doors: Doors, request: Any, form: Form = Form.BINARY, headers: Mapping[str, str] | None = None) -> None:
-    """Both doors answer alike: the same tensors, or the status that belongs to the other's and the same words."""
-    status, response = doors.send_grpc(request, headers or {})
+def check_same_response(
+    clients: KServeClients, request: Any, form: Form = Form.BINARY, headers: Mapping[str, str] | None = None
+) -> None:
+    """Both protocols answer alike: the same tensors, or the status that belongs to the other's and the same words."""
+    status, response = clients.send_grpc(request, headers or {})
     path, own, body = in_rest(request, form)
-    code, response_headers, text = doors.send_rest(path, body, own | dict(headers or {}))
+    code, response_headers, text = clients.send_rest(path, body, own | dict(headers or {}))
     assert code == STATUSES[status], (status, response, code, text)
     if status != "OK":
         assert response_headers["content-type"] == "application/json"
@@ -311,7 +313,7 @@ def messages() -> Iterator[tuple[str, Any]]:
 # Cases by Triton's clients
 
 
-Case = Callable[[Doors], None]
+Case = Callable[[KServeClients], None]
 cases: dict[str, Case] = {}
 
 
@@ -335,9 +337,11 @@ def as_bytes(values: Any) -> list[Any]:
     return [value.encode() if isinstance(value, str) else value for value in values.reshape(-1).tolist()]
 
 
-def same_result(doors: Doors, model: str, *tensors: tuple[str, Any, str], json_too: bool = True, **options: Any) -> None:
-    """The clients read the same of both doors, however the tensors travel."""
-    want = doors.grpc.infer(model, inputs_of(by_grpc, *tensors), **options)
+def same_result(
+    clients: KServeClients, model: str, *tensors: tuple[str, Any, str], json_too: bool = True, **options: Any
+) -> None:
+    """The clients read the same of both protocols, however the tensors travel."""
+    want = clients.grpc.infer(model, inputs_of(by_grpc, *tensors), **options)
     described = want.get_response()
     names = [output.name for output in described.outputs]
     for binary_in, binary_out, encoding in (
@@ -348,7 +352,7 @@ def same_result(doors: Doors, model: str, *tensors: tuple[str, Any, str], json_t
     ):
         if not (binary_in and binary_out) and not json_too:
             continue
-        result = doors.http.infer(
+        result = clients.http.infer(
             model,
             inputs_of(by_http, *tensors, binary_data=binary_in),
             outputs=[by_http.InferRequestedOutput(name, binary_data=binary_out) for name in names],
@@ -366,9 +370,9 @@ def same_result(doors: Doors, model: str, *tensors: tuple[str, Any, str], json_t
 
 
 def _by_client(datatype: str) -> Case:
-    def run(doors: Doors) -> None:
+    def run(clients: KServeClients) -> None:
         json_too = datatype != "FP16"  # tritonclient has no JSON for it
-        same_result(doors, "types", (datatype, values_of(datatype), datatype), json_too=json_too)
+        same_result(clients, "types", (datatype, values_of(datatype), datatype), json_too=json_too)
 
     return run
 
@@ -378,39 +382,39 @@ for _datatype in (*NUMPY, "BYTES"):  # for BF16 it needs a library of its own
 
 
 @case("Triton's clients, a large tensor, an id and a version")
-def _(doors: Doors) -> None:
+def _(clients: KServeClients) -> None:
     values = np.random.default_rng(1).random((1_000_000,), np.float32)
-    same_result(doors, "types", ("FP32", values, "FP32"), request_id="größe", model_version="1", priority=1, timeout=9_000_000)
+    same_result(clients, "types", ("FP32", values, "FP32"), request_id="größe", model_version="1", priority=1, timeout=9_000_000)
 
 
 @case("Triton's clients, a batch")
-def _(doors: Doors) -> None:
-    same_result(doors, "batchy", ("A", np.ones((3, 2), np.float32), "FP32"), ("B", np.ones((3, 1), np.int64), "INT64"))
+def _(clients: KServeClients) -> None:
+    same_result(clients, "batchy", ("A", np.ones((3, 2), np.float32), "FP32"), ("B", np.ones((3, 1), np.int64), "INT64"))
 
 
 @case("Triton's clients, parameters")
-def _(doors: Doors) -> None:
+def _(clients: KServeClients) -> None:
     parameters = {"text": "größe", "whole": 3, "flag": True}
-    same_result(doors, "types", ("INT32", np.arange(3, dtype=np.int32), "INT32"), parameters=parameters)
+    same_result(clients, "types", ("INT32", np.arange(3, dtype=np.int32), "INT32"), parameters=parameters)
 
 
 @case("Triton's clients, everything in binary unless outputs are named")
-def _(doors: Doors) -> None:
+def _(clients: KServeClients) -> None:
     values = np.arange(3, dtype=np.int32)
-    result = doors.http.infer("types", inputs_of(by_http, ("INT32", values, "INT32")))
+    result = clients.http.infer("types", inputs_of(by_http, ("INT32", values, "INT32")))
     assert result.get_output("INT32")["parameters"] == {"binary_data_size": 12}
     assert (result.as_numpy("INT32") == values).all()
 
 
 @case("Triton's clients, classes")
-def _(doors: Doors) -> None:
+def _(clients: KServeClients) -> None:
     image = np.linspace(0, 1, 64, dtype=np.float32).reshape(1, 8, 8)
-    ours = doors.http.infer(
+    ours = clients.http.infer(
         "classifier",
         inputs_of(by_http, ("image", image, "FP32")),
         outputs=[by_http.InferRequestedOutput("probability", class_count=3)],
     )
-    theirs = doors.grpc.infer(
+    theirs = clients.grpc.infer(
         "classifier",
         inputs_of(by_grpc, ("image", image, "FP32")),
         outputs=[by_grpc.InferRequestedOutput("probability", class_count=3)],
@@ -419,16 +423,16 @@ def _(doors: Doors) -> None:
 
 
 @case("Triton's clients, many at once")
-def _(doors: Doors) -> None:
+def _(clients: KServeClients) -> None:
     values = [np.full(10, number, np.int32) for number in range(32)]
-    calls = [doors.http.async_infer("types", inputs_of(by_http, ("INT32", one, "INT32"))) for one in values]
+    calls = [clients.http.async_infer("types", inputs_of(by_http, ("INT32", one, "INT32"))) for one in values]
     for one, call in zip(values, calls, strict=True):
         assert (call.get_result().as_numpy("INT32") == one).all()
 
 
 @case("health and readiness")
-def _(doors: Doors) -> None:
-    for client in (doors.grpc, doors.http):
+def _(clients: KServeClients) -> None:
+    for client in (clients.grpc, clients.http):
         assert client.is_server_live()
         assert client.is_server_ready()
         assert client.is_model_ready("types")
@@ -438,40 +442,40 @@ def _(doors: Doors) -> None:
 
 
 @case("server metadata")
-def _(doors: Doors) -> None:
-    ours = json_format.ParseDict(doors.http.get_server_metadata(), pb.ServerMetadataResponse())
-    assert ours == doors.grpc.get_server_metadata()
+def _(clients: KServeClients) -> None:
+    ours = json_format.ParseDict(clients.http.get_server_metadata(), pb.ServerMetadataResponse())
+    assert ours == clients.grpc.get_server_metadata()
     assert "binary_tensor_data" in ours.extensions
 
 
 @case("metadata and configuration of every model and version")
-def _(doors: Doors) -> None:
+def _(clients: KServeClients) -> None:
     for model in ("types", "batchy", "repeater", "echo-llm", "faulty", "classifier", "words"):
         for version in ("", "1"):
-            metadata = doors.http.get_model_metadata(model, version)
+            metadata = clients.http.get_model_metadata(model, version)
             ours = json_format.ParseDict(metadata, pb.ModelMetadataResponse(), ignore_unknown_fields=True)
-            theirs = doors.grpc.get_model_metadata(model, version)
+            theirs = clients.grpc.get_model_metadata(model, version)
             theirs.DiscardUnknownFields()
             assert ours == theirs
-            config = json_format.ParseDict(doors.http.get_model_config(model, version), model_config_pb2.ModelConfig())
-            assert config == doors.grpc.get_model_config(model, version).config
+            config = json_format.ParseDict(clients.http.get_model_config(model, version), model_config_pb2.ModelConfig())
+            assert config == clients.grpc.get_model_config(model, version).config
 
 
 @case("the repository index")
-def _(doors: Doors) -> None:
-    ours = json_format.ParseDict({"models": doors.http.get_model_repository_index()}, pb.RepositoryIndexResponse())
-    assert ours == doors.grpc.get_model_repository_index()
+def _(clients: KServeClients) -> None:
+    ours = json_format.ParseDict({"models": clients.http.get_model_repository_index()}, pb.RepositoryIndexResponse())
+    assert ours == clients.grpc.get_model_repository_index()
 
 
-@case("statistics, which both doors add to")
-def _(doors: Doors) -> None:
+@case("statistics, which both protocols add to")
+def _(clients: KServeClients) -> None:
     def both(*of: str) -> Any:
-        ours = json_format.ParseDict(doors.http.get_inference_statistics(*of), pb.ModelStatisticsResponse())
-        assert ours == doors.grpc.get_inference_statistics(*of)
+        ours = json_format.ParseDict(clients.http.get_inference_statistics(*of), pb.ModelStatisticsResponse())
+        assert ours == clients.grpc.get_inference_statistics(*of)
         return ours
 
     before = both("batchy").model_stats[0].inference_stats.success.count
-    cases["Triton's clients, a batch"](doors)
+    cases["Triton's clients, a batch"](clients)
     assert both("batchy").model_stats[0].inference_stats.success.count == before + 5
     both("batchy", "1")
     both()
@@ -489,14 +493,14 @@ REFUSALS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def same_refusal(doors: Doors, call: Callable[[Any], Any]) -> None:
+def same_refusal(clients: KServeClients, call: Callable[[Any], Any]) -> None:
     words = []
-    for client in (doors.grpc, doors.http):
+    for client in (clients.grpc, clients.http):
         try:
             response = call(client)
         except InferenceServerException as error:
             status = str(error.status())
-            code = STATUSES[status.removeprefix("StatusCode.")] if client is doors.grpc else int(status)
+            code = STATUSES[status.removeprefix("StatusCode.")] if client is clients.grpc else int(status)
             words.append((code, error.message()))
         else:
             raise AssertionError(f"the request was served: {response}")
@@ -504,18 +508,18 @@ def same_refusal(doors: Doors, call: Callable[[Any], Any]) -> None:
 
 
 @contextmanager
-def open_doors(target: str, port: int) -> Iterator[Doors]:
+def open_clients(target: str, port: int) -> Iterator[KServeClients]:
     unbounded = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     with (
         by_grpc.InferenceServerClient(target) as grpc_client,
         by_http.InferenceServerClient(f"127.0.0.1:{port}", concurrency=4) as http_client,
         grpc.insecure_channel(target, options=unbounded) as channel,
     ):
-        yield Doors(grpc_client, http_client, channel, port)
+        yield KServeClients(grpc_client, http_client, channel, port)
 
 
 def main(target: str, port: int) -> None:
-    with open_doors(target, port) as doors:
+    with open_clients(target, port) as clients:
 
         def report(name: str, run: Callable[[], None]) -> None:
             problem = ""
@@ -527,17 +531,17 @@ def main(target: str, port: int) -> None:
 
         for name, request in messages():
             for form in Form:
-                report(f"{name}, {form}", partial(check_same_response, doors, request, form))
+                report(f"{name}, {form}", partial(check_same_response, clients, request, form))
         for name, refused in {**bad, **ONLY_UNARY}.items():
             if name not in ONLY_GRPC:
                 request = pb.ModelInferRequest.FromString(refused.data)
-                report(f"refused: {name}", partial(check_same_response, doors, request))
+                report(f"refused: {name}", partial(check_same_response, clients, request))
         for name, (pair, _) in METADATA.items():
-            report(f"refused: {name}", partial(check_same_response, doors, fixed(), headers=dict([pair])))
+            report(f"refused: {name}", partial(check_same_response, clients, fixed(), headers=dict([pair])))
         for name, call in REFUSALS.items():
-            report(f"refused: {name}", partial(same_refusal, doors, call))
+            report(f"refused: {name}", partial(same_refusal, clients, call))
         for name, run in cases.items():
-            report(name, partial(run, doors))
+            report(name, partial(run, clients))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A whole deployment inside the test's process, with both doors open: frontend, worker, real etcd and NATS."""
+"""A whole deployment inside the test's process, with clients of both protocols: frontend, worker, real etcd and NATS."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _STATUSES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class InProcessDeployment:
     frontend: Frontend
     worker: Worker
     http: httpx2.AsyncClient
@@ -142,14 +142,14 @@ def text_request(max_tokens: int, model: str = "echo-llm") -> bytes:
 
 
 @asynccontextmanager
-async def open_doors(
+async def open_deployment(
     etcd: EtcdServer,
     nats: NatsServer,
     namespace: str,
     *,
     access: AccessOptions | None = None,
     logins: Mapping[str, Mapping[str, Any]] | None = None,
-) -> AsyncIterator[Doors]:
+) -> AsyncIterator[InProcessDeployment]:
     """A frontend with one worker that serves `echo` (tensors) and `echo-llm` (text), with production's defaults.
 
     `logins`: `user` and `password` of the `frontend` and the `worker` at etcd.
@@ -174,4 +174,4 @@ async def open_doors(
         async with asyncio.timeout(120):
             while not all(frontend.readiness.is_model_ready(model) for model in ("echo", "echo-llm")):
                 await asyncio.sleep(0.01)
-        yield Doors(frontend, worker, http, channel)
+        yield InProcessDeployment(frontend, worker, http, channel)

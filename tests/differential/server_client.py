@@ -39,8 +39,8 @@ class Response:
         return self.status == _BROKEN or (self.status == "UNAVAILABLE" and any(text in self.words for text in _BROKEN_TEXTS))
 
 
-class Door:
-    """The two ports of one server."""
+class ServerClient:
+    """A client of one server: gRPC, HTTP and its metrics."""
 
     def __init__(self, grpc_port: int, http_port: int, metrics_port: int) -> None:
         self._channel = grpc.insecure_channel(

@@ -22,7 +22,7 @@ MESSAGES = [{"role": "user", "content": PROMPT}]
 
 
 @dataclass(frozen=True)
-class Door:
+class StreamedRequest:
     path: str
     body: dict[str, Any]
     text: Callable[[dict[str, Any]], str]
@@ -33,38 +33,38 @@ def _choice(event: dict[str, Any]) -> dict[str, Any]:
     return choices[0] if choices else {}
 
 
-def of_two(index: int) -> Door:
+def of_two(index: int) -> StreamedRequest:
     """One of two choices."""
     body = {**SETTINGS, "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "n": 2}
-    return Door(
+    return StreamedRequest(
         "/v1/completions", body, lambda event: "".join(each["text"] for each in event["choices"] if each["index"] == index)
     )
 
 
-DOORS = {
-    "completions": Door(
+REQUESTS = {
+    "completions": StreamedRequest(
         "/v1/completions",
         {**SETTINGS, "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True},
         lambda event: _choice(event).get("text", ""),
     ),
-    "chat": Door(
+    "chat": StreamedRequest(
         "/v1/chat/completions",
         {**SETTINGS, "messages": MESSAGES, "max_tokens": TOKENS, "ignore_eos": True},
         lambda event: _choice(event).get("delta", {}).get("content") or "",
     ),
     "first of two choices": of_two(0),
     "second of two choices": of_two(1),
-    "responses": Door(
+    "responses": StreamedRequest(
         "/v1/responses",
         {"model": "sim", "stream": True, "temperature": 1, "input": PROMPT, "max_output_tokens": TOKENS},
         lambda event: event["delta"] if event["type"] == "response.output_text.delta" else "",
     ),
-    "messages": Door(
+    "messages": StreamedRequest(
         "/v1/messages",
         {"model": "sim", "stream": True, "temperature": 1, "messages": MESSAGES, "max_tokens": TOKENS},
         lambda event: event["delta"]["text"] if event["type"] == "content_block_delta" else "",
     ),
-    "kserve rest": Door(
+    "kserve rest": StreamedRequest(
         "/v2/models/sim/generate_stream",
         {"text_input": PROMPT, "parameters": {"max_tokens": TOKENS, "ignore_eos": True, "seed": 7}},
         lambda event: event.get("text_output", ""),
@@ -74,16 +74,16 @@ DOORS = {
 
 @dataclass
 class Received:
-    """What a client of one door has read."""
+    """What a client of one protocol has read."""
 
     text: str = ""
     pieces: int = 0
     error: str = ""
 
-    async def read(self, front: FrontendProcess, door: Door) -> None:
+    async def read(self, front: FrontendProcess, request: StreamedRequest) -> None:
         async with (
             httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as client,
-            client.stream("POST", door.path, json=door.body) as response,
+            client.stream("POST", request.path, json=request.body) as response,
         ):
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
@@ -92,7 +92,7 @@ class Received:
                     if event.get("error"):
                         self.error = str(event["error"])
                         continue
-                    piece = door.text(event)
+                    piece = request.text(event)
                     self.text += piece
                     self.pieces += bool(piece)
 
@@ -107,11 +107,11 @@ async def read_grpc(front: FrontendProcess, received: Received) -> None:
                     received.pieces += 1
 
 
-async def through_all_doors(front: FrontendProcess, tasks: asyncio.TaskGroup) -> dict[str, Received]:
-    """What comes of a request through each door; it has all been read when `tasks` are done."""
-    received = {name: Received() for name in (*DOORS, "kserve grpc")}
-    for name, door in DOORS.items():
-        tasks.create_task(received[name].read(front, door))
+async def through_all_protocols(front: FrontendProcess, tasks: asyncio.TaskGroup) -> dict[str, Received]:
+    """What comes of a request through each protocol; it has all been read when `tasks` are done."""
+    received = {name: Received() for name in (*REQUESTS, "kserve grpc")}
+    for name, request in REQUESTS.items():
+        tasks.create_task(received[name].read(front, request))
     tasks.create_task(read_grpc(front, received["kserve grpc"]))
     return received
 
@@ -142,12 +142,12 @@ async def test_a_stream_of_any_protocol_goes_on_elsewhere_without_a_seam_when_it
         await front.serves("sim")
         await rigid.serves("sim")
         async with asyncio.TaskGroup() as tasks:
-            undisturbed = await through_all_doors(front, tasks)
+            undisturbed = await through_all_protocols(front, tasks)
         assert all(len(text) > TOKENS / 4 for text in texts(undisturbed).values())
         async with asyncio.TaskGroup() as tasks:
-            moved = await through_all_doors(front, tasks)
+            moved = await through_all_protocols(front, tasks)
             failed = Received()
-            tasks.create_task(failed.read(rigid, DOORS["completions"]))
+            tasks.create_task(failed.read(rigid, REQUESTS["completions"]))
             await under_way({**moved, "rigid": failed})
             async with worker(etcd_server, nats_server, namespace, *SLOW) as second:
                 await second.logged("registered")
@@ -165,7 +165,7 @@ async def test_a_stream_of_any_protocol_goes_on_elsewhere_without_a_seam_when_it
         assert len(failed.text) < len(undisturbed["completions"].text)
 
 
-async def test_prompts_computed_apart_give_the_same_answers_through_every_door(
+async def test_prompts_computed_apart_give_the_same_answers_through_every_protocol(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:
     prefill, decode = ("--model", "sim:speedup=5,role=prefill"), ("--model", "sim:speedup=5,role=decode")
@@ -179,7 +179,7 @@ async def test_prompts_computed_apart_give_the_same_answers_through_every_door(
         await front.serves("sim")
         await strict.serves("sim")
         async with asyncio.TaskGroup() as tasks:
-            apart = await through_all_doors(front, tasks)
+            apart = await through_all_protocols(front, tasks)
         assert all(len(text) > TOKENS / 4 for text in texts(apart).values())
         async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as client:
             explained = {"x-dynamo-explain": "true"}
@@ -193,7 +193,7 @@ async def test_prompts_computed_apart_give_the_same_answers_through_every_door(
             computing.process.kill()
             await computing.process.wait()
             async with asyncio.TaskGroup() as tasks:
-                alone = await through_all_doors(front, tasks)
+                alone = await through_all_protocols(front, tasks)
             assert texts(alone) == texts(apart)
             refused = await client.post(f"http://127.0.0.1:{strict.http_port}/v1/completions", json=body)
             assert refused.status_code == 503
