@@ -4,6 +4,9 @@ All endpoints are tried at once and the first to be ready serves every call unti
 that did not fail with it go on where they are until the next one has stood for a while, and follow then. Each endpoint has a
 channel of its own, because a certificate is checked against the name of one host. The messages are ours and calls go by path,
 so that another etcd client may live in the same process.
+
+gRPC loses a cancellation that comes together with the failure of a call: it awaits tasks of its own, which end as if nothing
+had happened. What repeats calls would go on for ever then, so each call looks whether its task was cancelled meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from dynamo.common.errors import DynamoError
 from dynamo.common.etcd.config import check_etcd, parse_endpoint, uses_etcd_tls
 from dynamo.common.etcd.errors import EtcdUnavailable, TokenExpired, from_rpc_error
 from dynamo.common.options import EtcdOptions
-from dynamo.common.process.background import awaited
+from dynamo.common.process.background import awaited, raise_if_cancelled
 from dynamo.protos import etcd_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -88,7 +91,9 @@ class EtcdStream(Generic[Request, Response]):
     def _plain_errors(self) -> Iterator[None]:
         try:
             yield
+            raise_if_cancelled()
         except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
             raise from_rpc_error(error, self.endpoint) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -289,6 +294,7 @@ async def _call(
     try:
         return await call(request, metadata=metadata, timeout=timeout_s)
     except grpc.aio.AioRpcError as error:
+        raise_if_cancelled()
         raise from_rpc_error(error, link.endpoint) from None
 
 

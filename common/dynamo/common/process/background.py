@@ -86,7 +86,8 @@ def _failure(task: asyncio.Task[Any]) -> BaseException | None:
 def raise_if_cancelled() -> None:
     """Cancel the current task again if it was cancelled: for after a library that may have lost that.
 
-    Before Python 3.12, `asyncio.wait_for` loses a cancellation that comes together with the result that it waits for.
+    Before Python 3.12, `asyncio.wait_for` loses a cancellation that comes together with the result that it waits for, and gRPC
+    one that comes together with the failure of a call.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():
