@@ -93,7 +93,8 @@ async def send(frontend: Frontend, rng: random.Random, number: int, measured: Me
     request = TextRequest(model="tiny", prompt=random_prompt(rng), stop=stop, sampling=Sampling(temperature=0.0))
     begun = time.perf_counter()
     first_s = 0.0
-    async with frontend.plane.generate(request, Call(account=ANONYMOUS, request_id=f"{number}")) as generation:
+    model, call = frontend.plane.model(ANONYMOUS, request.model), Call(account=ANONYMOUS, request_id=f"{number}")
+    async with frontend.plane.generate(model, request, call) as generation:
         while await generation.read():
             first_s = first_s or time.perf_counter() - begun
         assert generation.decision is not None and generation.decision.ttft_s is not None

@@ -35,7 +35,7 @@ class ContextEndpoint:
         self._decoder = msgspec.json.Decoder(ContextRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await read_json(exchange, self._decoder)
         plane = self._readiness.plane
         llm = llm_of(plane.card(exchange.account, request.model))

@@ -15,6 +15,7 @@ from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
 from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.call import Call
+from tests.support.plane import generate
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import KV, prompt, sim_fleet
 from tests.support.waiting import until
@@ -102,7 +103,7 @@ async def test_bookings_are_shared_between_frontends(etcd_server: EtcdServer, na
     async with sim_fleet(etcd_server, nats_server, namespace, routing=replace(KV, replica_sync=True), frontends=2) as f:
         other = f.router(1).loads
         request = TextRequest(model="sim", prompt=prompt(1), stop=Stop(max_tokens=20_000, ignore_eos=True))
-        async with f.frontends[0].plane.generate(request, Call(account=ANONYMOUS, request_id="long")) as generation:
+        async with generate(f.frontends[0].plane, request, Call(account=ANONYMOUS, request_id="long")) as generation:
             await generation.read()
             await until(lambda: len(other) == 1)
         await until(lambda: len(other) == 0)
@@ -115,7 +116,7 @@ async def test_without_replica_sync_a_frontend_knows_the_others_requests_from_re
         other = f.router(1).loads
         rows = other.rows(f.frontends[1].plane.models.instances("sim"))
         request = TextRequest(model="sim", prompt=prompt(1), stop=Stop(max_tokens=20_000, ignore_eos=True))
-        async with f.frontends[0].plane.generate(request, Call(account=ANONYMOUS, request_id="long")) as generation:
+        async with generate(f.frontends[0].plane, request, Call(account=ANONYMOUS, request_id="long")) as generation:
             await generation.read()
             await until(lambda: sum(load.requests for load in other.read(rows, time.monotonic())) == 1)
             assert len(other) == 0  # a booking would have come before the report

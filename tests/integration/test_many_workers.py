@@ -43,7 +43,7 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
 
         async def generate(number: int) -> int:
             request = TextRequest(model="sim", prompt=f"request {number}", stop=Stop(max_tokens=4))
-            async with frontend.plane.generate(request, Call(account=ANONYMOUS, request_id=f"r{number}")) as generation:
+            async with generate(frontend.plane, request, Call(account=ANONYMOUS, request_id=f"r{number}")) as generation:
                 while await generation.read():
                     pass
                 assert generation.decision is not None and generation.summary.output_tokens > 0

@@ -22,6 +22,7 @@ from dynamo.worker.app import Worker
 from dynamo.worker.config import StatusOptions
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import sim_config
+from tests.support.plane import generate
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import KV, SimFleet, prompt
 from tests.support.waiting import until
@@ -116,7 +117,7 @@ async def test_a_stream_longer_than_the_drain_goes_on_elsewhere(
     async with f.worker() as one, f.worker() as other, f.frontend():
         workers = {worker.instance: worker for worker in (one, other)}
         request = TextRequest(model="sim", prompt=prompt(1), stop=Stop(max_tokens=2000, ignore_eos=True))
-        async with f.frontends[0].plane.generate(request, Call(account=ANONYMOUS, request_id="long")) as generation:
+        async with generate(f.frontends[0].plane, request, Call(account=ANONYMOUS, request_id="long")) as generation:
             assert await generation.read()
             assert generation.decision is not None
             first = generation.decision.instance.id

@@ -23,6 +23,7 @@ from dynamo.frontend.config import FrontendConfig, HttpOptions, KvCost, KvRouter
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
+from tests.support.plane import generate
 from tests.support.processes import Process, worker
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.sim_fleet import prompt
@@ -48,18 +49,18 @@ async def test_two_workers_answer_and_a_prompt_goes_where_its_prefix_lies(
     ):
         await until(lambda: len(frontend.plane.models.instances("tiny")) == 2, 300)
 
-        served = [await generate(frontend, prompt(number), f"first {number}") for number in range(6)]
+        served = [await send(frontend, prompt(number), f"first {number}") for number in range(6)]
         assert all(overlap == 0 for _, overlap, _ in served)
         assert len({instance for instance, _, _ in served}) == 2
         for number, (instance, _, before) in enumerate(served):
-            again, overlap, summary = await generate(frontend, prompt(number), f"second {number}")
+            again, overlap, summary = await send(frontend, prompt(number), f"second {number}")
             assert again == instance
             assert summary.cached_tokens == 32 * overlap == before.prompt_tokens // 32 * 32
         kill_engine_process(first)
         assert await first.ended(120) == 1
         assert any("died" in line for line in first.lines)
         await until(lambda: len(frontend.plane.models.instances("tiny")) == 1)
-        assert (await generate(frontend, "more", "third"))[2].output_tokens == 8
+        assert (await send(frontend, "more", "third"))[2].output_tokens == 8
         second.terminate()
         assert await second.ended() == 0
 
@@ -76,12 +77,12 @@ async def test_a_server_that_runs_already_is_routed_to_by_its_own_events_and_ser
     ):
         async with vllm_server(model, port, tmp_path):
             await until(lambda: bool(frontend.plane.models.instances("tiny")), 300)
-            _, overlap, before = await generate(frontend, prompt(1), "first")
+            _, overlap, before = await send(frontend, prompt(1), "first")
             assert overlap == 0
-            _, overlap, summary = await generate(frontend, prompt(1), "second")
+            _, overlap, summary = await send(frontend, prompt(1), "second")
             assert summary.cached_tokens == 32 * overlap == before.prompt_tokens // 32 * 32
         with pytest.raises(Unavailable):
-            await generate(frontend, prompt(1), "third")
+            await send(frontend, prompt(1), "third")
         async with vllm_server(model, port, tmp_path), asyncio.timeout(300):
             after = await generate_when_served(frontend)
             assert (after.output_tokens, after.cached_tokens) == (8, 0)
@@ -91,7 +92,7 @@ async def generate_when_served(frontend: Frontend) -> Summary:
     """Return what the engine counted for a prompt, once there is an engine."""
     while True:
         try:
-            return (await generate(frontend, prompt(1), "last"))[2]
+            return (await send(frontend, prompt(1), "last"))[2]
         except Unavailable:
             await asyncio.sleep(0.5)
 
@@ -126,11 +127,11 @@ def routed_by_cache(etcd: EtcdServer, nats: NatsServer, namespace: str) -> Front
     )
 
 
-async def generate(frontend: Frontend, text: str, name: str) -> tuple[InstanceId, int, Summary]:
+async def send(frontend: Frontend, text: str, name: str) -> tuple[InstanceId, int, Summary]:
     """Return the instance, the blocks of the prompt that the router found to be cached there, and what the engine counted."""
     stop, sampling = Stop(max_tokens=8, ignore_eos=True), Sampling(temperature=0.0)
     request = TextRequest(model="tiny", prompt=text, stop=stop, sampling=sampling)
-    async with frontend.plane.generate(request, Call(account=ANONYMOUS, request_id=name)) as generation:
+    async with generate(frontend.plane, request, Call(account=ANONYMOUS, request_id=name)) as generation:
         while await generation.read():
             pass
         assert generation.decision is not None

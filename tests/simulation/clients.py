@@ -21,6 +21,7 @@ from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.simulation.tokens import VOCABULARY, expected_tokens
+from tests.support.plane import generate, infer, infer_stream
 
 if TYPE_CHECKING:
     from tests.simulation.process import SimulatedFrontend
@@ -132,7 +133,7 @@ async def _infer(attempt: Attempt, call: Call, rng: Random) -> str:
     plane = attempt.frontend.plane
     assert plane is not None
     request, data = _tensor(attempt, rng)
-    return _check(await plane.infer(request, call), data)
+    return _check(await infer(plane, request, call), data)
 
 
 async def _infer_stream(attempt: Attempt, call: Call, rng: Random) -> str:
@@ -140,7 +141,7 @@ async def _infer_stream(attempt: Attempt, call: Call, rng: Random) -> str:
     assert plane is not None
     request, data = _tensor(attempt, rng)
     count = 0
-    async with plane.infer_stream(request, call) as responses:
+    async with infer_stream(plane, request, call) as responses:
         while batch := await responses.read():
             for response in batch:
                 count += 1
@@ -170,7 +171,7 @@ async def _generate(attempt: Attempt, call: Call, rng: Random) -> str:
     )
     attempt.prompt_tokens = len(prompt)
     tokens: list[int] = []
-    async with plane.generate(request, call) as generation:
+    async with generate(plane, request, call) as generation:
         while batch := await generation.read():
             for delta in batch:
                 tokens += delta.tokens

@@ -48,6 +48,7 @@ from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
 from tests.simulation.tokens import VOCABULARY, expected_tokens
 from tests.support.fakes import FakeVocabulary
+from tests.support.plane import generate
 
 URL = "/v1/completions"
 OWNER = "carol"
@@ -92,13 +93,13 @@ class Stores:
         queued = ResponseObject(id=id, created_at=0, model=model, reasoning={}, text={}, status="queued", background=True)
         call = Call(account=self.account(OWNER), request_id=id, endpoint="responses", request_type=RequestType.STREAM)
 
-        async def generate(stages: Stages) -> ResponseObject:
+        async def respond(stages: Stages) -> ResponseObject:
             request = TextRequest(
                 model=model, prompt=prompt, stop=Stop(max_tokens=size, ignore_eos=True), sampling=Sampling(seed=seed)
             )
             tokens: list[int] = []
             call.progress.on_sent = stages.sent
-            async with self.plane.generate(request, call) as generation:
+            async with generate(self.plane, request, call) as generation:
                 generation.check_line()
                 await stages.admitted()
                 while batch := await generation.read():
@@ -110,7 +111,7 @@ class Stores:
                 id=id, created_at=0, model=model, reasoning={}, text={}, status="completed", background=True, output=output
             )
 
-        return await self.background.start(OWNER, queued, [], generate, Capacity().enter())
+        return await self.background.start(OWNER, queued, [], respond, Capacity().enter())
 
 
 def drawn_prompt(rng: Random) -> tuple[list[int], int]:

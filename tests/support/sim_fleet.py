@@ -21,6 +21,7 @@ from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import StatusOptions, WorkerConfig
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import sim_config
+from tests.support.plane import generate
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.waiting import until
 
@@ -112,7 +113,7 @@ class SimFleet:
         request = TextRequest(
             model=self.model, prompt=prompt, stop=Stop(max_tokens=tokens, ignore_eos=True), sampling=Sampling(seed=1)
         )
-        async with self.frontends[frontend].plane.generate(request, Call(account=account, request_id="test")) as generation:
+        async with generate(self.frontends[frontend].plane, request, Call(account=account, request_id="test")) as generation:
             while await generation.read():
                 pass
             assert generation.decision is not None

@@ -45,11 +45,15 @@ def priority_of_level(level: int) -> int:
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """On whose behalf a request is made, and under which conditions; made by each protocol edge."""
+    """On whose behalf a request is made, and under which conditions.
 
-    request_id: str
+    Each protocol edge reads one from the headers of a call, and replaces what the request itself says.
+    """
+
     account: Account
     """On whose behalf; decides which models may be used, and how much of them."""
+    request_id: str = ""
+    """Empty in a call whose headers name none, until the request's own id, or a new one, replaces it."""
     deadline: float | None = None
     """Absolute, on the event loop's clock."""
     instance: InstanceId | None = None
@@ -66,7 +70,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     explanation: Explanation | None = None
     """Collects why instances were chosen; None: the caller did not request that."""
     shadows: tuple[str, ...] = ()
-    """Models that get a copy of the request, and whose responses are dropped."""
+    """Models that get a copy of the request, by the rule for its model's name, and whose responses are dropped."""
     is_copy: bool = False
     """For a shadow: no other instance gets it after a failure, and the retries of other requests are not concerned."""
     expected_tokens: int = 0

@@ -90,7 +90,7 @@ class DataPlane:
     ) -> None:
         self.models = directory
         """The live view of registrations."""
-        self.names = ModelNames(rules or NoRules(), metrics, self.model_ready)
+        self.names = ModelNames(rules or NoRules(), metrics, self.model, self.model_ready)
         """The names of operators. All other methods take names of models."""
         self.shadows = Shadows(metrics)
         self._link = link
@@ -148,13 +148,17 @@ class DataPlane:
             return False
         return card.llm is None or self._texts.is_ready(card)
 
-    def card(self, account: Account, model: str, version: str = "") -> ModelCard:
+    def model(self, account: Account, name: str, version: str = "") -> NamedModel:
+        """Return a model by its name, an alias or an adapter. Raises ModelNotFound, Forbidden."""
+        account.permit(name)
+        model = self._catalog.find(name, version)
+        if not model.is_served and self._repository is not None and self._repository.is_unloaded(model.card.name):
+            raise ModelNotFound(name, is_unloaded=True)
+        return model
+
+    def card(self, account: Account, name: str, version: str = "") -> ModelCard:
         """Return the card of a model, by its name, an alias or an adapter. Raises ModelNotFound, Forbidden."""
-        account.permit(model)
-        card = self._catalog.find(model, version).card
-        if card.name not in self._catalog.served and self._repository is not None and self._repository.is_unloaded(card.name):
-            raise ModelNotFound(model, is_unloaded=True)
-        return card
+        return self.model(account, name, version).card
 
     def described(self, account: Account, name: str, version: str = "") -> ModelCard:
         """Return the card that describes a name, of an operator or of a model. Raises ModelNotFound, Forbidden."""
@@ -170,13 +174,10 @@ class DataPlane:
 
     # Requests
 
-    async def infer(self, request: TensorRequest, call: Call, source: TensorSource | None = None) -> Buffer:
+    async def infer(self, model: NamedModel, request: TensorRequest, call: Call, source: TensorSource | None = None) -> Buffer:
         """Return the serialized ModelInferResponse. `source`: where the tensors of the request are read. Raises DynamoError."""
-        name, version = request.head.model_name, request.head.model_version
-        model = self._catalog.find(name, version)
-        card = model.card
-        with RequestScope(model.metrics, card.name, name, call, self._tracing) as scope:
-            if card.decoupled:
+        with RequestScope(model, call, self._tracing) as scope:
+            if model.card.decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
             if source is not None:
                 request = await self.read(source, call)
@@ -187,18 +188,15 @@ class DataPlane:
                 await self._checks.run(checker.check, request)
             else:
                 checker.check(request)
-            response = await self._dispatcher.call(_infer(request, model, name, version, call.account), scope.call)
+            response = await self._dispatcher.call(_infer(request, model, call.account), scope.call)
             scope.succeed()
             return response
 
-    def infer_stream(self, request: TensorRequest, call: Call, source: TensorSource | None = None) -> TensorResponses:
-        """The responses of any tensor model, decoupled or not. `source`: see `infer`.
-
-        Raises ModelNotFound; entering and reading raise the rest.
-        """
-        name = request.head.model_name
-        model = self._catalog.find(name, request.head.model_version)
-        scope = RequestScope(model.metrics, model.card.name, name, call, self._tracing)
+    def infer_stream(
+        self, model: NamedModel, request: TensorRequest, call: Call, source: TensorSource | None = None
+    ) -> TensorResponses:
+        """The responses of any tensor model, decoupled or not. `source`: see `infer`. Entering and reading raise DynamoError."""
+        scope = RequestScope(model, call, self._tracing)
         read = None if source is None else partial(self.read, source, call)
         copy = partial(self._copy_tensors, call=call) if call.shadows else None
         return TensorResponses(self._dispatcher, self._checks, model, request, scope, read, copy)
@@ -208,27 +206,26 @@ class DataPlane:
         call.hold(source.size_bytes)
         return await self._checks.run_if(source.size_bytes > _QUICK_READ_BYTES, source.read)
 
-    def generate(self, request: TextRequest, call: Call) -> Generation:
-        """Text of a language model. Raises ModelNotFound, InvalidRequest; entering and reading raise the rest."""
-        return self._generate(request, call, call.account)
+    def generate(self, model: NamedModel, request: TextRequest, call: Call, owner: Account | None = None) -> Generation:
+        """Text of a language model. Raises InvalidRequest; entering and reading raise the rest.
 
-    def _generate(self, request: TextRequest, call: Call, owner: Account) -> Generation:
-        """`owner` shares cached prompts with no other account, where the engine can tell them apart."""
-        model = self._catalog.find(request.model, "")
+        `owner`, which is the caller if None, shares cached prompts with no other account, where the engine can tell them apart.
+        """
         if model.card.kind is not ModelKind.LLM:
             raise InvalidRequest(f"model '{model.card.name}' takes tensors; it does not generate text")
         copy = partial(self._copy_text, request, call) if call.shadows else None
         if model.card.llm is not None and model.card.llm.takes_cache_salt:
-            salt = owner.isolate(request.cache_salt)
+            salt = (owner or call.account).isolate(request.cache_salt)
             if salt != request.cache_salt:
                 request = msgspec.structs.replace(request, cache_salt=salt)
-        scope = RequestScope(model.metrics, model.card.name, request.model, call, self._tracing, request.n, copy)
+        scope = RequestScope(model, call, self._tracing, request.n, copy)
         limit = self._settings.retry.migration_limit
-        return Generation(self._dispatcher, self._disaggregation, self._texts, model.metrics, limit, model.card, request, scope)
+        return Generation(self._dispatcher, self._disaggregation, self._texts, limit, model, request, scope)
 
     def _copy_tensors(self, request: TensorRequest, call: Call) -> None:
-        async def send(model: str, call: Call) -> None:
-            async with self.infer_stream(request.renamed(model), call) as responses:
+        async def send(name: str, call: Call) -> None:
+            model = self._catalog.find(name, request.head.model_version)
+            async with self.infer_stream(model, request.renamed(name), call) as responses:
                 while await responses.read():
                     pass
 
@@ -236,8 +233,9 @@ class DataPlane:
             self.shadows.copy(model, len(request.raw), call, send)
 
     def _copy_text(self, request: TextRequest, call: Call) -> None:
-        async def send(model: str, copy: Call) -> None:
-            async with self._generate(msgspec.structs.replace(request, model=model), copy, call.account) as generation:
+        async def send(name: str, copy: Call) -> None:
+            model, renamed = self._catalog.find(name), msgspec.structs.replace(request, model=name)
+            async with self.generate(model, renamed, copy, call.account) as generation:
                 while await generation.read():
                     pass
 
@@ -386,9 +384,7 @@ class TensorResponses:
                 self._copy(request)
             checker = self._model.checker
             await self._checks.run_if(checker.is_slow(request), checker.check, request)
-            head = request.head
-            work = _infer(request, self._model, head.model_name, head.model_version, scope.call.account)
-            self._stream = self._dispatcher.stream(work, scope.call)
+            self._stream = self._dispatcher.stream(_infer(request, self._model, scope.call.account), scope.call)
         except BaseException as error:
             scope.fail(error)
             raise
@@ -478,8 +474,7 @@ async def open_data_plane(
             await plane.shadows.close()
 
 
-def _infer(request: TensorRequest, model: NamedModel, name: str, version: str, account: Account) -> Work:
-    """`name` and `version` are as in the request, on behalf of `account`."""
+def _infer(request: TensorRequest, model: NamedModel, account: Account) -> Work:
     # Workers order requests by the level in the message.
     is_too_urgent = account.max_priority < MAX_PRIORITY and priority_of_level(request.priority) > account.max_priority
     sequence = request.sequence if model.card.has_sequences else ""
@@ -492,8 +487,8 @@ def _infer(request: TensorRequest, model: NamedModel, name: str, version: str, a
         verb="infer",
         body=request.without_priority() if is_too_urgent else request.raw,
         metrics=model.metrics,
-        name=name,
-        version=version,
+        name=model.name,
+        version=model.version,
         sequence=sequence,
         sequence_owner=owner,
     )

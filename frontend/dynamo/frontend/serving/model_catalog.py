@@ -56,9 +56,15 @@ class ModelDirectory(Instances, Protocol):
 class NamedModel:
     """A model as a request names it."""
 
+    name: str
+    """The name that the request uses: the card's, an alias or an adapter."""
+    version: str
+    """Empty: any."""
     card: ModelCard
     metrics: ModelMetrics
     checker: RequestChecker
+    is_served: bool
+    """Whether it has instances."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +119,9 @@ class ModelCatalog:
         if cached is not None:
             return cached
         card = self._lookup(name, version)
-        model = NamedModel(card, self._metrics.for_model(card.name), RequestChecker(card))
-        if card.name in self._served:  # a model without instances is forgotten after a time, which is no change of the directory
+        is_served = card.name in self._served
+        model = NamedModel(name, version, card, self._metrics.for_model(card.name), RequestChecker(card), is_served)
+        if is_served:  # a model without instances is forgotten after a time, which is no change of the directory
             self._looked_up[name, version] = model
         return model
 

@@ -10,17 +10,21 @@ import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from dynamo.common.errors import DynamoError, Forbidden, ModelNotFound, NoInstances, Overloaded, RateLimited, Unavailable
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.names.plan import Candidate, Draw, Identity, Plan, make_plan, representative
 from dynamo.frontend.names.rules import Condition, Rule
 from dynamo.frontend.preprocess.text import ContextExceeded
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.model_catalog import NamedModel
 
 T = TypeVar("T")
 
-Attempt = Callable[[str, tuple[str, ...]], Awaitable[T]]
-"""Serves the request by a model, with copies to the shadow models. Raises DynamoError."""
+Attempt = Callable[[NamedModel, Call], Awaitable[T]]
+"""Serves the request by a model. Raises DynamoError."""
 
 
 class RuleTable(Protocol):
@@ -56,12 +60,14 @@ class ModelNames:
         self,
         table: RuleTable,
         metrics: FrontendMetrics,
+        find: Callable[[Account, str, str], NamedModel],
         is_ready: Callable[[str, str], bool],
         draw: Draw = random.random,
     ) -> None:
-        """`is_ready` says whether a model, in a version or in any, can be used now."""
+        """`find` returns a model that an account may use; `is_ready` says whether one, in this version, can be used now."""
         self._table = table
         self._metrics = metrics
+        self._find = find
         self._is_ready = is_ready
         self._draw = draw
 
@@ -83,31 +89,36 @@ class ModelNames:
             raise _all_forbidden(account, name)
         return model
 
-    async def serve(
+    def serve(
         self,
-        account: Account,
+        call: Call,
         name: str,
-        identity: Identity,
         attempt: Attempt[T],
         *,
         version: str = "",
         has_begun: Callable[[], bool] = lambda: False,
-    ) -> T:
-        """Return the result of `attempt` with the first model that can serve the request. Raises its error if none can.
+        user: str | None = None,
+        sequence: str = "",
+    ) -> Awaitable[T]:
+        """The result of `attempt` with the model `name` or, if an operator made that name, with the first that can serve it.
 
-        `has_begun` says whether a part of the response went out, after which there is no fallback.
+        `has_begun` says whether a part of the response went out, after which there is no fallback. `user` is the one in the
+        request, if any, instead of its API key. Requests of one sequence go to one model. Raises the error of the last attempt.
         """
         rules = self._table.rules
-        if name not in rules:
-            return await attempt(name, ())
-        account.permit(name)
-        plan = make_plan(rules, name, identity, account.permits, self._draw)
+        if name not in rules:  # it is a model's own, as most are
+            return attempt(self._find(call.account, name, version), call)
+        call.account.permit(name)
+        identity = Identity(session=call.session, user=user or call.account.name, sequence=sequence)
+        plan = make_plan(rules, name, identity, call.account.permits, self._draw)
         if not plan.candidates:
-            raise _all_forbidden(account, name)
-        return await self._serve(name, plan, attempt, version, has_begun)
+            raise _all_forbidden(call.account, name)
+        return self._serve(call, name, plan, attempt, version, has_begun)
 
-    async def _serve(self, name: str, plan: Plan, attempt: Attempt[T], version: str, has_begun: Callable[[], bool]) -> T:
-        shadows = plan.shadows
+    async def _serve(
+        self, call: Call, name: str, plan: Plan, attempt: Attempt[T], version: str, has_begun: Callable[[], bool]
+    ) -> T:
+        call = msgspec.structs.replace(call, shadows=plan.shadows)
         position, reason = 0, "target"
         while True:
             candidate = plan.candidates[position]
@@ -117,7 +128,7 @@ class ModelNames:
                 continue
             self._metrics.sent_by_name(name, candidate.model, reason)
             try:
-                return await attempt(candidate.model, shadows)
+                return await attempt(self._find(call.account, candidate.model, version), call)
             except DynamoError as error:
                 condition = condition_of(error)
                 next_one = None if condition is None or has_begun() else _next(plan, position, condition)
@@ -126,7 +137,7 @@ class ModelNames:
                         raise NoInstances(candidate.model) from error
                     raise
             position, reason = next_one, condition.value
-            shadows = ()
+            call = msgspec.structs.replace(call, shadows=())
 
 
 def _all_forbidden(account: Account, name: str) -> Forbidden:

@@ -11,10 +11,11 @@ import msgspec
 
 from dynamo.common.errors import Cancelled, RateLimited
 from dynamo.common.observability.tracing import Tracing
-from dynamo.frontend.metrics import ModelMetrics, RequestTimer
+from dynamo.frontend.metrics import RequestTimer
 from dynamo.frontend.security.accounts import Ticket
 from dynamo.frontend.security.ledger import UsageCounts
 from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.model_catalog import NamedModel
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 class RequestScope:
     """Entered once per request by the data plane, whichever API the request came by; a request ends exactly once.
 
-        with RequestScope(metrics, "llama", "llama", call, tracing) as scope:
+        with RequestScope(model, call, tracing) as scope:
             response = await dispatcher.call(work, scope.call)
             scope.succeed()
 
@@ -31,9 +32,7 @@ class RequestScope:
     """
 
     __slots__ = (
-        "_metrics",
         "_model",
-        "_name",
         "_on_admitted",
         "_sequences",
         "_ticket",
@@ -49,17 +48,15 @@ class RequestScope:
 
     def __init__(
         self,
-        metrics: ModelMetrics,
-        model: str,
-        name: str,
+        model: NamedModel,
         call: Call,
         tracing: Tracing | None,
         sequences: int = 1,
         on_admitted: Callable[[], None] | None = None,
     ) -> None:
-        """`model` is the name in the card; `name`, an alias or adapter perhaps, is the one that the request uses.
+        """`sequences` is how many responses are generated side by side.
 
-        `sequences` is how many responses are generated side by side. `on_admitted` is called if the caller's account admits it.
+        `on_admitted` is called if the caller's account admits the request.
         """
         most = call.account.max_priority
         self.call = call if call.priority <= most else msgspec.structs.replace(call, priority=most)
@@ -69,9 +66,7 @@ class RequestScope:
         """Tokens of the prompt; see `prompt`."""
         self.media = 0
         """Images and the like in the prompt."""
-        self._metrics = metrics
         self._model = model
-        self._name = name
         self._tracing = tracing
         self._sequences = sequences
         self._on_admitted = on_admitted
@@ -80,26 +75,26 @@ class RequestScope:
 
     def __repr__(self) -> str:
         state = "over" if self.is_over else "running"
-        return f"<RequestScope {self.call.request_id} of model {self._model!r}, {state}, {self.input_tokens} input tokens>"
+        return f"<RequestScope {self.call.request_id} of model {self._model.name!r}, {state}, {self.input_tokens} input tokens>"
 
     def __enter__(self) -> Self:
         """Raises Unauthenticated, Forbidden, RateLimited, and InvalidRequest for more sequences than the caller may have."""
         call, span = self.call, None
         call.progress.started = True
         if log.isEnabledFor(logging.DEBUG):
-            log.debug("request begins: %s of model '%s'", call.endpoint, self._name)
+            log.debug("request begins: %s of model '%s'", call.endpoint, self._model.name)
         if self._tracing is not None:
             about = {
-                "dynamo.model": self._model,
+                "dynamo.model": self._model.card.name,
                 "dynamo.request_id": call.request_id,
                 "dynamo.request_type": call.request_type.value,
             }
             span = self._tracing.begin(call.endpoint, call.headers, about)
             if span is not None:
                 self.call = msgspec.structs.replace(call, span=span, headers=span.headers(call.headers))
-        self._timer = self._metrics.start(call.endpoint, call.request_type, span)
+        self._timer = self._model.metrics.start(call.endpoint, call.request_type, span)
         try:
-            ticket = call.account.admit(self._name, call, self._sequences)
+            ticket = call.account.admit(self._model.name, call, self._sequences)
             if ticket.is_counted:
                 self._ticket = ticket
             if call.expected_tokens:
@@ -185,4 +180,4 @@ class RequestScope:
             completion_tokens=self.output_tokens,
             media=self.media,
         )
-        self.call.account.record(self._name, usage)
+        self.call.account.record(self._model.name, usage)

@@ -5,14 +5,13 @@ import asyncio
 import pytest
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.api.calls import Caller
-from dynamo.frontend.metrics import RequestType
+from dynamo.frontend.api.calls import read_call, wants_statuses
 from dynamo.frontend.security.accounts import ANONYMOUS
-from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.call import Call, Progress
 
 
-def call(caller: Caller, request_id: str = "", triton_priority: int = 0) -> Call:
-    return caller.call(request_id, triton_priority=triton_priority, endpoint="tensor", request_type=RequestType.UNARY)
+def read(headers: list[tuple[str, str]] | list[tuple[str, str | bytes]], remaining_s: float | None = None) -> Call:
+    return read_call(ANONYMOUS, headers, remaining_s, progress=Progress())
 
 
 async def test_headers_become_the_conditions_of_the_call() -> None:
@@ -25,7 +24,7 @@ async def test_headers_become_the_conditions_of_the_call() -> None:
         ("user-agent", "test"),
         ("some-bin", b"\0"),
     ]
-    made = call(Caller.read(ANONYMOUS, headers, 5.0), "ignored")
+    made = read(headers, 5.0)
     assert made.request_id == "r1"
     assert made.instance == 0x1F
     assert made.priority == -3
@@ -36,50 +35,37 @@ async def test_headers_become_the_conditions_of_the_call() -> None:
 
 @pytest.mark.parametrize("remaining_s", [None, float("inf"), 9.2e9])
 async def test_no_deadline_stays_none(remaining_s: float | None) -> None:
-    assert Caller.read(ANONYMOUS, [], remaining_s).deadline is None
+    assert read([], remaining_s).deadline is None
 
 
 @pytest.mark.parametrize(
     ("remaining_s", "timeout_ms", "expected_s"), [(None, "2500", 2.5), (1.0, "2500", 1.0), (9.0, "2500", 2.5)]
 )
 async def test_the_sooner_of_two_deadlines_applies(remaining_s: float | None, timeout_ms: str, expected_s: float) -> None:
-    deadline = Caller.read(ANONYMOUS, [("x-request-timeout-ms", timeout_ms)], remaining_s).deadline
+    deadline = read([("x-request-timeout-ms", timeout_ms)], remaining_s).deadline
     assert deadline == pytest.approx(asyncio.get_running_loop().time() + expected_s, abs=0.5)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "1.5"])
 async def test_a_timeout_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(InvalidRequest, match="x-request-timeout-ms"):
-        Caller.read(ANONYMOUS, [("x-request-timeout-ms", value)])
+        read([("x-request-timeout-ms", value)])
 
 
 @pytest.mark.parametrize("bad", ["x" * 129, "line\nbreak", "größe", ""])
-async def test_an_id_that_would_spoil_logs_is_replaced(bad: str) -> None:
-    first, second = call(Caller.read(ANONYMOUS, [("x-request-id", bad)])), call(Caller.read(ANONYMOUS, []), bad)
-    assert first.request_id.isalnum()
-    assert first.request_id != second.request_id
-
-
-async def test_the_requests_own_id_is_used_without_a_header() -> None:
-    assert call(Caller.read(ANONYMOUS, []), "mine").request_id == "mine"
-
-
-async def test_tritons_priority_one_is_the_most_urgent_and_zero_the_default() -> None:
-    caller = Caller.read(ANONYMOUS, [])
-    urgent, less, default, most = (call(caller, triton_priority=level).priority for level in (1, 2, 0, 2**40))
-    assert urgent > less > default == 0
-    assert most > default
+async def test_an_id_that_would_spoil_logs_is_left_out(bad: str) -> None:
+    assert read([("x-request-id", bad)]).request_id == ""
 
 
 @pytest.mark.parametrize("header", [("x-dynamo-instance", "xyz"), ("x-dynamo-request-priority", "1.5")])
 async def test_headers_that_cannot_be_read_are_refused(header: tuple[str, str]) -> None:
     with pytest.raises(InvalidRequest):
-        Caller.read(ANONYMOUS, [header])
+        read([header])
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("true", True), ("TRUE", True), ("false", False), ("1", False)])
 async def test_real_statuses_on_streams_are_requested_by_true(value: str, wanted: bool) -> None:
-    assert Caller.read(ANONYMOUS, [("triton_grpc_error", value)]).grpc_errors is wanted
+    assert wants_statuses([("x-request-id", "true"), ("triton_grpc_error", value)]) is wanted
 
 
 async def test_a_request_may_change_router_settings_and_ask_why() -> None:
@@ -91,11 +77,11 @@ async def test_a_request_may_change_router_settings_and_ask_why() -> None:
         ("x-worker-instance-id", "ff"),
         ("x-dynamo-explain", "True"),
     ]
-    made = call(Caller.read(ANONYMOUS, headers))
+    made = read(headers)
     assert made.overrides == {"overlap_score_weight": 0.0, "prefill_load_scale": 2.5, "router_temperature": 0.1}
     assert (made.session, made.instance) == ("s", 255)
     assert made.explanation is not None
-    plain = call(Caller.read(ANONYMOUS, [("x-dynamo-explain", "false")]))
+    plain = read([("x-dynamo-explain", "false")])
     assert plain.explanation is None
     assert not plain.overrides
 
@@ -115,4 +101,4 @@ async def test_a_request_may_change_router_settings_and_ask_why() -> None:
 )
 async def test_routing_headers_out_of_range_are_refused_with_a_sentence(headers: list[tuple[str, str]], sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=sentence):
-        Caller.read(ANONYMOUS, headers)
+        read(headers)

@@ -54,6 +54,7 @@ from tests.support.fakes import (
     load_fake_text,
     tensor_card,
 )
+from tests.support.plane import infer, infer_stream
 from tests.support.virtual_time import in_virtual_time
 
 
@@ -135,7 +136,7 @@ async def test_a_model_whose_instances_are_all_marked_down_is_not_ready() -> Non
         f.directory.mark_down(InstanceId(1))
         assert not f.plane.model_ready("adder")
         with pytest.raises(NoInstances):
-            await f.plane.infer(request(), CALL)
+            await infer(f.plane, request(), CALL)
 
 
 async def test_a_language_model_is_ready_once_its_tokenizer_is_loaded() -> None:
@@ -176,7 +177,7 @@ async def test_a_process_that_drains_is_not_ready_but_serves_on() -> None:
     async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f:
         f.plane.start_draining()
         assert not f.plane.server_ready()
-        assert await f.plane.infer(request(), CALL) == b"response"
+        assert await infer(f.plane, request(), CALL) == b"response"
 
 
 async def test_the_newest_instance_that_has_the_version_describes_it() -> None:
@@ -202,7 +203,7 @@ async def test_a_model_is_found_by_alias_and_adapter() -> None:
 async def test_an_aliased_request_goes_only_to_instances_that_know_the_alias() -> None:
     aliased = msgspec.structs.replace(tensor_card(), aliases=("sum",))
     async with front(FakeDirectory(instance(1), instance(2, aliased)), lambda stream: stream.end(b"response")) as f:
-        await f.plane.infer(request("sum"), CALL)
+        await infer(f.plane, request("sum"), CALL)
         assert f.client.sent_to == [2]
         f.directory.mark_down(InstanceId(2))
         assert f.plane.model_ready("adder")
@@ -215,11 +216,11 @@ async def test_a_model_that_lost_its_instances_is_unavailable_before_it_is_unkno
         f.directory.remove(1)
         await settled()
         with pytest.raises(NoInstances):
-            await f.plane.infer(request(), CALL)
+            await infer(f.plane, request(), CALL)
         assert f.plane.cards(ANONYMOUS) == []
         await asyncio.sleep(60)
         with pytest.raises(ModelNotFound):
-            await f.plane.infer(request(), CALL)
+            await infer(f.plane, request(), CALL)
 
 
 async def test_a_model_that_lost_its_instances_in_this_turn_of_the_loop_is_known() -> None:
@@ -234,14 +235,14 @@ async def test_a_declared_model_is_known_before_it_is_served() -> None:
         assert [card.name for card in f.plane.cards(ANONYMOUS)] == ["later"]
         assert not f.plane.model_ready("later")
         with pytest.raises(NoInstances):
-            await f.plane.infer(request("later"), CALL)
+            await infer(f.plane, request("later"), CALL)
 
 
 async def test_unknown_models_share_one_label() -> None:
     async with front(FakeDirectory()) as f:
         for name in ("a", "b"):
             with pytest.raises(ModelNotFound) as failed:
-                await f.plane.infer(request(name), CALL)
+                await infer(f.plane, request(name), CALL)
             f.plane.refused("tensor", failed.value)
         labels = {"endpoint": "tensor", "request_type": "unary", "status": "error", "error_type": "not_found"}
         assert f.count("requests_total", model="unknown_model", **labels) == 2
@@ -260,12 +261,12 @@ async def test_the_router_is_notified_of_deregistered_instances_but_not_of_marke
 async def test_an_instance_that_was_given_up_gets_requests_again_when_it_sends_something() -> None:
     async with front(FakeDirectory(instance(1)), lambda stream: stream.fail(InstanceGone(InstanceId(1)))) as f:
         with pytest.raises(InstanceGone):
-            await f.plane.infer(request(), CALL)
+            await infer(f.plane, request(), CALL)
         with pytest.raises(NoInstances):
-            await f.plane.infer(request(), CALL)
+            await infer(f.plane, request(), CALL)
         f.client.sign_of_life(1)
         f.client.respond = lambda stream: stream.end(b"response")
-        assert await f.plane.infer(request(), CALL) == b"response"
+        assert await infer(f.plane, request(), CALL) == b"response"
 
 
 # Tensor requests
@@ -274,7 +275,7 @@ async def test_an_instance_that_was_given_up_gets_requests_again_when_it_sends_s
 async def test_a_tensor_request_is_forwarded_as_it_came() -> None:
     async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f:
         sent = request()
-        assert await f.plane.infer(sent, CALL) == b"response"
+        assert await infer(f.plane, sent, CALL) == b"response"
         assert f.client.streams[0].verb == "infer"
         assert f.client.streams[0].body == sent.raw
         labels = {"endpoint": "tensor", "request_type": "unary", "status": "success", "error_type": ""}
@@ -285,9 +286,9 @@ async def test_a_tensor_request_is_forwarded_as_it_came() -> None:
 async def test_a_request_that_does_not_fit_the_model_reaches_no_worker() -> None:
     async with front(FakeDirectory(instance(1))) as f:
         with pytest.raises(InvalidRequest, match="'x'"):
-            await f.plane.infer(request(size=4), CALL)
+            await infer(f.plane, request(size=4), CALL)
         with pytest.raises(InvalidRequest, match="'x'"):
-            async with f.plane.infer_stream(request(size=4), CALL):
+            async with infer_stream(f.plane, request(size=4), CALL):
                 pass
         assert f.client.streams == []
         assert f.count("inflight_requests", model="adder") == 0
@@ -296,13 +297,13 @@ async def test_a_request_that_does_not_fit_the_model_reaches_no_worker() -> None
 async def test_a_decoupled_model_is_refused_over_unary_calls() -> None:
     async with front(FakeDirectory(instance(1, tensor_card(decoupled=True)))) as f:
         with pytest.raises(Unsupported, match="decoupled transaction policy"):
-            await f.plane.infer(request(), CALL)
+            await infer(f.plane, request(), CALL)
 
 
 async def test_a_decoupled_model_gives_any_number_of_responses() -> None:
     async with front(FakeDirectory(instance(1, tensor_card(decoupled=True)))) as f:
         f.client.respond = lambda stream: stream.data(b"one", b"two")
-        async with f.plane.infer_stream(request(), CALL) as responses:
+        async with infer_stream(f.plane, request(), CALL) as responses:
             assert await responses.read() == [b"one", b"two"]
             f.client.streams[0].end()
             assert await responses.read() == []
@@ -312,7 +313,7 @@ async def test_a_decoupled_model_gives_any_number_of_responses() -> None:
 async def test_a_model_that_is_not_decoupled_gives_one_response_over_a_stream() -> None:
     async with (
         front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f,
-        f.plane.infer_stream(request(), CALL) as responses,
+        infer_stream(f.plane, request(), CALL) as responses,
     ):
         assert await responses.read() == [b"response"]
         assert await responses.read() == []
@@ -322,7 +323,7 @@ async def test_a_model_that_is_not_decoupled_gives_one_response_over_a_stream() 
 async def test_leaving_a_tensor_stream_cancels_it_at_the_worker() -> None:
     async with front(FakeDirectory(instance(1, tensor_card(decoupled=True)))) as f:
         f.client.respond = lambda stream: stream.data(b"one")
-        async with f.plane.infer_stream(request(), CALL) as responses:
+        async with infer_stream(f.plane, request(), CALL) as responses:
             await responses.read()
         assert f.client.streams[0].cancelled
         assert not f.router.open
@@ -333,7 +334,7 @@ async def test_leaving_a_tensor_stream_cancels_it_at_the_worker() -> None:
 async def test_a_versioned_request_goes_to_an_instance_that_has_the_version() -> None:
     old, new = instance(1, tensor_card(versions=("1",))), instance(2, tensor_card(versions=("1", "2")))
     async with front(FakeDirectory(old, new), lambda stream: stream.end(b"response")) as f:
-        await f.plane.infer(request(version="2"), CALL)
+        await infer(f.plane, request(version="2"), CALL)
         assert f.client.sent_to == [2]
 
 
@@ -520,7 +521,7 @@ async def test_a_request_whose_copy_is_dropped_is_not_copied() -> None:
             f.plane.shadows.copy("shadow", 1, CALL, wait)
         tracemalloc.start()
         try:
-            await f.plane.infer(large, msgspec.structs.replace(CALL, shadows=("shadow",)))
+            await infer(f.plane, large, msgspec.structs.replace(CALL, shadows=("shadow",)))
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -547,8 +548,8 @@ async def test_a_worker_is_told_whose_sequence_it_is(account: Account, sequence:
         wanted = TensorRequest.build(wanted.head, wanted.raw_inputs)
     call = msgspec.structs.replace(CALL, account=account)
     async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f:
-        await f.plane.infer(wanted, call)
-        async with f.plane.infer_stream(wanted, call) as responses:
+        await infer(f.plane, wanted, call)
+        async with infer_stream(f.plane, wanted, call) as responses:
             await responses.read()
         for stream in f.client.streams:
             assert stream.headers.get(SEQUENCE_OWNER) == owner
@@ -563,8 +564,8 @@ async def test_a_worker_is_told_no_level_of_triton_that_the_key_may_not_use(max_
     urgent = TensorRequest.build(head, [bytes(12)])
     call = msgspec.structs.replace(CALL, account=account, priority=-1)  # as a header may say besides
     async with front(FakeDirectory(instance(1)), lambda stream: stream.end(b"response")) as f:
-        await f.plane.infer(urgent, call)
-        async with f.plane.infer_stream(urgent, call) as responses:
+        await infer(f.plane, urgent, call)
+        async with infer_stream(f.plane, urgent, call) as responses:
             await responses.read()
         for stream in f.client.streams:
             sent = TensorRequest.parse(bytes(joined(stream.body)))

@@ -7,12 +7,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, RateLimited
+from dynamo.common.tensors.check import RequestChecker
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.keys import ApiKey, Limits
 from dynamo.frontend.security.ledger import Ledger
 from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.request_scope import RequestScope
+from tests.support.fakes import tensor_card
 
 
 @dataclass
@@ -50,7 +53,9 @@ class Requests:
         self.tracing = FakeTracing()
 
     def scope(self, call: Call) -> RequestScope:
-        return RequestScope(self.metrics.for_model("m"), "m", "m", call, self.tracing)  # type: ignore[arg-type]
+        card = tensor_card("m")
+        model = NamedModel("m", "", card, self.metrics.for_model("m"), RequestChecker(card), is_served=True)
+        return RequestScope(model, call, self.tracing)  # type: ignore[arg-type]
 
     def outcomes(self) -> dict[str, float]:
         """How many requests ended with each type of error; "" is success."""

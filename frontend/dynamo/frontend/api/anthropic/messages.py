@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,7 +13,6 @@ from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason, Summary
 from dynamo.common.process.background import awaited
 from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest, PreparedMessages, conversation, to_text
-from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.declaration import TEXT, TOKENS
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
@@ -21,14 +21,15 @@ from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.api.text.model_names import described_model, name_or_only_model
-from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, parse_delta
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, OutputParsers, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
+from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, Generation
+from dynamo.frontend.serving.model_catalog import NamedModel
 
 encode = msgspec.json.Encoder().encode
 
@@ -107,7 +108,7 @@ class CountTokens:
         self._reader = RequestReader(CountRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await self._reader.read(exchange)
         model = described_model(self._edge.plane, exchange.account, request.model)
         llm = llm_of(self._edge.plane.card(exchange.account, model))
@@ -127,21 +128,18 @@ class Messages:
 
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
-        caller = exchange.caller()
+        call = exchange.call()
         request = await self._reader.read(exchange)
-        model = name_or_only_model(edge.plane, exchange.account, request.model)
+        if request.stream:
+            call = msgspec.structs.replace(call, request_type=RequestType.STREAM)
+        name = name_or_only_model(edge.plane, exchange.account, request.model)
+        serve = partial(self._serve, exchange, request)
+        await edge.plane.names.serve(call, name, serve, has_begun=exchange.has_begun, user=request.user)
 
-        async def attempt(model: str, caller: Caller) -> None:
-            await self._serve(exchange, msgspec.structs.replace(request, model=model), caller)
-
-        await serve_by_name(edge.plane, caller, model, attempt, exchange.has_begun, user=request.user)
-
-    async def _serve(self, exchange: Exchange, request: MessagesRequest, caller: Caller) -> None:
-        edge, model = self._edge, request.model_name
-        card = edge.plane.card(exchange.account, model)
-        prepared = await edge.offload.run_if(exchange.has_large_body, to_text, request, card, edge.parsers, edge.limits)
-        kind = RequestType.STREAM if request.stream else RequestType.UNARY
-        generation = edge.plane.generate(prepared.text, caller.call(endpoint=exchange.endpoint, request_type=kind))
+    async def _serve(self, exchange: Exchange, request: MessagesRequest, model: NamedModel, call: Call) -> None:
+        edge, request = self._edge, msgspec.structs.replace(request, model=model.name)
+        prepared = await edge.offload.run_if(exchange.has_large_body, to_text, request, model.card, edge.parsers, edge.limits)
+        generation = edge.plane.generate(model, prepared.text, call)
         async with exchange.attended(), generation:
             if request.stream:
                 await _stream(exchange, generation, prepared)

@@ -26,9 +26,9 @@ from dynamo.common.errors import Cancelled, Code, DynamoError, EngineError, Inva
 from dynamo.common.http.served import ClientWatch, Header, ServedRequest
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.process.steps import Steps
-from dynamo.common.process.work import Work
+from dynamo.common.process.work import Work, hold_nothing
 from dynamo.common.tensors.tensors import Buffer
-from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
+from dynamo.frontend.api.calls import EXPLAIN, read_call, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, MAX_FILE_BYTES, NAME_BYTES, Declaration, Reads
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, UnknownEncoding, decompress_steps, encoding_of
@@ -39,7 +39,7 @@ from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account, RateLimit
-from dynamo.frontend.serving.call import Progress
+from dynamo.frontend.serving.call import Call, Progress
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Exchange:
         self.body_bytes = 0
         """Length of the request's body, once it was read."""
         self.request_id = ""
-        """Set by `caller`, at the latest when the response begins, whose headers repeat it."""
+        """Set by `call`, at the latest when the response begins, whose headers repeat it."""
         self.explanation: Explanation | None = None
         """The caller's, if it wants one; goes into the same headers."""
         self.client_left = False
@@ -205,23 +205,29 @@ class Exchange:
             finally:
                 release(error)  # the frames of its traceback hold the request, and often the error
 
-    def caller(self) -> Caller:
-        """Return what the headers say about the request, with the id that the response repeats. Raises InvalidRequest."""
-        caller = Caller.read(self.account, self.headers.items(), progress=self.progress)
-        self.request_id = caller.request_id or self.request_id or secrets.token_hex(16)
-        logged_id.set(self.request_id)
-        self.explanation = caller.explanation
-        # Not `self.hold`: a response in the background would keep this exchange, and with it the body.
-        hold = caller.hold if self.occupancy is None else self.occupancy.hold
-        return msgspec.structs.replace(caller, request_id=self.request_id, hold=hold)
+    def call(self, *, has_own_id: bool = False) -> Call:
+        """Return the call of the request, by its headers, with the id that the response repeats. Raises InvalidRequest.
 
-    def identified(self, caller: Caller, request_id: str | None) -> Caller:
-        """Return `caller` with the id in the request's body, if its headers have none; the response repeats it."""
+        `has_own_id`: the request may have an id of its own, which the caller of this uses if the headers have none.
+        """
+        # Not `self.hold`: a response in the background would keep this exchange, and with it the body.
+        hold = hold_nothing if self.occupancy is None else self.occupancy.hold
+        call = read_call(self.account, self.headers.items(), progress=self.progress, endpoint=self.endpoint, hold=hold)
+        self.explanation = call.explanation
+        self.request_id = call.request_id or self.request_id
+        if has_own_id:
+            return call
+        self.request_id = self.request_id or secrets.token_hex(16)
+        logged_id.set(self.request_id)
+        return call if call.request_id else msgspec.structs.replace(call, request_id=self.request_id)
+
+    def identified(self, call: Call, request_id: str | None) -> Call:
+        """Return `call` with the id in the request's body, if its headers have none; the response repeats it."""
         if not request_id or usable_id(self.headers.get("x-request-id", "")) or not usable_id(request_id):
-            return caller
+            return call
         self.request_id = request_id
         logged_id.set(request_id)
-        return msgspec.structs.replace(caller, request_id=request_id)
+        return msgspec.structs.replace(call, request_id=request_id)
 
     def has_begun(self) -> bool:
         """Return whether a part of the response, a comment perhaps, has been sent."""

@@ -6,7 +6,6 @@
 | `infer` | inference with a single response, from parsed request to serialized response |
 | `messages` | KServe messages about the server and its models, made from model cards |
 | `model_files` | the files in a RepositoryModelLoadRequest, which stay where they arrived |
-| `named` | tensor and text requests of KServe by names of operators, which stand for models |
 | `placed` | requests whose inputs or outputs are in shared memory of clients |
 | `regions` | system shared memory that clients on this host register |
 | `registrations` | which regions of shared memory are registered |

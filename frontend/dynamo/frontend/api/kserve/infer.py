@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
+import msgspec
+
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge, Unsupported
-from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.model_card import ModelKind
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import Buffer
-from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
 from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
-from dynamo.frontend.serving.call import Call, TensorSource
+from dynamo.frontend.serving.call import Call, TensorSource, priority_of_level
 from dynamo.frontend.serving.data_plane import DataPlane
+from dynamo.frontend.serving.model_catalog import NamedModel
 
 B = TypeVar("B", bound=Buffer)
 
@@ -25,39 +29,44 @@ TEXT_ENDPOINT = "completions"
 """Names of these APIs in metrics."""
 
 
-def call_for(request: TensorRequest, card: ModelCard, caller: Caller, request_type: RequestType) -> Call:
-    """Return the call for a request: its id, priority, deadline and metrics."""
-    return caller.call(
-        request.head.id,
-        triton_priority=request.priority,
-        endpoint=TEXT_ENDPOINT if card.kind is ModelKind.LLM else TENSOR_ENDPOINT,
+def call_for(request: TensorRequest, model: NamedModel, call: Call, request_type: RequestType) -> Call:
+    """Return the call of a request: the caller's, with the id and the priority of the request if its headers have none."""
+    head = request.head
+    return msgspec.structs.replace(
+        call,
+        request_id=call.request_id or usable_id(head.id) or secrets.token_hex(8),
+        priority=call.priority or (priority_of_level(request.priority) if head.parameters else 0),
+        endpoint=TEXT_ENDPOINT if model.card.kind is ModelKind.LLM else TENSOR_ENDPOINT,
         request_type=request_type,
     )
 
 
 def infer(
-    plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call, source: TensorSource | None = None
+    plane: DataPlane, model: NamedModel, request: TensorRequest, call: Call, source: TensorSource | None = None
 ) -> Awaitable[Buffer]:
     """Return the response to a request for any kind of model, a serialized ModelInferResponse.
 
     `source`: where the tensors of the request are read. Raises DynamoError.
     """
-    if card.kind is ModelKind.TENSOR:
-        return plane.infer(request, call, source)
-    if card.kind is ModelKind.LLM:
-        return _complete(plane, request, card, call, source)
-    raise Unsupported(f"model '{card.name}' is of kind {card.kind.value}, which KServe requests cannot use")
+    kind = model.card.kind
+    if kind is ModelKind.TENSOR:
+        return plane.infer(model, request, call, source)
+    if kind is ModelKind.LLM:
+        return _complete(plane, model, request, call, source)
+    raise Unsupported(f"model '{model.card.name}' is of kind {kind.value}, which KServe requests cannot use")
 
 
-async def _complete(plane: DataPlane, request: TensorRequest, card: ModelCard, call: Call, source: TensorSource | None) -> Buffer:
+async def _complete(
+    plane: DataPlane, model: NamedModel, request: TensorRequest, call: Call, source: TensorSource | None
+) -> Buffer:
     """Return the whole texts that a language model generates."""
     request = await read_texts(plane, request, call, source)
     if wants_stream(request):
         raise InvalidRequest("ModelInfer returns one response; omit 'streaming', or use ModelStreamInfer")
-    texts = to_text_requests(request, card)
-    responses = TextResponses(request, card, texts)
+    texts = to_text_requests(request, model.card)
+    responses = TextResponses(request, model.card, texts)
     gathered = responses.gather()
-    await gather_text(plane, texts, call, gathered.add)
+    await gather_text(plane, model, texts, call, gathered.add)
     return responses.complete(gathered)
 
 
@@ -73,16 +82,20 @@ async def read_texts(plane: DataPlane, request: TensorRequest, call: Call, sourc
 
 
 async def gather_text(
-    plane: DataPlane, texts: Sequence[TextRequest], call: Call, add: Callable[[int, Sequence[TextDelta]], None]
+    plane: DataPlane,
+    model: NamedModel,
+    texts: Sequence[TextRequest],
+    call: Call,
+    add: Callable[[int, Sequence[TextDelta]], None],
 ) -> None:
     """Call `add` with the position of a prompt and its deltas as they come. They count as held. The prompts run concurrently."""
     if len(texts) == 1:
-        return await _gather(plane, 0, texts[0], call, add)
+        return await _gather(plane, model, 0, texts[0], call, add)
     failed: list[BaseException] = []
     try:
         async with asyncio.TaskGroup() as tasks:
             for prompt, text in enumerate(texts):
-                tasks.create_task(_gather(plane, prompt, text, call, add))
+                tasks.create_task(_gather(plane, model, prompt, text, call, add))
     except* Exception as failures:  # the others were cancelled: a partial response is useless
         failed.append(first_of(failures))
     if failed:
@@ -90,10 +103,15 @@ async def gather_text(
 
 
 async def _gather(
-    plane: DataPlane, prompt: int, text: TextRequest, call: Call, add: Callable[[int, Sequence[TextDelta]], None]
+    plane: DataPlane,
+    model: NamedModel,
+    prompt: int,
+    text: TextRequest,
+    call: Call,
+    add: Callable[[int, Sequence[TextDelta]], None],
 ) -> None:
     gathering = Gathering(call.hold)
-    async with plane.generate(text, call) as generation:
+    async with plane.generate(model, text, call) as generation:
         while deltas := await generation.read():
             gathering.add(deltas)
             add(prompt, deltas)

@@ -18,13 +18,13 @@ from dynamo.common.observability.server_settings import LocalSettings
 from dynamo.common.options import TraceOptions
 from dynamo.common.process.background import running
 from dynamo.common.tensors.request import TensorRequest
-from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.kserve.placed import PlacedRequest, find_places
 from dynamo.frontend.api.kserve.regions import Regions
 from dynamo.frontend.api.kserve.registrations import SharedRegistrations
 from dynamo.frontend.api.kserve.settings import Settings, Values
 from dynamo.frontend.config import KserveOptions
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
 
 NO_CUDA = "this server reads no memory of GPUs; register system shared memory instead"
@@ -71,12 +71,12 @@ class KserveServer:
             check_is_local(peer)
         return regions
 
-    def timed(self, caller: Caller, model: str, edge: EdgeProtocol, start_ns: int, end_ns: int) -> Caller:
-        """Return `caller` with the time in which its request was read, if requests to the model may be traced."""
+    def timed(self, call: Call, model: str, edge: EdgeProtocol, start_ns: int, end_ns: int) -> Call:
+        """Return `call` with the time in which its request was read, if requests to the model may be traced."""
         if not self.settings.has_times(model):
-            return caller
+            return call
         headers = Reception(edge, start_ns, end_ns).headers()
-        return msgspec.structs.replace(caller, headers={**caller.headers, **headers})
+        return msgspec.structs.replace(call, headers={**call.headers, **headers})
 
     async def trace_settings(
         self, plane: DataPlane, account: Account, model: str, changes: Mapping[str, Values]

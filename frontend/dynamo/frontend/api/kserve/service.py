@@ -24,7 +24,7 @@ from dynamo.common.tensors.known_heads import KnownHeads
 from dynamo.common.tensors.message_limits import MessageScanner, parse_message
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import Buffer
-from dynamo.frontend.api.calls import EXPLAIN, Caller, usable_id
+from dynamo.frontend.api.calls import EXPLAIN, read_call, usable_id
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.declaration import HEALTH, Declaration
 from dynamo.frontend.api.health import Readiness
@@ -32,7 +32,6 @@ from dynamo.frontend.api.kserve import declarations as kserve
 from dynamo.frontend.api.kserve import messages as kserve_messages
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, infer
 from dynamo.frontend.api.kserve.model_files import ModelLoadRequest
-from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import is_placed, place
 from dynamo.frontend.api.kserve.repository_requests import check_repository, load_request, unload_request
 from dynamo.frontend.api.kserve.server import NO_CUDA, KserveServer, check_cuda
@@ -48,6 +47,7 @@ from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.call import Call, Progress, TensorSource
 from dynamo.frontend.serving.data_plane import DataPlane
+from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.protos import inference_pb2 as pb
 
 SERVICE = "inference.GRPCInferenceService"
@@ -142,68 +142,69 @@ class KserveService:
         explanation: Explanation | None = None
         progress = Progress()
         try:
-            caller = _caller(self._account(), context, progress)
-            request_id, explanation = caller.request_id, caller.explanation
+            call = _call(self._account(), context, progress)
+            request_id, explanation = call.request_id, call.explanation
             waits_ns = perf_counter_ns()
             data = await message.read() if isinstance(message, PendingMessage) else message
             read_ns = perf_counter_ns()
             known = self._known_heads.find(data)
             request = TensorRequest.parse(data, self._scanner) if known is None else known
-            model = request.head.model_name
-            if self._plane.names.has_rule(model) or (known is None and is_placed(request.head)):
-                request_id = caller.request_id or usable_id(request.head.id)
-                response = await serve_by_name(
-                    self._plane, request, caller, partial(self._respond, waits_ns, read_ns, context.peer())
-                )
-            else:  # as in `_respond`, without another coroutine for each request
-                card = self._plane.card(caller.account, model, check_version(request.head.model_version))
-                timed = self._server.timed(caller, card.name, EdgeProtocol.GRPC, waits_ns, read_ns)
-                call = call_for(request, card, timed, RequestType.UNARY)
-                request_id = call.request_id
-                logged_id.set(request_id)
-                if known is None:
-                    self._known_heads.add(request)
-                if card.kind is ModelKind.LLM:
-                    response = await self._infer_held(request, card, call, None)
-                else:
-                    response = await infer(self._plane, request, card, call)
+            head = request.head
+            response = await self._plane.names.serve(
+                call,
+                head.model_name,
+                partial(self._respond, request, waits_ns, read_ns, context),
+                version=check_version(head.model_version),
+                sequence=request.sequence if head.parameters else "",
+            )
             check_size(response, self._options.max_message_bytes)
-            if caller.request_id or explanation is not None:
-                context.set_trailing_metadata(_trailing_metadata(caller))
+            if request_id or explanation is not None:
+                context.set_trailing_metadata(_trailing_metadata(call))
             return response
         except Exception as error:
             if not progress.started:
                 self._plane.refused(TENSOR_ENDPOINT, error)
             await self._abort(context, error, request_id, "ModelInfer", explanation)
 
-    async def _respond(
-        self, waits_ns: int, read_ns: int, peer: str, request: TensorRequest, card: ModelCard, caller: Caller
-    ) -> Buffer:
-        caller = self._server.timed(caller, card.name, EdgeProtocol.GRPC, waits_ns, read_ns)
-        call = call_for(request, card, caller, RequestType.UNARY)
+    def _respond(
+        self, request: TensorRequest, waits_ns: int, read_ns: int, context: Context, model: NamedModel, call: Call
+    ) -> Awaitable[Buffer]:
+        call = self._server.timed(call, model.card.name, EdgeProtocol.GRPC, waits_ns, read_ns)
+        call = call_for(request, model, call, RequestType.UNARY)
         logged_id.set(call.request_id)
-        if not is_placed(request.head):
-            return await self._infer_held(request, card, call, None)
-        placed = self._server.find_places(request, caller.account, peer)
-        return place(await self._infer_held(request, card, call, placed), placed.places)
+        if not request.is_known:
+            if is_placed(request.head):
+                return self._infer_placed(request.renamed(model.name), model, call, context.peer())
+            self._known_heads.add(request)
+        if request.head.model_name != model.name:
+            request = request.renamed(model.name)
+        if model.card.kind is ModelKind.TENSOR:
+            return self._plane.infer(model, request, call)
+        return self._infer_held(request, model, call)
 
-    async def _infer_held(self, request: TensorRequest, card: ModelCard, call: Call, source: TensorSource | None) -> Buffer:
+    async def _infer_placed(self, request: TensorRequest, model: NamedModel, call: Call, peer: str) -> Buffer:
+        placed = self._server.find_places(request, call.account, peer)
+        return place(await self._infer_held(request, model, call, placed), placed.places)
+
+    async def _infer_held(
+        self, request: TensorRequest, model: NamedModel, call: Call, source: TensorSource | None = None
+    ) -> Buffer:
         """Return the response to a request that counts what is read and gathered for it."""
         with self._capacity.holding() as occupied:
-            return await infer(self._plane, request, card, msgspec.structs.replace(call, hold=occupied.hold), source)
+            return await infer(self._plane, model, request, msgspec.structs.replace(call, hold=occupied.hold), source)
 
     async def _model_stream_infer(self, unused: object, context: Context) -> None:
         request_id = ""
         explanation: Explanation | None = None
         try:
-            caller = _caller(self._account(), context)
-            request_id, explanation = caller.request_id, caller.explanation
+            call = _call(self._account(), context, Progress())
+            request_id, explanation = call.request_id, call.explanation
             stream = KserveStream(
-                self._plane, self._drain, self._scanner, self._options, self._capacity, context, caller, self._server
+                self._plane, self._drain, self._scanner, self._options, self._capacity, context, call, self._server
             )
             await stream.run()
             if request_id or explanation is not None:
-                context.set_trailing_metadata(_trailing_metadata(caller))
+                context.set_trailing_metadata(_trailing_metadata(call))
         except Exception as error:
             log = not isinstance(error, ShuttingDown | DeadlineExceeded)
             await self._abort(context, error, request_id, "ModelStreamInfer", explanation, log=log)
@@ -360,8 +361,8 @@ def _unloaded_model(message: Buffer) -> str:
     return str(parse_message(pb.RepositoryModelUnloadRequest, message).model_name)
 
 
-def _caller(account: Account, context: Context, progress: Progress | None = None) -> Caller:
-    return Caller.read(account, context.invocation_metadata() or (), context.time_remaining(), progress)
+def _call(account: Account, context: Context, progress: Progress) -> Call:
+    return read_call(account, context.invocation_metadata() or (), context.time_remaining(), progress=progress)
 
 
 def _client_request_id(context: Context) -> str:
@@ -369,10 +370,10 @@ def _client_request_id(context: Context) -> str:
     return usable_id(value) if isinstance(value, str) else ""
 
 
-def _trailing_metadata(caller: Caller) -> tuple[tuple[str, str], ...]:
+def _trailing_metadata(call: Call) -> tuple[tuple[str, str], ...]:
     """Return the trailing metadata of a response: the caller's request id, and the explanation of routing decisions."""
-    named = (("x-request-id", caller.request_id),) if caller.request_id else ()
-    return named if caller.explanation is None else (*named, *_explanation_metadata(caller.explanation))
+    named = (("x-request-id", call.request_id),) if call.request_id else ()
+    return named if call.explanation is None else (*named, *_explanation_metadata(call.explanation))
 
 
 def _explanation_metadata(explanation: Explanation) -> tuple[tuple[str, str], ...]:

@@ -24,7 +24,7 @@ import msgspec
 
 from dynamo.common.errors import Cancelled, DeadlineExceeded, DynamoError, InvalidRequest, ShuttingDown, release
 from dynamo.common.logs import request_id as logged_id
-from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.model_card import ModelKind
 from dynamo.common.observability.reception import EdgeProtocol
 from dynamo.common.process.background import awaited
 from dynamo.common.tensors.message_limits import MessageScanner
@@ -32,11 +32,10 @@ from dynamo.common.tensors.protobuf_wire import tag, varint
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.response import FINAL_RESPONSE, ResponseForm
 from dynamo.common.tensors.tensors import Buffer
-from dynamo.frontend.api.calls import Caller
+from dynamo.frontend.api.calls import wants_statuses
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.kserve.declarations import INFER
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, first_of, gather_text, read_texts
-from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import PlacedRequest, Places, is_placed, place
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
@@ -47,8 +46,9 @@ from dynamo.frontend.api.statuses import log_failure
 from dynamo.frontend.config import GrpcOptions
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextRequest
-from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.call import Call, Progress
 from dynamo.frontend.serving.data_plane import DataPlane
+from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.protos.inference_pb2 import (
     InferParameter,
     ModelInferResponse,
@@ -111,16 +111,18 @@ class KserveStream:
         options: GrpcOptions,
         capacity: Capacity,
         context: Context,
-        caller: Caller,
+        call: Call,
         server: KserveServer,
     ) -> None:
+        """`call` is by the headers of the stream: each request in it has an id and progress of its own."""
         self._plane = plane
         self._drain = drain
         self._scanner = scanner
         self._options = options
         self._capacity = capacity
         self._context = context
-        self._caller = caller
+        self._call = call
+        self._wants_statuses = wants_statuses(context.invocation_metadata() or ())
         self._server = server
         self._started = 0
         """Requests that were read."""
@@ -186,7 +188,7 @@ class KserveStream:
     def _start(self, tasks: asyncio.TaskGroup, data: Buffer, waits_ns: int) -> None:
         timed = partial(self._server.timed, edge=EdgeProtocol.GRPC, start_ns=waits_ns, end_ns=perf_counter_ns())
         request: TensorRequest | None = None
-        card: ModelCard | None = None
+        model: NamedModel | None = None
         problem: DynamoError | None = None
         occupied: Occupancy | None = None
         try:
@@ -194,7 +196,8 @@ class KserveStream:
             occupied.hold(INFER.copies * len(data))
             request = TensorRequest.parse(data, self._scanner)
             version = check_version(request.head.model_version)
-            card = self._plane.described(self._caller.account, request.head.model_name, version)
+            account, names = self._call.account, self._plane.names
+            model = self._plane.model(account, names.representative(account, request.head.model_name, version), version)
         except DynamoError as error:
             release(error)  # this frame, which its traceback keeps, keeps the error
             problem = error
@@ -203,61 +206,69 @@ class KserveStream:
                 occupied.leave()
             raise
         turn = after = None
-        if card is None or (card.kind is ModelKind.TENSOR and not card.decoupled):
+        if model is None or (model.card.kind is ModelKind.TENSOR and not model.card.decoupled):
             turn, after = asyncio.get_running_loop().create_future(), self._turn
             self._turn = turn
         self._started += 1
         self._running += 1
-        task = tasks.create_task(self._serve(request, card, problem, occupied, timed, after, turn))
+        task = tasks.create_task(self._serve(request, model, problem, occupied, timed, after, turn))
         if occupied is not None:
             task.add_done_callback(lambda _: occupied.leave())
 
     async def _serve(
         self,
         request: TensorRequest | None,
-        card: ModelCard | None,
+        model: NamedModel | None,
         problem: DynamoError | None,
         occupied: Occupancy | None,
-        timed: Callable[[Caller, str], Caller],
+        timed: Callable[[Call, str], Call],
         after: asyncio.Future[None] | None,
         turn: asyncio.Future[None] | None,
     ) -> None:
         """Serve one request. Its responses wait for `after`, and `turn` is set at its end, however it ended.
 
-        `timed` adds to the caller when the request was read, for traces of a model.
+        `timed` adds to the call when the request was read, for traces of a model.
         """
-        request_id = self._caller.request_id
-        call: Call | None = None
+        progress, request_id = Progress(), self._call.request_id
         try:
-            if request is None or card is None or occupied is None:
+            if request is None or model is None or occupied is None:
                 assert problem is not None
                 raise problem
-            hold = occupied.hold
+            sent = request
 
-            async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> None:
-                nonlocal call, request_id
-                call = call_for(request, card, timed(caller, card.name), RequestType.STREAM)
+            async def respond(model: NamedModel, call: Call) -> None:
+                nonlocal request_id
+                named = sent.renamed(model.name)
+                call = call_for(named, model, timed(call, model.card.name), RequestType.STREAM)
                 request_id = call.request_id
                 logged_id.set(request_id)
-                await self._respond(request, card, call, hold, after)
+                await self._respond(named, model, call, after)
 
-            if self._plane.names.has_rule(request.head.model_name):
-                has_begun = lambda: call is not None and call.progress.responded  # noqa: E731
-                await serve_by_name(self._plane, request, self._caller, respond, has_begun)
+            call = msgspec.structs.replace(self._call, progress=progress, hold=occupied.hold)
+            head, names = request.head, self._plane.names
+            if names.has_rule(head.model_name):
+                await names.serve(
+                    call,
+                    head.model_name,
+                    respond,
+                    version=head.model_version,
+                    has_begun=lambda: progress.responded,
+                    sequence=request.sequence,
+                )
             else:
-                await respond(request, card, self._caller)
+                await respond(model, call)
         except _ClientGone:
             raise
         except Exception as error:
-            if call is None or not call.progress.started:
+            if not progress.started:
                 self._plane.refused(TENSOR_ENDPOINT, error, RequestType.STREAM)
             log_failure(error, request_id, "ModelStreamInfer")
-            if self._caller.grpc_errors:
+            if self._wants_statuses:
                 raise
             release(error)
             if after is not None:
                 await after
-            await self._send(_failure(request, error, reached_model=call is not None and call.progress.started))
+            await self._send(_failure(request, error, reached_model=progress.started))
         finally:
             if turn is not None and not turn.done():  # done if the next in line was cancelled while waiting for it
                 turn.set_result(None)
@@ -268,9 +279,8 @@ class KserveStream:
     async def _respond(
         self,
         request: TensorRequest,
-        card: ModelCard,
+        model: NamedModel,
         call: Call,
-        hold: Callable[[int], None],
         after: asyncio.Future[None] | None,
     ) -> None:
         placed = None
@@ -278,49 +288,49 @@ class KserveStream:
         if is_placed(request.head):
             placed = self._server.find_places(request, call.account, self._context.peer())
             places = placed.places
-        if placed is not None or card.kind is ModelKind.LLM:
-            call = msgspec.structs.replace(call, hold=hold)
-        if card.kind is ModelKind.LLM:
-            await self._respond_text(await read_texts(self._plane, request, call, placed), card, call)
-        elif card.decoupled:
-            await self._respond_decoupled(request, card, call, placed)
+        if model.card.kind is ModelKind.LLM:
+            await self._respond_text(await read_texts(self._plane, request, call, placed), model, call)
+        elif model.card.decoupled:
+            await self._respond_decoupled(request, model, call, placed)
         else:
-            async with self._plane.infer_stream(request, call, placed) as responses:
+            async with self._plane.infer_stream(model, request, call, placed) as responses:
                 batch = await responses.read()
             if after is not None:
                 await after
             for response in batch:
                 await self._write(_message(place(response, places), final=True))
 
-    async def _respond_decoupled(self, request: TensorRequest, card: ModelCard, call: Call, placed: PlacedRequest | None) -> None:
+    async def _respond_decoupled(
+        self, request: TensorRequest, model: NamedModel, call: Call, placed: PlacedRequest | None
+    ) -> None:
         last: Buffer = b""
         places: Places = {} if placed is None else placed.places
-        async with self._plane.infer_stream(request, call, placed) as responses:
+        async with self._plane.infer_stream(model, request, call, placed) as responses:
             while batch := await responses.read():
                 for response in batch:
                     last = place(response, places)
                     await self._write(_message(last, final=False))
         if request.wants_empty_final_response and not _is_final(last):
-            final = b"".join(ResponseForm.of(request, card).encode_final())
+            final = b"".join(ResponseForm.of(request, model.card).encode_final())
             await self._write(_INFER_RESPONSE + varint(len(final)) + final)
 
-    async def _respond_text(self, request: TensorRequest, card: ModelCard, call: Call) -> None:
+    async def _respond_text(self, request: TensorRequest, model: NamedModel, call: Call) -> None:
         streams = wants_stream(request)
-        texts = to_text_requests(request, card)
-        response = TextResponses(request, card, texts)
+        texts = to_text_requests(request, model.card)
+        response = TextResponses(request, model.card, texts)
         if streams:
-            await self._stream_texts(response, texts, call)
+            await self._stream_texts(response, model, texts, call)
         else:
             gathered = response.gather()
-            await gather_text(self._plane, texts, call, gathered.add)
+            await gather_text(self._plane, model, texts, call, gathered.add)
             await self._write(response.stream_complete(gathered, final=True))
 
-    async def _stream_texts(self, response: TextResponses, texts: list[TextRequest], call: Call) -> None:
+    async def _stream_texts(self, response: TextResponses, model: NamedModel, texts: list[TextRequest], call: Call) -> None:
         unfinished = sum(text.n for text in texts)
 
         async def stream(prompt: int, text: TextRequest) -> None:
             nonlocal unfinished
-            async with self._plane.generate(text, call) as generation:
+            async with self._plane.generate(model, text, call) as generation:
                 while deltas := await generation.read():
                     for delta in deltas:
                         if delta.finish_reason is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from msgspec import UNSET, Raw
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import FinishReason
-from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import JsonArray, Spliced
 from dynamo.frontend.api.http.request_reader import RequestReader
@@ -35,17 +35,18 @@ from dynamo.frontend.api.openai.response_objects import (
     ResponseToolCall,
     Usage,
 )
-from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text, last_words, session_of
+from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text, last_words, renamed
 from dynamo.frontend.api.openai.whole import LONG_CHARS, WholeResponse, hold_echo
 from dynamo.frontend.api.text.gathering import Gathering
-from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
 from dynamo.frontend.api.text.rules import new_tool_call_id, parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import Generation
+from dynamo.frontend.serving.model_catalog import NamedModel
 
 
 class ChatCompletions:
@@ -58,26 +59,19 @@ class ChatCompletions:
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
         started = edge.clock()
-        caller = exchange.caller()
+        call = exchange.call()
         request = edge.completed(await self._reader.read(exchange), exchange.account)
         edge.check_template(request.chat_template)
-        caller = exchange.identified(caller, request.request_id)
-
-        async def attempt(model: str, caller: Caller) -> None:
-            named = request if request.model == model else msgspec.structs.replace(request, model=model)
-            await self._serve(exchange, named, caller, started)
-
-        session, user, name = session_of(request), request.user, request.model_name
         with fields_named(request.field_names):
-            await serve_by_name(edge.plane, caller, name, attempt, exchange.has_begun, session=session, user=user)
+            call = call_of(request, exchange.identified(call, request.request_id))
+            serve = partial(self._serve, exchange, request, started)
+            await edge.plane.names.serve(call, request.model_name, serve, has_begun=exchange.has_begun, user=request.user)
 
-    async def _serve(self, exchange: Exchange, request: ChatRequest, caller: Caller, started: float) -> None:
-        edge = self._edge
-        card = edge.plane.card(exchange.account, request.model_name)
+    async def _serve(self, exchange: Exchange, request: ChatRequest, started: float, model: NamedModel, call: Call) -> None:
+        edge, card, request = self._edge, model.card, renamed(request, model.name)
         prepared = await edge.offload.run_if(exchange.has_large_body, chat_to_text, request, card, edge.parsers, edge.limits)
-        call = call_of(request, caller, exchange.endpoint)
         extras = Extras(request, started, edge.clock)
-        generation = edge.plane.generate(prepared.texts[0], call)
+        generation = edge.plane.generate(model, prepared.texts[0], call)
         async with exchange.attended(), generation:
             details = await self._details(exchange.account, request, prepared, generation)
             await hold_echo(exchange, edge.offload, details.echo, prepared.n)
@@ -85,7 +79,7 @@ class ChatCompletions:
                 id=f"chatcmpl-{exchange.request_id}",
                 kind="chat.completion.chunk",
                 created=int(started),
-                model=request.model_name,
+                model=model.name,
                 usage=wants_usage(request),
             )
             if request.stream:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-import msgspec
 from msgspec import UNSET, Raw
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
-from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import Spliced
 from dynamo.frontend.api.http.request_reader import RequestReader
@@ -33,15 +32,16 @@ from dynamo.frontend.api.openai.logprobs import (
 )
 from dynamo.frontend.api.openai.requests import CompletionRequest
 from dynamo.frontend.api.openai.response_objects import Completion, CompletionChoice, Usage
-from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, completion_to_text, session_of
+from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, completion_to_text, renamed
 from dynamo.frontend.api.openai.whole import LONG_CHARS, WholeResponse, hold_echo
 from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.api.text.generations import TextSource, text_source
-from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import Generation
+from dynamo.frontend.serving.model_catalog import NamedModel
 
 
 class Completions:
@@ -54,33 +54,27 @@ class Completions:
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
         started = edge.clock()
-        caller = exchange.caller()
-        request = edge.completed(await self._reader.read(exchange), caller.account)
+        call = exchange.call()
+        request = edge.completed(await self._reader.read(exchange), call.account)
         if request.request_id:
-            caller = exchange.identified(caller, request.request_id)
+            call = exchange.identified(call, request.request_id)
+        call = call_of(request, call)
+        serve = partial(self._serve, exchange, request, started)
+        await edge.plane.names.serve(call, request.model_name, serve, has_begun=exchange.has_begun, user=request.user)
 
-        async def attempt(model: str, caller: Caller) -> None:
-            named = request if request.model == model else msgspec.structs.replace(request, model=model)
-            await self._serve(exchange, named, caller, started)
-
-        session, user = session_of(request), request.user
-        await serve_by_name(edge.plane, caller, request.model_name, attempt, exchange.has_begun, session=session, user=user)
-
-    async def _serve(self, exchange: Exchange, request: CompletionRequest, caller: Caller, started: float) -> None:
-        edge, plane = self._edge, self._edge.plane
-        model = request.model_name
-        prepared = completion_to_text(request, plane.card(caller.account, model), edge.limits)
-        call = call_of(request, caller, exchange.endpoint)
+    async def _serve(self, exchange: Exchange, request: CompletionRequest, started: float, model: NamedModel, call: Call) -> None:
+        edge, plane, request = self._edge, self._edge.plane, renamed(request, model.name)
+        prepared = completion_to_text(request, model.card, edge.limits)
         extras = Extras(request, started, edge.clock)
         if len(prepared.texts) > 1 and extras:
             raise InvalidRequest("'nvext.annotations' and 'nvext.extra_fields' need a request with one prompt", param="nvext")
-        generations = [plane.generate(text, call) for text in prepared.texts]
+        generations = [plane.generate(model, text, call) for text in prepared.texts]
         async with exchange.attended(), text_source(generations, prepared.n) as source:
             head = Head(
                 id=f"cmpl-{exchange.request_id}",
                 kind="text_completion",
                 created=int(started),
-                model=model,
+                model=model.name,
                 usage=wants_usage(request),
             )
             if request.stream:

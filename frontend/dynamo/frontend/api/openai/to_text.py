@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -12,7 +12,6 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.common.names import InstanceId, parse_instance
-from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.json_scan import check_json
 from dynamo.frontend.api.openai.requests import (
     AllowedToolChoice,
@@ -35,6 +34,8 @@ from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.overrides import read_overrides
 from dynamo.frontend.serving.call import Call
+
+Named = TypeVar("Named", bound=TextGenerationRequest)
 
 _MAX_ID_DIGITS = 10
 _MANY_KEYS = 8
@@ -282,17 +283,18 @@ def _tools_to_call(
     return [tool for tool in tools if tool["function"]["name"] in allowed], choice.allowed_tools.mode
 
 
-def session_of(request: TextGenerationRequest) -> str:
-    """Return the session that the body names; empty if it names none."""
-    return (request.nvext is not None and request.nvext.session_id) or request.session_id or ""
+def renamed(request: Named, model: str) -> Named:
+    """Return the same request to another model."""
+    return request if request.model == model else msgspec.structs.replace(request, model=model)
 
 
-def call_of(request: TextGenerationRequest, caller: Caller, endpoint: str) -> Call:
-    """Return the call of a request: headers take precedence over the body. Raises InvalidRequest."""
-    call = caller.call(endpoint=endpoint, request_type=RequestType.STREAM if request.stream else RequestType.UNARY)
+def call_of(request: TextGenerationRequest, call: Call) -> Call:
+    """Return the call of a request: what headers say takes precedence over the body. Raises InvalidRequest."""
+    if request.stream:
+        call = msgspec.structs.replace(call, request_type=RequestType.STREAM)
     nvext = request.nvext
     priority = call.priority or request.priority or 0
-    session = call.session or session_of(request)
+    session = call.session or (nvext is not None and nvext.session_id) or request.session_id or ""
     if nvext is None:
         if not priority and not session:
             return call

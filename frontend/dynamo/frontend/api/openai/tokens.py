@@ -28,7 +28,7 @@ class Tokenize:
         self._reader = RequestReader(TokenizeRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await self._reader.read(exchange)
         response = await self._tokenized(exchange, request)
         await exchange.respond(msgspec.json.encode(response))
@@ -96,7 +96,7 @@ class Detokenize:
         self._reader = RequestReader(DetokenizeRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await self._reader.read(exchange)
         tokens = request.tokens
         model = described_model(self._edge.plane, exchange.account, request.model)

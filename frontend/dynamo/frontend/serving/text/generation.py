@@ -40,10 +40,8 @@ from dynamo.common.generation import (
     unpack_tokens,
 )
 from dynamo.common.messaging.buffers import Buffer
-from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId
 from dynamo.common.process.background import awaited
-from dynamo.frontend.metrics import ModelMetrics
 from dynamo.frontend.preprocess.media.images import prompt_of_contents
 from dynamo.frontend.preprocess.media.media import media_length
 from dynamo.frontend.preprocess.reasoning.budget import ReasoningBudget
@@ -52,6 +50,7 @@ from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.serving.call import Stream, Work
 from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation, Prefill
 from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream, Dispatcher
+from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.text.text_models import DeltaDecoder, TextModel, TextModels, Vocabulary
 
@@ -115,9 +114,8 @@ class Generation:
         dispatcher: Dispatcher,
         disaggregation: Disaggregation,
         texts: TextModels,
-        metrics: ModelMetrics,
         migration_limit: int,
-        card: ModelCard,
+        model: NamedModel,
         request: TextRequest,
         scope: RequestScope,
     ) -> None:
@@ -126,10 +124,10 @@ class Generation:
         self._prefill: Prefill | None = None
         """Set if another instance computed the prompt."""
         self._texts = texts
-        self._metrics = metrics
+        self._metrics = model.metrics
+        self._card = card = model.card
         self._takes_text = card.llm is not None and card.llm.takes_text
         self._migration_limit = 0 if self._takes_text else migration_limit
-        self._card = card
         self._request = request
         self._call = scope.call
         """Once entered: traced, and with the deadline that applies."""

@@ -45,6 +45,7 @@ from tests.support.fakes import (
     instance,
     llm_card,
 )
+from tests.support.plane import generate
 
 PREFILL, OTHER_PREFILL, DECODE, OTHER_DECODE, BOTH = map(InstanceId, (1, 2, 11, 12, 21))
 PROMPT = [3, 1, 4, 1, 5]
@@ -96,7 +97,7 @@ class Front:
     async def generate(self, max_tokens: int = 4, call: Call = CALL, **more: object) -> tuple[list[int], Summary]:
         settings: dict[str, Any] = {"model": "talker", "prompt": PROMPT, "stop": Stop(max_tokens=max_tokens), **more}
         tokens: list[int] = []
-        async with self.plane.generate(TextRequest(**settings), call) as generation:
+        async with generate(self.plane, TextRequest(**settings), call) as generation:
             while batch := await generation.read():
                 tokens += [token for text in batch for token in text.tokens]
             return tokens, generation.summary
@@ -256,7 +257,7 @@ async def test_a_prefill_instance_that_is_named_is_not_made_up_for() -> None:
 async def test_a_generation_tells_which_instance_computed_its_prompt() -> None:
     async with (
         front(*PAIR) as f,
-        f.plane.generate(TextRequest(model="talker", prompt=PROMPT, stop=Stop(max_tokens=2)), CALL) as g,
+        generate(f.plane, TextRequest(model="talker", prompt=PROMPT, stop=Stop(max_tokens=2)), CALL) as g,
     ):
         assert g.prefill_instance is None
         while await g.read():
@@ -287,7 +288,7 @@ async def test_leaving_while_the_prompt_is_computed_ends_the_prefill() -> None:
 
     metrics, router = FrontendMetrics(CollectorRegistry()), RecordingRouter()
     async with open_data_plane(directory, client, FakeLink(), router, _texts(), metrics) as plane:  # type: ignore[arg-type]
-        async with plane.generate(TextRequest(model="talker", prompt=PROMPT), CALL) as generation:
+        async with generate(plane, TextRequest(model="talker", prompt=PROMPT), CALL) as generation:
             reading = asyncio.create_task(generation.read())
             while not client.streams:
                 await asyncio.sleep(0)

@@ -30,6 +30,7 @@ from dynamo.frontend.serving.queue.fair_slots import FairSlots
 from dynamo.frontend.serving.queue.line_order import MOST_PASSES
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeTexts, RecordingRouter, instance
+from tests.support.plane import infer
 from tests.support.virtual_time import in_virtual_time
 
 
@@ -450,13 +451,13 @@ async def test_metrics_say_how_many_wait_and_why_others_may_not() -> None:
         def count(name: str, **labels: str) -> float:
             return registry.get_sample_value(f"dynamo_frontend_router_queue_{name}", {"model": "adder", **labels}) or 0.0
 
-        running = asyncio.create_task(plane.infer(request, Call(account=ANONYMOUS, request_id="running")))
+        running = asyncio.create_task(infer(plane, request, Call(account=ANONYMOUS, request_id="running")))
         await asyncio.sleep(0.01)
-        expiring = asyncio.create_task(plane.infer(request, Call(account=ANONYMOUS, request_id="expiring", deadline=now() + 1)))
+        expiring = asyncio.create_task(infer(plane, request, Call(account=ANONYMOUS, request_id="expiring", deadline=now() + 1)))
         await asyncio.sleep(0.01)
         assert count("requests") == 1
         with pytest.raises(Overloaded):
-            await plane.infer(request, Call(account=ANONYMOUS, request_id="one too many"))
+            await infer(plane, request, Call(account=ANONYMOUS, request_id="one too many"))
         with pytest.raises(DeadlineExceeded):
             await expiring
         assert count("requests") == 0

@@ -64,6 +64,7 @@ from tests.support.fakes import (
     load_fake_text,
     tensor_card,
 )
+from tests.support.plane import generate
 from tests.support.virtual_time import in_virtual_time, run
 from tests.support.waiting import until
 
@@ -136,7 +137,7 @@ def delta(*tokens: int, index: int = 0, finish: FinishReason | None = None) -> b
 
 async def test_a_generation_gives_text_and_then_its_summary() -> None:
     async with front(TokenEngine([], gone)) as f:
-        async with f.plane.generate(text_request(3), CALL) as generation:
+        async with generate(f.plane, text_request(3), CALL) as generation:
             assert generation.prompt_tokens == len(PROMPT)
             texts = await read_all(generation)
             assert tokens_of(texts) == continuation(PROMPT, 3)
@@ -155,7 +156,7 @@ async def test_a_generation_gives_text_and_then_its_summary() -> None:
 async def test_a_worker_is_told_whose_grammar_it_is(guided: dict[str, Any] | None, owner: str | None) -> None:
     call = msgspec.structs.replace(CALL, account=KeyAccount(ApiKey(name="team", salt=b"", digest=b"")))
     async with front(TokenEngine([], gone)) as f:
-        async with f.plane.generate(text_request(3, sampling=Sampling(guided=guided)), call) as generation:
+        async with generate(f.plane, text_request(3, sampling=Sampling(guided=guided)), call) as generation:
             await read_all(generation)
         assert [stream.headers.get(GRAMMAR_OWNER) for stream in f.client.streams] == [owner]
 
@@ -163,7 +164,7 @@ async def test_a_worker_is_told_whose_grammar_it_is(guided: dict[str, Any] | Non
 async def test_deltas_that_queued_up_are_read_together() -> None:
     async with (
         front(lambda stream: stream.data(delta(1), delta(2), delta(3))) as f,
-        f.plane.generate(text_request(), CALL) as generation,
+        generate(f.plane, text_request(), CALL) as generation,
     ):
         assert [text.tokens for text in await generation.read()] == [(1,), (2,), (3,)]
 
@@ -179,7 +180,7 @@ async def test_many_log_probabilities_that_queued_up_are_read_in_turns_with_othe
             turns += 1
             await asyncio.sleep(0)
 
-    async with front(lambda stream: stream.data(*queued)) as f, f.plane.generate(text_request(), CALL) as generation:
+    async with front(lambda stream: stream.data(*queued)) as f, generate(f.plane, text_request(), CALL) as generation:
         other = asyncio.create_task(count_turns())
         sizes = [len(await generation.read())]
         before = turns
@@ -197,7 +198,7 @@ async def test_the_worker_gets_the_tokens_under_the_models_own_name() -> None:
     async with front(TokenEngine([], gone), card=card) as f:
         for name in ("t", "law"):
             call = Call(account=ANONYMOUS, request_id="r", priority=4)
-            async with f.plane.generate(text_request(model=name), call) as generation:
+            async with generate(f.plane, text_request(model=name), call) as generation:
                 await read_all(generation)
         sent = [request_decoder.decode(stream.body) for stream in f.client.streams]
         assert [(request.model, request.adapter, request.priority) for request in sent] == [
@@ -231,10 +232,10 @@ async def test_media_that_were_fetched_count_as_bytes_of_the_request() -> None:
 
     request = text_request(media=(image("http://h/1"),))
     async with front(TokenEngine([], gone), load=load) as f:
-        async with f.plane.generate(request, msgspec.structs.replace(CALL, hold=held.append)):
+        async with generate(f.plane, request, msgspec.structs.replace(CALL, hold=held.append)):
             assert held == [90]
         with pytest.raises(Overloaded):
-            async with f.plane.generate(request, msgspec.structs.replace(CALL, hold=full)):
+            async with generate(f.plane, request, msgspec.structs.replace(CALL, hold=full)):
                 pass
         assert not f.client.streams
 
@@ -245,7 +246,7 @@ async def test_the_router_sees_the_digest_of_an_image_and_the_worker_the_token_i
     card = msgspec.structs.replace(card, llm=msgspec.structs.replace(card.llm, image_token=PROMPT[2]))
     decoded = image_part(b"an image")
     async with front(TokenEngine([], gone), card=card) as f:
-        async with f.plane.generate(text_request(media=(decoded,)), CALL) as generation:
+        async with generate(f.plane, text_request(media=(decoded,)), CALL) as generation:
             await read_all(generation)
         [stream] = f.client.streams
         sent = request_decoder.decode(stream.body)
@@ -256,7 +257,7 @@ async def test_the_router_sees_the_digest_of_an_image_and_the_worker_the_token_i
 
 async def test_a_stop_string_cancels_the_engine_at_once() -> None:
     async with front(lambda stream: stream.data(delta(1), delta(2), delta(3))) as f:
-        async with f.plane.generate(text_request(stop_strings=("2 ",)), CALL) as generation:
+        async with generate(f.plane, text_request(stop_strings=("2 ",)), CALL) as generation:
             texts = await generation.read()
             assert "".join(text.text for text in texts) == "1 "
             assert texts[-1].finish_reason is FinishReason.STOP
@@ -271,7 +272,7 @@ async def test_a_stop_string_cancels_the_engine_at_once() -> None:
 async def test_a_stop_string_in_one_choice_leaves_the_others_running() -> None:
     async with front() as f:
         f.client.respond = lambda stream: stream.data(delta(2), delta(1, index=1))
-        async with f.plane.generate(text_request(n=2, stop_strings=("2 ",)), CALL) as generation:
+        async with generate(f.plane, text_request(n=2, stop_strings=("2 ",)), CALL) as generation:
             assert [text.finish_reason for text in await generation.read()] == [FinishReason.STOP, None]
             assert not f.client.streams[0].cancelled
             f.client.streams[0].data(delta(9), delta(7, index=1, finish=FinishReason.LENGTH))
@@ -280,7 +281,7 @@ async def test_a_stop_string_in_one_choice_leaves_the_others_running() -> None:
 
 async def test_leaving_early_cancels_the_engine() -> None:
     async with front(lambda stream: stream.data(delta(1))) as f:
-        async with f.plane.generate(text_request(), CALL) as generation:
+        async with generate(f.plane, text_request(), CALL) as generation:
             await generation.read()
         assert f.client.streams[0].cancelled
         assert not f.router.open
@@ -311,7 +312,7 @@ def test_a_migrated_stream_has_neither_gap_nor_duplicate(length: int, deaths: li
 
     async def main() -> None:
         async with front(TokenEngine(deaths, error, per_step)) as f:
-            async with f.plane.generate(text_request(length), CALL) as generation:
+            async with generate(f.plane, text_request(length), CALL) as generation:
                 texts = await read_all(generation)
                 assert tokens_of(texts) == continuation(PROMPT, length)
                 assert "".join(text.text for text in texts) == "".join(f"{t} " for t in continuation(PROMPT, length))
@@ -327,7 +328,7 @@ def test_a_migrated_stream_has_neither_gap_nor_duplicate(length: int, deaths: li
 
 async def test_a_generation_whose_next_instance_dies_at_once_as_well_is_not_moved_again() -> None:
     async with front(TokenEngine([2, 0], gone)) as f:
-        async with f.plane.generate(text_request(8), CALL) as generation:
+        async with generate(f.plane, text_request(8), CALL) as generation:
             with pytest.raises(EngineError, match="2 instances died while they held this request"):
                 await read_all(generation)
         assert len(f.client.sent_to) == 2
@@ -335,7 +336,7 @@ async def test_a_generation_whose_next_instance_dies_at_once_as_well_is_not_move
 
 async def test_a_generation_whose_second_instance_dies_in_the_middle_as_well_is_not_moved_again() -> None:
     async with front(TokenEngine([2, 3, 1], gone)) as f:
-        async with f.plane.generate(text_request(8), CALL) as generation:
+        async with generate(f.plane, text_request(8), CALL) as generation:
             with pytest.raises(EngineError, match="2 instances died while they held this request"):
                 await read_all(generation)
         assert len(f.client.sent_to) == 2
@@ -345,7 +346,7 @@ async def test_a_generation_whose_second_instance_dies_in_the_middle_as_well_is_
 async def test_a_migration_sends_the_prompt_with_all_tokens_received_and_what_is_left_of_the_budget() -> None:
     engine = TokenEngine([5], gone)
     async with front(engine) as f:
-        async with f.plane.generate(text_request(8, stop=Stop(max_tokens=8, min_tokens=6)), CALL) as generation:
+        async with generate(f.plane, text_request(8, stop=Stop(max_tokens=8, min_tokens=6)), CALL) as generation:
             await read_all(generation)
         rest = engine.requests[1]
         assert list(rest.tokens) == PROMPT + continuation(PROMPT, 5)
@@ -357,7 +358,7 @@ async def test_a_migration_sends_the_prompt_with_all_tokens_received_and_what_is
 async def test_the_last_token_is_not_requested_twice_when_only_the_end_was_lost() -> None:
     engine = TokenEngine([4], gone)
     async with front(engine) as f:
-        async with f.plane.generate(text_request(4), CALL) as generation:
+        async with generate(f.plane, text_request(4), CALL) as generation:
             texts = await read_all(generation)
         assert tokens_of(texts) == continuation(PROMPT, 4)
         assert texts[-1].finish_reason is FinishReason.LENGTH
@@ -370,7 +371,7 @@ async def test_a_finished_response_whose_summary_was_lost_is_complete() -> None:
         stream.fail(InstanceGone(stream.instance))
 
     async with front(respond) as f:
-        async with f.plane.generate(text_request(), CALL) as generation:
+        async with generate(f.plane, text_request(), CALL) as generation:
             assert tokens_of(await read_all(generation)) == [1, 2]
             assert generation.summary == Summary(prompt_tokens=5, output_tokens=2)
         assert len(f.client.streams) == 1
@@ -379,7 +380,7 @@ async def test_a_finished_response_whose_summary_was_lost_is_complete() -> None:
 async def test_migrations_are_limited() -> None:
     engine = TokenEngine([1] * 9, lost)
     async with front(engine, settings=ServingOptions(retry=RetryOptions(migration_limit=2))) as f:
-        async with f.plane.generate(text_request(8), CALL) as generation:
+        async with generate(f.plane, text_request(8), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         assert len(engine.requests) == 3
@@ -390,7 +391,7 @@ async def test_migrations_come_out_of_the_retry_budget() -> None:
     engine = TokenEngine([1] * 9, lost)
     retry = RetryOptions(ratio=0.0, floor_per_s=0.0, burst=1)
     async with front(engine, settings=ServingOptions(retry=retry)) as f:
-        async with f.plane.generate(text_request(8), CALL) as generation:
+        async with generate(f.plane, text_request(8), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         assert len(engine.requests) == 2
@@ -398,7 +399,7 @@ async def test_migrations_come_out_of_the_retry_budget() -> None:
 
 async def test_without_another_instance_a_stream_ends_with_the_error() -> None:
     async with front(TokenEngine([2], gone), instances=1) as f:
-        async with f.plane.generate(text_request(8), CALL) as generation:
+        async with generate(f.plane, text_request(8), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         labels = {"endpoint": "completions", "request_type": "stream", "status": "error", "error_type": "unavailable"}
@@ -408,7 +409,7 @@ async def test_without_another_instance_a_stream_ends_with_the_error() -> None:
 @pytest.mark.parametrize("n", [1, 2])
 async def test_structured_output_does_not_go_on_elsewhere(n: int) -> None:
     async with front(ChoiceEngine([2])) as f:
-        async with f.plane.generate(text_request(8, n=n, sampling=Sampling(guided={"json_object": True})), CALL) as generation:
+        async with generate(f.plane, text_request(8, n=n, sampling=Sampling(guided={"json_object": True})), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         assert len(f.client.streams) == 1
@@ -419,7 +420,7 @@ async def test_a_schema_that_two_instances_died_of_is_refused_with_any_prompt_an
         return text_request(4, prompt=prompt, sampling=Sampling(guided={"json_schema": schema}))
 
     async def read(text: TextRequest) -> None:
-        async with f.plane.generate(text, CALL) as generation:
+        async with generate(f.plane, text, CALL) as generation:
             await read_all(generation)
 
     async with front(TokenEngine([0, 0], gone), instances=4) as f:
@@ -477,7 +478,7 @@ WHOLE = GenerateRequest(model="talker", prompt=pack_tokens(PROMPT))
 def test_every_choice_of_a_migrated_request_goes_on_where_it_was(n: int, length: int, deaths: list[int], seed: int) -> None:
     async def main() -> None:
         async with front(ChoiceEngine(deaths, seed)) as f:
-            async with f.plane.generate(text_request(length, n=n), CALL) as generation:
+            async with generate(f.plane, text_request(length, n=n), CALL) as generation:
                 texts = await read_all(generation)
                 assert choices_of(texts, n) == [choice_tokens(WHOLE, index, length) for index in range(n)]
                 assert sorted(text.index for text in texts if text.finish_reason) == list(range(n))
@@ -497,7 +498,7 @@ async def test_choices_that_had_finished_are_not_requested_again() -> None:
         f.client.respond = engine
 
     async with front(respond) as f:
-        async with f.plane.generate(text_request(2, n=3), CALL) as generation:
+        async with generate(f.plane, text_request(2, n=3), CALL) as generation:
             texts = await read_all(generation)
         (rest,) = engine.requests
         assert (rest.first_choice, rest.n, list(rest.tokens), rest.stop.max_tokens) == (1, 1, [*PROMPT, 8], 1)
@@ -508,7 +509,7 @@ async def test_choices_that_had_finished_are_not_requested_again() -> None:
 async def test_each_choice_that_goes_on_costs_one_of_the_retry_budget() -> None:
     retry = RetryOptions(ratio=0.0, floor_per_s=0.0, burst=2)
     async with front(ChoiceEngine([3]), settings=ServingOptions(retry=retry)) as f:
-        async with f.plane.generate(text_request(8, n=3), CALL) as generation:
+        async with generate(f.plane, text_request(8, n=3), CALL) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
         assert not f.router.open
@@ -519,7 +520,7 @@ async def test_leaving_after_choices_have_parted_cancels_all_of_them() -> None:
     engine = ChoiceEngine([3])
     async with front() as f:
         f.client.respond = lambda stream: engine(stream) if len(f.client.streams) == 1 else stream.data(delta(1))
-        async with f.plane.generate(text_request(8, n=2), CALL) as generation:
+        async with generate(f.plane, text_request(8, n=2), CALL) as generation:
             while len(f.client.streams) < 3:
                 assert await generation.read()
             _, *moved = f.client.streams
@@ -533,7 +534,7 @@ async def test_an_engine_that_responds_with_more_than_the_one_choice_is_an_error
     async with front() as f:
         engine = ChoiceEngine([3])
         f.client.respond = lambda stream: engine(stream) if len(f.client.streams) == 1 else stream.data(delta(1, index=1))
-        async with f.plane.generate(text_request(8, n=2), CALL) as generation:
+        async with generate(f.plane, text_request(8, n=2), CALL) as generation:
             with pytest.raises(EngineError, match="not requested"):
                 await read_all(generation)
         assert not f.router.open
@@ -541,8 +542,8 @@ async def test_an_engine_that_responds_with_more_than_the_one_choice_is_an_error
 
 async def test_a_generation_that_names_its_instance_is_not_moved() -> None:
     async with front(TokenEngine([2], gone)) as f:
-        async with f.plane.generate(
-            text_request(8), Call(account=ANONYMOUS, request_id="r", instance=InstanceId(3))
+        async with generate(
+            f.plane, text_request(8), Call(account=ANONYMOUS, request_id="r", instance=InstanceId(3))
         ) as generation:
             with pytest.raises(InstanceGone):
                 await read_all(generation)
@@ -551,7 +552,7 @@ async def test_a_generation_that_names_its_instance_is_not_moved() -> None:
 
 async def test_an_engine_failure_in_the_middle_is_final() -> None:
     async with front(TokenEngine([2], lambda id_: EngineError("out of memory"))) as f:
-        async with f.plane.generate(text_request(8), CALL) as generation:
+        async with generate(f.plane, text_request(8), CALL) as generation:
             with pytest.raises(EngineError, match="out of memory"):
                 await read_all(generation)
         assert len(f.client.streams) == 1
@@ -560,7 +561,7 @@ async def test_an_engine_failure_in_the_middle_is_final() -> None:
 @in_virtual_time
 async def test_a_stream_cut_by_our_own_connection_goes_on_even_at_the_only_instance() -> None:
     async with front(lambda stream: stream.data(delta(*continuation(PROMPT, 2))), instances=1) as f:
-        async with f.plane.generate(text_request(8), CALL) as generation:
+        async with generate(f.plane, text_request(8), CALL) as generation:
             texts = await generation.read()
             f.link.cut()
             f.client.streams[0].fail(gone(InstanceId(1)))
@@ -591,7 +592,7 @@ async def test_nonsense_from_an_engine_is_an_engine_error(response: bytes, trail
         stream.end(trailer)
 
     async with front(respond) as f:
-        async with f.plane.generate(text_request(), CALL) as generation:
+        async with generate(f.plane, text_request(), CALL) as generation:
             with pytest.raises(EngineError):
                 await read_all(generation)
         assert not f.router.open
@@ -601,7 +602,7 @@ async def test_nonsense_from_an_engine_is_an_engine_error(response: bytes, trail
 async def test_a_tensor_model_does_not_generate() -> None:
     async with front(card=tensor_card("talker")) as f:
         with pytest.raises(InvalidRequest, match="takes tensors"):
-            f.plane.generate(text_request(), CALL)
+            generate(f.plane, text_request(), CALL)
 
 
 @in_virtual_time
@@ -612,7 +613,7 @@ async def test_a_generation_waits_for_the_tokenizer_no_longer_than_its_deadline(
 
     async with front(load=never) as f:
         with pytest.raises(DeadlineExceeded):
-            async with f.plane.generate(text_request(), Call(account=ANONYMOUS, request_id="r", deadline=2.0)):
+            async with generate(f.plane, text_request(), Call(account=ANONYMOUS, request_id="r", deadline=2.0)):
                 pass
         assert asyncio.get_running_loop().time() == 2.0
         assert f.count("inflight_requests") == 0
@@ -624,7 +625,7 @@ async def test_a_model_without_a_readable_tokenizer_is_unavailable_with_the_reas
 
     async with front(load=broken) as f:
         with pytest.raises(Unavailable, match="the tokenizer of model 'talker' is not available: the object store"):
-            async with f.plane.generate(text_request(), CALL):
+            async with generate(f.plane, text_request(), CALL):
                 pass
 
 
@@ -645,7 +646,7 @@ async def test_what_an_engine_that_takes_text_reports_is_charged_recorded_and_me
     )
     card = ModelCard(name="talker", kind=ModelKind.LLM, llm=LlmInfo(context_length=4000, tokenizer=TAKES_TEXT))
     async with front(respond, card=card) as f:
-        async with f.plane.generate(text_request(1200), msgspec.structs.replace(CALL, account=account)) as generation:
+        async with generate(f.plane, text_request(1200), msgspec.structs.replace(CALL, account=account)) as generation:
             await read_all(generation)
         assert generation.summary is not None
         assert (generation.summary.prompt_tokens, generation.summary.output_tokens) == counted
@@ -669,7 +670,7 @@ async def test_the_router_and_the_engine_get_the_salt_of_the_key_where_the_engin
         for account in (ANONYMOUS, *accounts):
             for salt in ("", "s"):
                 call = msgspec.structs.replace(CALL, account=account)
-                async with f.plane.generate(text_request(3, cache_salt=salt), call) as generation:
+                async with generate(f.plane, text_request(3, cache_salt=salt), call) as generation:
                     await read_all(generation)
         of_engine = [request_decoder.decode(stream.body).cache_salt for stream in f.client.streams]
         assert [request.cache_salt for request in f.router.requests] == of_engine
@@ -684,7 +685,7 @@ async def test_copies_for_shadows_keep_the_prompts_of_keys_apart_too() -> None:
     account = KeyAccount(ApiKey(name="a", salt=b"", digest=b""))
     call = msgspec.structs.replace(CALL, account=account, shadows=("talker",))
     async with front(TokenEngine([], gone), card=salted_card()) as f:
-        async with f.plane.generate(text_request(3), call) as generation:
+        async with generate(f.plane, text_request(3), call) as generation:
             await read_all(generation)
         await until(lambda: f.count("shadow_requests_total", outcome="success") == 1)
         salts = [request_decoder.decode(stream.body).cache_salt for stream in f.client.streams]

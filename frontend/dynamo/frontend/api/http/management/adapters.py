@@ -61,7 +61,7 @@ def adapter_operations(readiness: Readiness) -> list[Operation]:
     unload_decoder = msgspec.json.Decoder(UnloadAdapterRequest)
 
     async def load(exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await read_json(exchange, load_decoder)
         if not request.lora_name or not request.lora_path:
             raise MissingField("Both 'lora_name' and 'lora_path' must be provided.")
@@ -74,7 +74,7 @@ def adapter_operations(readiness: Readiness) -> list[Operation]:
         await exchange.respond(f"Success: LoRA adapter '{adapter.name}' added successfully.".encode(), 200, _TEXT)
 
     async def unload(exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await read_json(exchange, unload_decoder)
         if not request.lora_name:
             raise MissingField("'lora_name' needs to be provided to unload a LoRA adapter.")

@@ -67,7 +67,7 @@ def name_operations(readiness: Readiness, change: Callable[[Change], Awaitable[N
         await exchange.respond(msgspec.json.encode(_shown(name, rule)))
 
     async def set_name(exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         name = _permitted(exchange)
         rule = await read_json(exchange, decoder)
         for model in models_of(rule):
@@ -80,7 +80,7 @@ def name_operations(readiness: Readiness, change: Callable[[Change], Awaitable[N
         await exchange.respond(msgspec.json.encode(_shown(name, rule)))
 
     async def remove_name(exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         name = _permitted(exchange)
 
         def remove(rules: dict[str, Rule]) -> None:

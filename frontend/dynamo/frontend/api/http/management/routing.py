@@ -90,7 +90,7 @@ def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Op
         await exchange.respond(msgspec.json.encode(AllThresholds(thresholds)))
 
     async def change_thresholds(exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await read_json(exchange, decoder)
         await exchange.respond(msgspec.json.encode(_change(readiness.plane, exchange.account, control, request)))
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import orjson
 
 from dynamo.common.errors import InvalidRequest
@@ -14,16 +13,13 @@ from dynamo.common.generation import FinishReason
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.process.background import awaited
 from dynamo.common.process.work import Work, finish
-from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import element_count
-from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import JsonArray, Spliced
 from dynamo.frontend.api.kserve.infer import gather_text, infer
-from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.rest.generate_requests import RestGenerateRequest, read_generate
-from dynamo.frontend.api.kserve.rest.infer import begin
+from dynamo.frontend.api.kserve.rest.infer import begin, serve
 from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
 from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, parameters_to_json, send_response, write_elements
@@ -35,44 +31,46 @@ from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, Generation
+from dynamo.frontend.serving.model_catalog import NamedModel
 
 
 async def handle_generate(plane: DataPlane, server: KserveServer, exchange: Exchange, target: ModelPath) -> None:
-    parsed, caller = await _read(plane, exchange, target)
+    parsed, call = await _read(plane, exchange, target)
     if parsed.stream:
         raise InvalidRequest("generate returns one response; omit 'stream', or use generate_stream", param="stream")
 
-    async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> list[bytes]:
-        call = begin(server, exchange, caller, request, card, RequestType.UNARY)
+    async def respond(model: NamedModel, call: Call) -> list[bytes]:
+        named = replace(parsed, request=parsed.request.renamed(model.name))
+        call = begin(server, exchange, call, named.request, model, RequestType.UNARY)
         async with exchange.attended():
-            return await _single_response(plane, exchange, replace(parsed, request=request), card, call)
+            return await _single_response(plane, exchange, named, model, call)
 
-    result = await serve_by_name(plane, parsed.request, caller, respond)
-    await send_response(exchange, result, [])
+    await send_response(exchange, await serve(plane, call, parsed.request, respond), [])
 
 
 async def handle_generate_stream(plane: DataPlane, server: KserveServer, exchange: Exchange, target: ModelPath) -> None:
-    parsed, caller = await _read(plane, exchange, target)
+    parsed, call = await _read(plane, exchange, target)
 
-    async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> None:
-        call = begin(server, exchange, caller, request, card, RequestType.STREAM)
-        await _respond_with_events(plane, exchange, replace(parsed, request=request), card, call)
+    def respond(model: NamedModel, call: Call) -> Awaitable[None]:
+        named = replace(parsed, request=parsed.request.renamed(model.name))
+        call = begin(server, exchange, call, named.request, model, RequestType.STREAM)
+        return _respond_with_events(plane, exchange, named, model, call)
 
-    await serve_by_name(plane, parsed.request, caller, respond, exchange.has_begun)
+    await serve(plane, call, parsed.request, respond, exchange.has_begun)
 
 
 async def _respond_with_events(
-    plane: DataPlane, exchange: Exchange, parsed: RestGenerateRequest, card: ModelCard, call: Call
+    plane: DataPlane, exchange: Exchange, parsed: RestGenerateRequest, model: NamedModel, call: Call
 ) -> None:
     async with exchange.attended(), exchange.events() as stream:
-        if card.kind is ModelKind.LLM and parsed.stream is not False:
-            await _stream_text(plane, parsed, card, call, stream)
-        elif card.decoupled:
-            async with plane.infer_stream(parsed.request, call) as responses:
+        if model.card.kind is ModelKind.LLM and parsed.stream is not False:
+            await _stream_text(plane, parsed, model, call, stream)
+        elif model.card.decoupled:
+            async with plane.infer_stream(model, parsed.request, call) as responses:
                 while batch := await responses.read():
                     await _write_batch(exchange, stream, [*map(ModelResponse.parse, batch)])
         else:
-            await stream.write_pieces(_event(await _single_response(plane, exchange, parsed, card, call)))
+            await stream.write_pieces(_event(await _single_response(plane, exchange, parsed, model, call)))
         await stream.end(b"")
 
 
@@ -87,16 +85,13 @@ async def _write_batch(exchange: Exchange, stream: EventStream, batch: Sequence[
             await stream.write_pieces(events)
 
 
-async def _read(plane: DataPlane, exchange: Exchange, target: ModelPath) -> tuple[RestGenerateRequest, Caller]:
-    caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
-    exchange.request_id = caller.request_id
-    exchange.explanation = caller.explanation
-    caller = msgspec.structs.replace(caller, hold=exchange.hold)
+async def _read(plane: DataPlane, exchange: Exchange, target: ModelPath) -> tuple[RestGenerateRequest, Call]:
+    call = exchange.call(has_own_id=True)
     body = await exchange.decompressed_body()
     card = plane.described(exchange.account, target.model, target.version)
     reading = read_generate(body, card, target.model, target.version, exchange.settings.options)
     async with exchange.attended():
-        return finish(reading) if len(body) <= SHORT_BYTES else await exchange.in_steps(reading), caller
+        return finish(reading) if len(body) <= SHORT_BYTES else await exchange.in_steps(reading), call
 
 
 def _event(text: Sequence[bytes]) -> list[bytes]:
@@ -104,21 +99,21 @@ def _event(text: Sequence[bytes]) -> list[bytes]:
 
 
 async def _single_response(
-    plane: DataPlane, exchange: Exchange, parsed: RestGenerateRequest, card: ModelCard, call: Call
+    plane: DataPlane, exchange: Exchange, parsed: RestGenerateRequest, model: NamedModel, call: Call
 ) -> list[bytes]:
     """Return the pieces of the response as JSON."""
-    if card.kind is ModelKind.LLM:
-        return await _all_text(plane, parsed, card, call)
-    if not card.decoupled:
-        return await _to_json(exchange, ModelResponse.parse(await infer(plane, parsed.request, card, call)), exchange.hold)
+    if model.card.kind is ModelKind.LLM:
+        return await _all_text(plane, parsed, model, call)
+    if not model.card.decoupled:
+        return await _to_json(exchange, ModelResponse.parse(await infer(plane, model, parsed.request, call)), exchange.hold)
     results: list[ModelResponse] = []
-    async with plane.infer_stream(parsed.request, call) as responses:
+    async with plane.infer_stream(model, parsed.request, call) as responses:
         while len(results) < 2 and (batch := await responses.read()):
             results += [response for response in map(ModelResponse.parse, batch) if response.head.outputs]
     if len(results) != 1:
-        times = "more" if results else "none"
+        name, times = model.card.name, "more" if results else "none"
         raise InvalidRequest(
-            f"generate expects model '{card.name}' to produce exactly 1 response, but it produced {times}; use generate_stream"
+            f"generate expects model '{name}' to produce exactly 1 response, but it produced {times}; use generate_stream"
         )
     return await _to_json(exchange, results[0], exchange.hold)
 
@@ -150,9 +145,9 @@ def _write(response: ModelResponse, long: Spliced | None = None) -> Work[list[by
 # Language models
 
 
-async def _all_text(plane: DataPlane, parsed: RestGenerateRequest, card: ModelCard, call: Call) -> list[bytes]:
-    texts = to_text_requests(parsed.request, card)
-    writer = await _writer(plane, call.account, parsed, card, texts)
+async def _all_text(plane: DataPlane, parsed: RestGenerateRequest, model: NamedModel, call: Call) -> list[bytes]:
+    texts = to_text_requests(parsed.request, model.card)
+    writer = await _writer(plane, call.account, parsed, model.card, texts)
     n = texts[0].n
     choices = [writer.choice() for _ in range(len(texts) * n)]
 
@@ -160,16 +155,16 @@ async def _all_text(plane: DataPlane, parsed: RestGenerateRequest, card: ModelCa
         for delta in deltas:
             choices[prompt * n + delta.index].add(delta)
 
-    await gather_text(plane, texts, call, add)
+    await gather_text(plane, model, texts, call, add)
     return writer.whole(choices)
 
 
-async def _stream_text(plane: DataPlane, parsed: RestGenerateRequest, card: ModelCard, call: Call, stream: EventStream) -> None:
-    texts = to_text_requests(parsed.request, card)
+async def _stream_text(plane: DataPlane, parsed: RestGenerateRequest, model: NamedModel, call: Call, stream: EventStream) -> None:
+    texts = to_text_requests(parsed.request, model.card)
     if len(texts) * texts[0].n != 1:
         raise InvalidRequest("generate_stream streams one choice of one prompt; send several requests, or use generate")
-    writer = await _writer(plane, call.account, parsed, card, texts)
-    async with plane.generate(texts[0], call) as generation:
+    writer = await _writer(plane, call.account, parsed, model.card, texts)
+    async with plane.generate(model, texts[0], call) as generation:
         # In a task of its own: a token wakes that one, and not each of the coroutines that wait for the end of the stream.
         await awaited(_write_texts(generation, writer, stream))
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from dynamo.common.errors import PayloadTooLarge
 from dynamo.common.logs import request_id as logged_id
-from dynamo.common.model_card import ModelCard
 from dynamo.common.observability.reception import EdgeProtocol
 from dynamo.common.process.work import finish
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import Buffer
-from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import Spliced
 from dynamo.frontend.api.kserve.infer import call_for, infer
-from dynamo.frontend.api.kserve.named import serve_by_name
 from dynamo.frontend.api.kserve.placed import Places, is_placed, place_outputs
 from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, SEND_BINARY, split
 from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
@@ -27,32 +25,31 @@ from dynamo.frontend.api.kserve.words import check_version
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
+from dynamo.frontend.serving.model_catalog import NamedModel
+
+T = TypeVar("T")
 
 
 async def handle_infer(plane: DataPlane, server: KserveServer, exchange: Exchange, target: ModelPath) -> None:
-    caller = Caller.read(exchange.account, exchange.headers.items(), progress=exchange.progress)
-    exchange.request_id = caller.request_id
-    exchange.explanation = caller.explanation
+    call = exchange.call(has_own_id=True)
     parts = split(await _body(exchange), exchange.headers.get(JSON_LENGTH), exchange.settings.options.max_tensor_json_bytes)
     card = plane.described(exchange.account, target.model, check_version(target.version))
     reading = read_request(parts, card, target.model, target.version, exchange.settings.options)
-    if exchange.occupancy is not None:
-        caller = msgspec.structs.replace(caller, hold=exchange.occupancy.hold)
-
     places: Places = {}
 
-    async def respond(request: TensorRequest, card: ModelCard, caller: Caller) -> Buffer:
+    def respond(model: NamedModel, call: Call) -> Awaitable[Buffer]:
         nonlocal places
-        placed = server.find_places(request, exchange.account, exchange.peer) if is_placed(request.head) else None
+        named = request.renamed(model.name)
+        placed = server.find_places(named, exchange.account, exchange.peer) if is_placed(named.head) else None
         places = {} if placed is None else placed.places
-        call = begin(server, exchange, caller, request, card, RequestType.UNARY)
-        return await infer(plane, request, card, call, placed)
+        call = begin(server, exchange, call, named, model, RequestType.UNARY)
+        return infer(plane, model, named, call, placed)
 
     async with exchange.attended():
         is_short = len(parts.json) + len(parts.binary) <= SHORT_BYTES
         request, form = finish(reading) if is_short else await exchange.in_steps(reading)
         del parts, reading  # the body, which is not needed while the model runs
-        response = await serve_by_name(plane, request, caller, respond)
+        response = await serve(plane, call, request, respond)
         parsed = ModelResponse.parse(response)
         if places:
             place_outputs(parsed.head, parsed.raws, places)
@@ -75,12 +72,30 @@ async def _body(exchange: Exchange) -> bytes:
         raise PayloadTooLarge(f"{error}; {SEND_BINARY}") from None
 
 
+def serve(
+    plane: DataPlane,
+    call: Call,
+    request: TensorRequest,
+    respond: Callable[[NamedModel, Call], Awaitable[T]],
+    has_begun: Callable[[], bool] = lambda: False,
+) -> Awaitable[T]:
+    """The result of `respond` with a model that the name in the request stands for. Raises DynamoError."""
+    version = check_version(request.head.model_version)
+    name, sequence = request.head.model_name, request.sequence
+    return plane.names.serve(call, name, respond, version=version, has_begun=has_begun, sequence=sequence)
+
+
 def begin(
-    server: KserveServer, exchange: Exchange, caller: Caller, request: TensorRequest, card: ModelCard, request_type: RequestType
+    server: KserveServer,
+    exchange: Exchange,
+    call: Call,
+    request: TensorRequest,
+    model: NamedModel,
+    request_type: RequestType,
 ) -> Call:
     """Return the call of a request, and set its id for the log and the response's headers."""
-    caller = server.timed(caller, card.name, EdgeProtocol.HTTP, exchange.began_ns, exchange.body_read_ns)
-    call = call_for(request, card, caller, request_type)
+    call = server.timed(call, model.card.name, EdgeProtocol.HTTP, exchange.began_ns, exchange.body_read_ns)
+    call = call_for(request, model, call, request_type)
     exchange.request_id = call.request_id
     logged_id.set(call.request_id)
     return call

@@ -76,7 +76,7 @@ class BatchOperations:
         ]
 
     async def upload(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         body = await exchange.any_body()
         kind = exchange.headers.get("content-type", "")
         parts = await exchange.settings.offload.run_if(len(body) > _LONG_BYTES, parse_form, kind, body)
@@ -105,7 +105,7 @@ class BatchOperations:
         await exchange.respond_while_read(content.size_bytes, content.pieces, (_BINARY,))
 
     async def create(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await read_json(exchange, self._decoder)
         if request.endpoint not in ENDPOINTS:
             raise InvalidRequest(f"'endpoint' must be one of {', '.join(ENDPOINTS)}", param="endpoint")

@@ -13,6 +13,7 @@ has an input of that name, with a row per text that is padded with -1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -23,7 +24,6 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.process.work import Work, finish
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import encode_bytes
-from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.declaration import Reads
 from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
@@ -34,10 +34,10 @@ from dynamo.frontend.api.openai.requests import EmbeddingRequest
 from dynamo.frontend.api.openai.response_objects import Embedding, Embeddings, EmbeddingUsage
 from dynamo.frontend.api.openai.to_text import prompts_of
 from dynamo.frontend.api.text.model_names import name_or_only_model
-from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import check_chars
-from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.security.ledger import UsageCounts
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.protos.inference_pb2 import ModelInferRequest
 
 TOKENS_INPUT = "token_ids"
@@ -55,41 +55,36 @@ class EmbeddingsEndpoint:
         self._reader = RequestReader(EmbeddingRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
-        caller = exchange.caller()
+        call = exchange.call()
         request = await self._reader.read(exchange)
         plane, limits = self._edge.plane, self._edge.limits
-        model = name_or_only_model(plane, exchange.account, request.model, embeds_texts)
+        name = name_or_only_model(plane, exchange.account, request.model, embeds_texts)
         inputs = _inputs(request, limits.max_embedding_inputs)
         check_chars(sum(map(len, inputs)), limits, "input")
 
-        async def attempt(model: str, caller: Caller) -> None:
-            await self._serve(exchange, request, inputs, model, caller)
-
-        await serve_by_name(plane, caller, model, attempt, exchange.has_begun, user=request.user)
+        serve = partial(self._serve, exchange, request, inputs)
+        await plane.names.serve(call, name, serve, has_begun=exchange.has_begun, user=request.user)
 
     async def _serve(
-        self, exchange: Exchange, request: EmbeddingRequest, inputs: Sequence[str | list[int]], model: str, caller: Caller
+        self, exchange: Exchange, request: EmbeddingRequest, inputs: Sequence[str | list[int]], model: NamedModel, call: Call
     ) -> None:
-        plane = self._edge.plane
-        card = plane.card(exchange.account, model)
-        building = to_tensors(inputs, model, card, exchange.settings.body_limit(Reads.TENSORS))
+        building = to_tensors(inputs, model.name, model.card, exchange.settings.body_limit(Reads.TENSORS))
         tensors = await exchange.in_steps(building) if len(inputs) * max(map(len, inputs)) > _BRIEF_INPUTS else finish(building)
-        call = caller.call(endpoint=exchange.endpoint, request_type=RequestType.UNARY)
         call = msgspec.structs.replace(call, expected_tokens=expected_tokens(inputs))
         async with exchange.attended():
-            response = await plane.infer(tensors, call)
+            response = await self._edge.plane.infer(model, tensors, call)
             is_long = len(response) > BRIEF_BYTES
             exchange.hold(len(response))
             reading = from_tensors(response, len(inputs))
             vectors, tokens = await exchange.in_steps(reading) if is_long else finish(reading)
             call.account.take_tokens(tokens)
-            call.account.record(model, UsageCounts(prompt_tokens=tokens))
+            call.account.record(model.name, UsageCounts(prompt_tokens=tokens))
             rows = vectors if request.dimensions is None else (shorten(row, request.dimensions) for row in vectors)
             packed = request.encoding_format == "base64"
             writing = rows_to_json(rows, lambda index, row: Embedding(index=index, embedding=row), packed=packed)
             data = await exchange.in_steps(writing) if is_long else finish(writing)
         usage = EmbeddingUsage(tokens, tokens)
-        pieces = with_rows(data, lambda data: Embeddings(data=data, model=model, usage=usage))
+        pieces = with_rows(data, lambda data: Embeddings(data=data, model=model.name, usage=usage))
         await exchange.respond_in_pieces(pieces, (JSON,), held_bytes=sum(map(len, pieces)) if is_long else 0)
 
 

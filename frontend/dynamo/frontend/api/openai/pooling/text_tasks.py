@@ -16,6 +16,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -26,7 +27,6 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.process.work import Work
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import Buffer, encode_bytes
-from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.declaration import Reads
 from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
@@ -53,11 +53,11 @@ from dynamo.frontend.api.openai.pooling.vectors import FLOATS, Vectors, from_ten
 from dynamo.frontend.api.openai.response_objects import EmbeddingUsage
 from dynamo.frontend.api.openai.to_text import prompts_of
 from dynamo.frontend.api.text.model_names import name_or_only_model
-from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.config import TextLimits
-from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.security.ledger import UsageCounts
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.model_catalog import NamedModel
 
 R = TypeVar("R", bound=TaskRequest)
 
@@ -142,32 +142,29 @@ class TextTask(Generic[R]):
         self._serve = serve
 
     async def __call__(self, exchange: Exchange) -> None:
-        caller = exchange.caller()
+        call = exchange.call()
         request = await self._reader.read(exchange)
-        plane = self._edge.plane
-        name = name_or_only_model(plane, exchange.account, request.model, self._suits)
+        names, name = self._edge.plane.names, name_or_only_model(self._edge.plane, exchange.account, request.model, self._suits)
+        serve = partial(self._respond, exchange, request)
+        await names.serve(call, name, serve, has_begun=exchange.has_begun, user=request.user)
 
-        async def attempt(model: str, caller: Caller) -> None:
-            call = caller.call(endpoint=exchange.endpoint, request_type=RequestType.UNARY)
+    async def _respond(self, exchange: Exchange, request: R, model: NamedModel, call: Call) -> None:
+        edge = self._edge
 
-            async def infer(tensors: TensorRequest, tokens: int) -> Buffer:
-                response = await plane.infer(tensors, msgspec.structs.replace(call, expected_tokens=tokens))
-                exchange.hold(len(response))
-                return response
+        async def infer(tensors: TensorRequest, tokens: int) -> Buffer:
+            response = await edge.plane.infer(model, tensors, msgspec.structs.replace(call, expected_tokens=tokens))
+            exchange.hold(len(response))
+            return response
 
-            card = plane.card(exchange.account, model)
-            if not self._suits(card):
-                raise InvalidRequest(f"model '{card.name}' cannot do this: see its inputs and outputs", param="model")
-            numbers = Numbers(
-                card, model, self._edge.limits, infer, exchange.in_steps, exchange.settings.body_limit(Reads.TENSORS)
-            )
-            async with exchange.attended():
-                response = await self._serve(request, numbers)
-            call.account.take_tokens(numbers.tokens)
-            call.account.record(model, UsageCounts(prompt_tokens=numbers.tokens))
-            await exchange.respond_in_pieces(response, (JSON,))
-
-        await serve_by_name(plane, caller, name, attempt, exchange.has_begun, user=request.user)
+        if not self._suits(model.card):
+            raise InvalidRequest(f"model '{model.card.name}' cannot do this: see its inputs and outputs", param="model")
+        max_bytes = exchange.settings.body_limit(Reads.TENSORS)
+        numbers = Numbers(model.card, model.name, edge.limits, infer, exchange.in_steps, max_bytes)
+        async with exchange.attended():
+            response = await self._serve(request, numbers)
+        call.account.take_tokens(numbers.tokens)
+        call.account.record(model.name, UsageCounts(prompt_tokens=numbers.tokens))
+        await exchange.respond_in_pieces(response, (JSON,))
 
 
 def scores_pairs(card: ModelCard) -> bool:

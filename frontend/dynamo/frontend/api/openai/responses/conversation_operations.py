@@ -50,7 +50,7 @@ class ConversationOperations:
         self._add = RequestReader(AddItems)
 
     async def create(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await self._create.read(exchange)
         items = await self._to_store(exchange, request.items or [], [])
         created = await self._conversations.create(exchange.account.name, items, request.metadata or {})
@@ -61,7 +61,7 @@ class ConversationOperations:
         await exchange.respond(encode(conversation))
 
     async def update(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await self._update.read(exchange)
         updated = await self._conversations.update(
             exchange.account.name, exchange.parameters["id"], request.metadata, exchange.hold
@@ -69,13 +69,13 @@ class ConversationOperations:
         await exchange.respond(encode(updated))
 
     async def delete(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         id = exchange.parameters["id"]
         await self._conversations.delete(exchange.account.name, id, exchange.hold)
         await exchange.respond(encode({"id": id, "object": "conversation.deleted", "deleted": True}))
 
     async def add_items(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         request = await self._add.read(exchange)
         id = exchange.parameters["id"]
         refers = any(item.type == "item_reference" for item in request.items)
@@ -95,7 +95,7 @@ class ConversationOperations:
         await exchange.respond(encode(found[0]))
 
     async def delete_item(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         id, item = exchange.parameters["id"], exchange.parameters["item"]
         conversation = await self._conversations.delete_item(exchange.account.name, id, item, exchange.hold)
         await exchange.respond(encode(conversation))

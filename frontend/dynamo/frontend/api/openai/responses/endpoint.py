@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,7 +14,6 @@ import msgspec
 from dynamo.common.errors import Code, DynamoError, EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.common.process.background import awaited
-from dynamo.frontend.api.calls import Caller
 from dynamo.frontend.api.capacity import Occupancy
 from dynamo.frontend.api.declaration import Charge
 from dynamo.frontend.api.http.event_stream import EventStream
@@ -31,18 +31,18 @@ from dynamo.frontend.api.openai.store.event_log import EventLog, follow
 from dynamo.frontend.api.openai.store.events import ResponseObject, ResponseWriter
 from dynamo.frontend.api.openai.store.storage import Item, ItemIds, without_logprobs
 from dynamo.frontend.api.openai.store.stored import new_response_id
-from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, session_of
+from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, renamed
 from dynamo.frontend.api.statuses import log_failure, public_message
 from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.api.text.model_names import described_model
-from dynamo.frontend.api.text.named import serve_by_name
 from dynamo.frontend.api.text.rules import parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.security.accounts import Account
-from dynamo.frontend.serving.call import Progress
+from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import Generation
+from dynamo.frontend.serving.model_catalog import NamedModel
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,6 @@ class _ResponseWork:
     id: str
     started: float
     is_large: bool
-    endpoint: str
     account: Account
     items: Sequence[Item] | None
     """What the response is stored with; None: it is not stored."""
@@ -95,44 +94,40 @@ class Responses:
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
         started = edge.clock()
-        caller = exchange.caller()
+        call = exchange.call()
         request = await self._reader.read(exchange)
         request.check()
-        caller = exchange.identified(caller, request.request_id)
+        call = exchange.identified(call, request.request_id)
         id = new_response_id()
         continued, items, added = await self._with_history(exchange, request, id)
         chat = edge.completed(await edge.offload.run_if(exchange.has_large_body, continued.to_chat), exchange.account)
+        with fields_named(_FIELDS):
+            call = call_of(chat, call)
         work = _ResponseWork(
             request=request,
             chat=chat,
             id=id,
             started=started,
             is_large=exchange.has_large_body,
-            endpoint=exchange.endpoint,
             account=exchange.account,
             items=items,
             added=added,
         )
         if request.background:
             assert exchange.occupancy is not None, "requests to models are counted"
-            response = await self._start(work, caller, exchange.occupancy.handed_over())
+            response = await self._start(work, call, exchange.occupancy.handed_over())
             return await (self.follow(exchange, id) if request.stream else exchange.respond(encode(response)))
         async with self._room_for_added(work) as work:
-            await self._serve(exchange, caller, work)
+            serve = partial(self._serve, exchange, work)
+            await edge.plane.names.serve(call, chat.model_name, serve, has_begun=exchange.has_begun, user=chat.user)
 
-    async def _serve(self, exchange: Exchange, caller: Caller, work: _ResponseWork) -> None:
-        edge, request, chat = self._edge, work.request, work.chat
-
-        async def attempt(model: str, caller: Caller) -> None:
-            async with exchange.attended(), self._generating(work, model, caller) as (generation, feeder):
-                if request.stream:
-                    await self._stream(exchange, work, generation, feeder)
-                else:
-                    response = await self._complete(work, generation, feeder)
-                    await exchange.respond_in_pieces(feeder.writer.encoded(response), (JSON,))
-
-        session, user = session_of(chat), chat.user
-        await serve_by_name(edge.plane, caller, chat.model_name, attempt, exchange.has_begun, session=session, user=user)
+    async def _serve(self, exchange: Exchange, work: _ResponseWork, model: NamedModel, call: Call) -> None:
+        async with exchange.attended(), self._generating(work, model, call) as (generation, feeder):
+            if work.request.stream:
+                await self._stream(exchange, work, generation, feeder)
+            else:
+                response = await self._complete(work, generation, feeder)
+                await exchange.respond_in_pieces(feeder.writer.encoded(response), (JSON,))
 
     async def follow(self, exchange: Exchange, id: str, first: int = 0) -> None:
         """Write the events of a stored response from the number `first` on, as they come."""
@@ -149,7 +144,7 @@ class Responses:
     async def count(self, exchange: Exchange) -> None:
         """Respond with the number of tokens that the input of a response would have."""
         edge = self._edge
-        exchange.caller()
+        exchange.call()
         request = await self._reader.read(exchange)
         request = msgspec.structs.replace(request, store=False, background=None)
         continued, *_ = await self._with_history(exchange, request, new_response_id())
@@ -193,16 +188,15 @@ class Responses:
         items: list[Item] = [*history, *new]
         return await edge.offload.run(request.with_items, items), items if is_stored else None, new
 
-    async def _start(self, work: _ResponseWork, caller: Caller, occupied: Occupancy) -> ResponseObject:
+    async def _start(self, work: _ResponseWork, call: Call, occupied: Occupancy) -> ResponseObject:
         """Begin a response in the background, and return it as it is then. Raises what keeps the request from being admitted."""
         edge, chat = self._edge, work.chat
         assert edge.background is not None and work.items is not None
-        progress = caller.progress or Progress()
-        detached = msgspec.structs.replace(caller, progress=progress, deadline=None, explanation=None, hold=occupied.hold)
+        detached = msgspec.structs.replace(call, deadline=None, explanation=None, hold=occupied.hold)
 
         async def generate(stages: Stages) -> ResponseObject:
-            async def attempt(model: str, caller: Caller) -> ResponseObject:
-                async with self._generating(work, model, caller) as (generation, feeder):
+            async def attempt(model: NamedModel, call: Call) -> ResponseObject:
+                async with self._generating(work, model, call) as (generation, feeder):
                     generation.check_line()
                     await stages.admitted()
                     if not work.request.stream:
@@ -210,11 +204,10 @@ class Responses:
                     async with events.writing():
                         return await _read_all(generation, feeder, edge.clock, events.add)
 
-            progress.on_sent = stages.sent
-            session, user, name = session_of(chat), chat.user, chat.model_name
+            detached.progress.on_sent = stages.sent
             async with self._room_for_added(work) as kept:
-                response = await serve_by_name(
-                    edge.plane, detached, name, attempt, lambda: events.begun, session=session, user=user
+                response = await edge.plane.names.serve(
+                    detached, chat.model_name, attempt, has_begun=lambda: events.begun, user=chat.user
                 )
                 await self._add_to_conversation(kept, response)
             return response
@@ -226,20 +219,19 @@ class Responses:
         return await edge.background.start(work.owner, queued, work.items, generate, occupied)
 
     @asynccontextmanager
-    async def _generating(self, work: _ResponseWork, model: str, caller: Caller) -> AsyncIterator[tuple[Generation, _Feeder]]:
+    async def _generating(self, work: _ResponseWork, model: NamedModel, call: Call) -> AsyncIterator[tuple[Generation, _Feeder]]:
         """Generate a response by a model while the body runs."""
         edge, request = self._edge, work.request
-        chat = msgspec.structs.replace(work.chat, model=model)
-        card = edge.plane.card(work.account, model)
+        chat, card = renamed(work.chat, model.name), model.card
         with fields_named(_FIELDS):
             prepared = await edge.offload.run_if(work.is_large, chat_to_text, chat, card, edge.parsers, edge.limits)
             text = msgspec.structs.replace(prepared.texts[0], drops_messages=request.truncation == "auto")
-            async with edge.plane.generate(text, call_of(chat, caller, work.endpoint)) as generation:
+            async with edge.plane.generate(model, text, call) as generation:
                 texts = None
                 if request.wants_logprobs:
-                    texts = TokenTexts((await edge.plane.text_model(work.account, model)).tokenizer)
+                    texts = TokenTexts((await edge.plane.text_model(work.account, model.name)).tokenizer)
                 parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
-                yield generation, _Feeder(work.response(model), request, parser, texts, Gathering(caller.hold))
+                yield generation, _Feeder(work.response(model.name), request, parser, texts, Gathering(call.hold))
 
     async def _complete(self, work: _ResponseWork, generation: Generation, feeder: _Feeder) -> ResponseObject:
         """Return the whole response, stored if it is to be."""

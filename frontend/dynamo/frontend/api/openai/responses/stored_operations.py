@@ -30,13 +30,13 @@ class StoredOperations:
         await exchange.respond(encode(response))
 
     async def delete(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         id = exchange.parameters["id"]
         await self._stored.delete(exchange.account.name, id, exchange.hold)
         await exchange.respond(encode({"id": id, "object": "response", "deleted": True}))
 
     async def cancel(self, exchange: Exchange) -> None:
-        exchange.caller()
+        exchange.call()
         response = await self._stored.cancel(exchange.account.name, exchange.parameters["id"], exchange.hold)
         await exchange.respond(encode(response))
 
