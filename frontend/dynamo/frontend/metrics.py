@@ -260,19 +260,6 @@ class ModelMetrics:
         self.ttft_ratio = tally.spread(all_models.ttft_ratio, label)
         self.hit_rate = tally.spread(all_models.hit_rate, label)
 
-    def start(
-        self,
-        endpoint: str,
-        request_type: RequestType,
-        span: Span | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> RequestTimer:
-        """Begin a request. `endpoint` is one of the API's own names (`tensor`, `completions`, …), never a client's.
-
-        `span` is the request's part in a trace, which ends with it; None if it is not traced.
-        """
-        return RequestTimer(self, endpoint, request_type, span, clock)
-
     def recovered(self, reason: str) -> None:
         """Count a retry or move. `reason` is one of a fixed set."""
         self._all.retry_reasons.labels(self.label, reason).inc()
@@ -346,8 +333,17 @@ class RequestTimer:
     )
 
     def __init__(
-        self, metrics: ModelMetrics, endpoint: str, request_type: RequestType, span: Span | None, clock: Callable[[], float]
+        self,
+        metrics: ModelMetrics,
+        endpoint: str,
+        request_type: RequestType,
+        span: Span | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin a request. `endpoint` is one of the API's own names (`tensor`, `completions`, …), never a client's.
+
+        `span` is the request's part in a trace, which ends with it; None if it is not traced.
+        """
         self._metrics = metrics
         self._endpoint = endpoint
         self._type = request_type
@@ -398,8 +394,10 @@ class RequestTimer:
         """End the request, with success or with `error`."""
         metrics = self._metrics
         code = None if error is None else code_of(error)
-        self.responded()
-        self._flush_gaps()
+        if self._queued:
+            self.responded()
+        if self._gaps is not None:
+            self._flush_gaps()
         metrics.inflight.value -= 1
         metrics.duration.observe(self._clock() - self._started)
         metrics.add_outcome(self._endpoint, self._type, code)

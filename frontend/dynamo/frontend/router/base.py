@@ -110,11 +110,20 @@ class Router(Protocol):
         ...
 
 
+_DELEGATED = ("prompt_hashes", "missing_tokens", "first_token", "finished", "removed")
+
+
 class RouterWrapper:
-    """Base of routers that wrap another one: delegates everything but `pick`, which each wrapper defines."""
+    """Base of routers that wrap another one: delegates everything but `pick`, which each wrapper defines.
+
+    What a wrapper does not define is the inner router's own method: a request does not pass through each of several wrappers.
+    """
 
     def __init__(self, inner: Router) -> None:
         self.inner = inner
+        for name in _DELEGATED:
+            if getattr(type(self), name) is getattr(RouterWrapper, name):
+                setattr(self, name, getattr(inner, name))
 
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> PromptHashes | None:
         return self.inner.prompt_hashes(request, candidates)

@@ -43,8 +43,7 @@ def requested_decision(request: RouteRequest, candidates: Sequence[Instance]) ->
 
     Raises NoInstances if the pinned instance is no candidate.
     """
-    index = pinned(request, candidates)
-    if index is not None:
+    if request.pinned is not None and (index := pinned(request, candidates)) is not None:
         return RoutingDecision(candidates[index], "pinned")
     if request.preferred is not None:
         index = position_of(request.preferred, candidates)

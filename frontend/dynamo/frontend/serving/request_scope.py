@@ -92,7 +92,7 @@ class RequestScope:
             span = self._tracing.begin(call.endpoint, call.headers, about)
             if span is not None:
                 self.call = msgspec.structs.replace(call, span=span, headers=span.headers(call.headers))
-        self._timer = self._model.metrics.start(call.endpoint, call.request_type, span)
+        self._timer = RequestTimer(self._model.metrics, call.endpoint, call.request_type, span)
         try:
             ticket = call.account.admit(self._model.name, call, self._sequences)
             if ticket.is_counted:

@@ -20,7 +20,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.observability.tally import Tally
 from dynamo.common.observability.telemetry import SECONDS, LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry, render
 from dynamo.common.process.background import running
-from dynamo.frontend.metrics import FrontendMetrics, RequestType
+from dynamo.frontend.metrics import FrontendMetrics, RequestTimer, RequestType
 from dynamo.frontend.port_metrics import GrpcServerMetrics
 from tests.support.waiting import expiring
 
@@ -52,7 +52,7 @@ def read(registry: CollectorRegistry) -> Read:
 
 def test_a_streamed_request_is_measured_from_arrival_to_end(frontend: FrontendMetrics, read: Read) -> None:
     clock = Clock()
-    request = frontend.for_model("m").start("completions", RequestType.STREAM, clock=clock)
+    request = RequestTimer(frontend.for_model("m"), "completions", RequestType.STREAM, clock=clock)
     assert read("dynamo_frontend_inflight_requests", model="m") == 1
     assert read("dynamo_frontend_queued_requests", model="m") == 1
     clock.now += 0.25
@@ -75,14 +75,14 @@ def test_a_streamed_request_is_measured_from_arrival_to_end(frontend: FrontendMe
 
 
 def test_a_failed_request_counts_under_its_kind_of_error(frontend: FrontendMetrics, read: Read) -> None:
-    frontend.for_model("m").start("tensor", RequestType.UNARY).finish(Overloaded("full"))
+    RequestTimer(frontend.for_model("m"), "tensor", RequestType.UNARY).finish(Overloaded("full"))
     labels = {"model": "m", "endpoint": "tensor", "request_type": "unary", "status": "error", "error_type": "overload"}
     assert read("dynamo_frontend_requests_total", **labels) == 1
     assert read("dynamo_frontend_queued_requests", model="m") == 0
 
 
 def test_a_refused_request_counts_by_its_reason(frontend: FrontendMetrics, read: Read) -> None:
-    frontend.for_model("m").start("tensor", RequestType.UNARY).finish(Overloaded("full"))
+    RequestTimer(frontend.for_model("m"), "tensor", RequestType.UNARY).finish(Overloaded("full"))
     frontend.refused("completions", InvalidRequest("no JSON"))
     assert read("dynamo_frontend_model_rejection_total", model="m", reason="overload") == 1
     assert read("dynamo_frontend_model_rejection_total", model="unknown_model", reason="validation") == 1
@@ -104,7 +104,7 @@ def test_a_scrape_describes_a_model(frontend: FrontendMetrics, read: Read) -> No
 
 
 def test_a_client_that_left_is_counted(frontend: FrontendMetrics, read: Read) -> None:
-    frontend.for_model("m").start("tensor", RequestType.UNARY).finish(Cancelled())
+    RequestTimer(frontend.for_model("m"), "tensor", RequestType.UNARY).finish(Cancelled())
     assert read("dynamo_frontend_disconnected_clients") == 1
     assert read("dynamo_frontend_model_cancellation_total", model="m", endpoint="tensor", request_type="unary") == 1
 
@@ -112,7 +112,7 @@ def test_a_client_that_left_is_counted(frontend: FrontendMetrics, read: Read) ->
 def test_names_that_clients_choose_cannot_make_labels_without_end(registry: CollectorRegistry, read: Read) -> None:
     frontend = FrontendMetrics(registry, max_models=3)
     for number in range(50):
-        frontend.for_model(f"m{number}").start("tensor", RequestType.UNARY).finish()
+        RequestTimer(frontend.for_model(f"m{number}"), "tensor", RequestType.UNARY).finish()
     labels = {"endpoint": "tensor", "request_type": "unary", "status": "success", "error_type": ""}
     assert read("dynamo_frontend_requests_total", model="m2", **labels) == 1
     assert read("dynamo_frontend_requests_total", model="other", **labels) == 47
@@ -169,7 +169,7 @@ def test_a_histogram_has_no_series_for_a_model_without_observations(registry: Co
 
 def test_a_long_stream_shows_its_gaps_before_it_ends(frontend: FrontendMetrics, read: Read) -> None:
     clock = Clock()
-    request = frontend.for_model("m").start("completions", RequestType.STREAM, clock=clock)
+    request = RequestTimer(frontend.for_model("m"), "completions", RequestType.STREAM, clock=clock)
     for _ in range(300):
         clock.now += 0.01
         request.tokens(1)
@@ -207,9 +207,9 @@ def test_the_scrape_of_several_processes_is_their_sum(tmp_path: Path) -> None:
     program = """
         import sys
         from prometheus_client import CollectorRegistry
-        from dynamo.frontend.metrics import FrontendMetrics, RequestType
+        from dynamo.frontend.metrics import FrontendMetrics, RequestTimer, RequestType
         metrics = FrontendMetrics(CollectorRegistry())
-        request = metrics.for_model("m").start("tensor", RequestType.STREAM)
+        request = RequestTimer(metrics.for_model("m"), "tensor", RequestType.STREAM)
         request.tokens(1); request.tokens(3)
         request.finish()
         metrics.tally.flush()

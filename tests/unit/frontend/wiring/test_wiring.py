@@ -12,7 +12,7 @@ from dynamo.common.errors import Unavailable
 from dynamo.common.observability import scrape as scraping
 from dynamo.frontend.api.http.management.server import LinkState
 from dynamo.frontend.config import FrontendConfig, RouterOptions, Thresholds
-from dynamo.frontend.metrics import RequestType
+from dynamo.frontend.metrics import RequestTimer, RequestType
 from dynamo.frontend.wiring.links import Links
 from dynamo.frontend.wiring.metrics import Metrics
 from dynamo.frontend.wiring.routing import make_control
@@ -28,7 +28,7 @@ async def test_a_scrape_is_made_on_another_thread_and_shared(monkeypatch: pytest
 
     monkeypatch.setattr(scraping, "render", noted)
     metrics = Metrics()
-    metrics.frontend.for_model("m").start("tensor", RequestType.UNARY).finish()
+    RequestTimer(metrics.frontend.for_model("m"), "tensor", RequestType.UNARY).finish()
     first, second = await asyncio.gather(metrics.scrape(), metrics.scrape())
     assert first is second and len(threads) == 1 and threads[0] != threading.get_ident()
     assert b'dynamo_frontend_request_duration_seconds_count{model="m"} 1.0' in first[0], "what was counted up to then is in it"

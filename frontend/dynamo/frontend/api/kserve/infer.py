@@ -34,7 +34,7 @@ def call_for(request: TensorRequest, model: NamedModel, call: Call, request_type
     head = request.head
     return msgspec.structs.replace(
         call,
-        request_id=call.request_id or usable_id(head.id) or secrets.token_hex(8),
+        request_id=call.request_id or (head.id and usable_id(head.id)) or secrets.token_hex(8),
         priority=call.priority or (priority_of_level(request.priority) if head.parameters else 0),
         endpoint=TEXT_ENDPOINT if model.card.kind is ModelKind.LLM else TENSOR_ENDPOINT,
         request_type=request_type,

@@ -142,7 +142,8 @@ class KserveService:
         explanation: Explanation | None = None
         progress = Progress()
         try:
-            call = _call(self._account(), context, progress)
+            headers, left_s = context.invocation_metadata() or (), context.time_remaining()
+            call = read_call(self._account(), headers, left_s, progress=progress)
             request_id, explanation = call.request_id, call.explanation
             waits_ns = perf_counter_ns()
             data = await message.read() if isinstance(message, PendingMessage) else message
@@ -154,7 +155,7 @@ class KserveService:
                 call,
                 head.model_name,
                 partial(self._respond, request, waits_ns, read_ns, context),
-                version=check_version(head.model_version),
+                version=head.model_version and check_version(head.model_version),
                 sequence=request.sequence if head.parameters else "",
             )
             check_size(response, self._options.max_message_bytes)
@@ -197,7 +198,8 @@ class KserveService:
         request_id = ""
         explanation: Explanation | None = None
         try:
-            call = _call(self._account(), context, Progress())
+            headers, left_s = context.invocation_metadata() or (), context.time_remaining()
+            call = read_call(self._account(), headers, left_s, progress=Progress())
             request_id, explanation = call.request_id, call.explanation
             stream = KserveStream(
                 self._plane, self._drain, self._scanner, self._options, self._capacity, context, call, self._server
@@ -359,10 +361,6 @@ def _loaded_model(message: Buffer) -> str:
 
 def _unloaded_model(message: Buffer) -> str:
     return str(parse_message(pb.RepositoryModelUnloadRequest, message).model_name)
-
-
-def _call(account: Account, context: Context, progress: Progress) -> Call:
-    return read_call(account, context.invocation_metadata() or (), context.time_remaining(), progress=progress)
 
 
 def _client_request_id(context: Context) -> str:

@@ -40,7 +40,7 @@ from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.call import Call
-from dynamo.frontend.serving.data_plane import Generation
+from dynamo.frontend.serving.data_plane import DataPlane, Generation
 from dynamo.frontend.serving.model_catalog import NamedModel
 
 
@@ -52,18 +52,26 @@ class Completions:
         self._reader = RequestReader(CompletionRequest)
 
     async def __call__(self, exchange: Exchange) -> None:
-        edge = self._edge
+        edge, plane = self._edge, self._edge.plane
         started = edge.clock()
         call = exchange.call()
         request = edge.completed(await self._reader.read(exchange), call.account)
         if request.request_id:
             call = exchange.identified(call, request.request_id)
         call = call_of(request, call)
-        serve = partial(self._serve, exchange, request, started)
-        await edge.plane.names.serve(call, request.model_name, serve, has_begun=exchange.has_begun, user=request.user)
+        serve = partial(self._serve, plane, exchange, request, started)
+        await plane.names.serve(call, request.model_name, serve, has_begun=exchange.has_begun, user=request.user)
 
-    async def _serve(self, exchange: Exchange, request: CompletionRequest, started: float, model: NamedModel, call: Call) -> None:
-        edge, plane, request = self._edge, self._edge.plane, renamed(request, model.name)
+    async def _serve(
+        self,
+        plane: DataPlane,
+        exchange: Exchange,
+        request: CompletionRequest,
+        started: float,
+        model: NamedModel,
+        call: Call,
+    ) -> None:
+        edge, request = self._edge, renamed(request, model.name)
         prepared = completion_to_text(request, model.card, edge.limits)
         extras = Extras(request, started, edge.clock)
         if len(prepared.texts) > 1 and extras:

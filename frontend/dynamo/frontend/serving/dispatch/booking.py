@@ -73,7 +73,7 @@ class Booking:
 class Booker:
     """Picks instances and books requests on them. One per process."""
 
-    def __init__(self, router: Router, client: Client, on_released: Callable[[InstanceId], None]) -> None:
+    def __init__(self, router: Router, client: Client, on_released: Callable[[InstanceId], None] | None) -> None:
         """`on_released` is called after each release, with the instance."""
         self.router = router
         self._client = client
@@ -147,7 +147,8 @@ class Booker:
     def release(self, booking_id: str, instance: InstanceId, error: DynamoError | None) -> None:
         """Tell the router that a booked request is over. Bookings call this."""
         self.router.finished(booking_id, error)
-        self._on_released(instance)
+        if self._on_released is not None:
+            self._on_released(instance)
 
     async def hash_prompt(self, work: Work, candidates: Sequence[Instance]) -> bool:
         """Hash a prompt in steps, if the router will look at its hashes. Return whether other tasks may have run meanwhile."""

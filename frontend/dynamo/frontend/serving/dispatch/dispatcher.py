@@ -97,7 +97,7 @@ class Dispatcher:
         self._clock = clock
         self._shared = _DispatchParts(
             candidates=Candidates(directory, retry.refusal_pause_s, clock),
-            booker=Booker(router, client, _nothing if queue is None else queue.poke),
+            booker=Booker(router, client, None if queue is None else queue.poke),
             queue=queue,
             link=link,
             reconnect_grace_s=retry.reconnect_grace_s,
@@ -139,7 +139,8 @@ class Dispatcher:
 
         Raises EngineError for a schema or grammar that instances died of.
         """
-        self._shared.suspects.check(work.fingerprint, self._clock())
+        if work.fingerprint:
+            self._shared.suspects.check(work.fingerprint, self._clock())
         return DispatchedStream(self._shared, work, call, self.deadline(call), Attempts())
 
     async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
@@ -249,7 +250,8 @@ class DispatchedStream:
         if not bodies:
             self.trailer = booking.stream.trailer
             self._ended = True
-            self._shared.suspects.responded(self._work.fingerprint)
+            if self._work.fingerprint:
+                self._shared.suspects.responded(self._work.fingerprint)
             booking.release(None)
         elif not self.started:
             self.started = True
@@ -276,7 +278,8 @@ class DispatchedStream:
             except DynamoError as error:
                 await self._after_failure(booking, error)
         self._ended = True
-        self._shared.suspects.responded(self._work.fingerprint)
+        if self._work.fingerprint:
+            self._shared.suspects.responded(self._work.fingerprint)
         return body
 
     async def move(self, error: DynamoError, work: Work) -> None:
@@ -533,6 +536,3 @@ class DispatchedStream:
 def _cost(work: Work) -> int:
     """Return the tokens of the prompt and of the expected response."""
     return len(work.prompt) // TOKEN_BYTES + work.expected_output_tokens
-
-
-def _nothing(instance: InstanceId) -> None: ...

@@ -311,7 +311,8 @@ class Generation:
         part.is_placed = True
         placed = await self._disaggregation.place(part.work, part.prompt, self._call)
         self._prefill = placed.prefill
-        part.stream.redirect(placed.work)
+        if placed.work is not part.work:
+            part.stream.redirect(placed.work)
         if part.is_moved:
             self._was_resumed = True
             self._metrics.migrated(ongoing=True)
