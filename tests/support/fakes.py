@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+
 from dynamo.common.discovery import Instance, View, encode_registration
 from dynamo.common.errors import Cancelled, DeadlineExceeded, DynamoError
 from dynamo.common.generation import (
@@ -303,7 +305,7 @@ class RecordingRouter:
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
         assert request.booking_id not in self.open, "booked twice"
-        self.requests.append(request)
+        self.requests.append(msgspec.structs.replace(request))  # as it is at this attempt
         self.open[request.booking_id] = candidates[0].id
         return RoutingDecision(candidates[0], "first")
 

@@ -14,11 +14,13 @@ from dynamo.frontend.router.cache.hashing import PromptHashes
 from dynamo.frontend.router.explanation import Explanation
 
 
-class RouteRequest(msgspec.Struct, frozen=True, gc=False):
-    """The part of a request that routing looks at."""
+class RouteRequest(msgspec.Struct, gc=False):
+    """A request as routing looks at it; `serving.call.Work` is the whole."""
 
     model: str
+    """The name in the card, no alias."""
     booking_id: str = ""
+    """Names this attempt to send it to an instance."""
     prompt: bytes = b""
     """Token ids (little-endian u32) of an LLM request; empty for tensors."""
     adapter: str = ""
@@ -41,7 +43,7 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     session_owner: str = ""
     """The API key whose session it is; empty without one."""
     sequence: str = ""
-    """Requests of one sequence have to go to one instance."""
+    """Requests of one sequence, unlike those of other keys, have to go to one instance."""
     overrides: Mapping[str, float] = {}
     """Per-request router settings, see `overrides.py`."""
     hashes: PromptHashes | None = None

@@ -18,7 +18,7 @@ from dynamo.common.observability.tracing import Span
 from dynamo.common.process.work import hold_nothing
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.metrics import ModelMetrics, RequestType
-from dynamo.frontend.router.cache.hashing import PromptHashes
+from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
 
@@ -85,11 +85,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Counts bytes that are kept for the request until its end. Raises Overloaded."""
 
 
-class Work(msgspec.Struct, kw_only=True):
-    """What has to be done, and which instances may do it."""
+class Work(RouteRequest, kw_only=True):
+    """What has to be done, and which instances may do it. Routers get it as it is."""
 
-    model: str
-    """The name in the card, no alias."""
     verb: str
     body: Body
     metrics: ModelMetrics
@@ -99,24 +97,14 @@ class Work(msgspec.Struct, kw_only=True):
     """Only instances that serve this version; empty: any."""
     tokenizer: str = ""
     """Only instances whose model has this tokenizer, for work that is token ids; empty: any."""
-    sequence: str = ""
-    """The sequence that the request is part of, unlike those of other keys; empty: none."""
     sequence_owner: str = ""
     """The API key whose sequences it may be part of; empty: it names no sequence, or has no key."""
     grammar_owner: str = ""
     """The API key whose schema or grammar it has; empty: it has none, or no key."""
-    prompt: bytes = b""
-    hashes: PromptHashes | None = None
-    """Hashes of `prompt`, if it is so long that they were computed before an instance is picked."""
-    adapter: str = ""
-    cache_salt: str = ""
-    expected_output_tokens: int = 0
     fingerprint: bytes = b""
     """Equal for requests with the same schema or grammar, which instances may die of; empty: it has none."""
     role: Role | None = None
     """Only instances of this role; None: any role but `prefill`, which does not respond to callers."""
-    is_prefilled: bool = False
-    """Another instance has computed the prompt: neither what is cached nor the length of the prompt matters."""
     otherwise: Work | None = None
     """What is done instead once an instance has failed, or if there is none."""
 

@@ -188,7 +188,7 @@ class DataPlane:
                 await self._checks.run(checker.check, request)
             else:
                 checker.check(request)
-            response = await self._dispatcher.call(_infer(request, model, call.account), scope.call)
+            response = await self._dispatcher.call(_infer(request, model, scope.call), scope.call)
             scope.succeed()
             return response
 
@@ -384,7 +384,7 @@ class TensorResponses:
                 self._copy(request)
             checker = self._model.checker
             await self._checks.run_if(checker.is_slow(request), checker.check, request)
-            self._stream = self._dispatcher.stream(_infer(request, self._model, scope.call.account), scope.call)
+            self._stream = self._dispatcher.stream(_infer(request, self._model, scope.call), scope.call)
         except BaseException as error:
             scope.fail(error)
             raise
@@ -474,7 +474,8 @@ async def open_data_plane(
             await plane.shadows.close()
 
 
-def _infer(request: TensorRequest, model: NamedModel, account: Account) -> Work:
+def _infer(request: TensorRequest, model: NamedModel, call: Call) -> Work:
+    account = call.account
     # Workers order requests by the level in the message.
     is_too_urgent = account.max_priority < MAX_PRIORITY and priority_of_level(request.priority) > account.max_priority
     sequence = request.sequence if model.card.has_sequences else ""
@@ -491,4 +492,12 @@ def _infer(request: TensorRequest, model: NamedModel, account: Account) -> Work:
         version=model.version,
         sequence=sequence,
         sequence_owner=owner,
+        priority=call.priority,
+        pinned=call.instance,
+        needs_room=call.instance is not None,
+        session=call.session,
+        session_owner=call.account.name if call.session else "",
+        overrides=call.overrides,
+        request_id=call.request_id,
+        explanation=call.explanation,
     )

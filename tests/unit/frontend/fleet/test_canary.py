@@ -16,7 +16,6 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.simple import RoundRobin
-from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, instance
 from tests.support.http_edge import chat_card
@@ -44,10 +43,10 @@ class QueriedFleet:
         return b""
 
     def candidates(self) -> set[int]:
-        from dynamo.frontend.serving.call import Call, Work  # what a request would be sent to
+        from dynamo.frontend.serving.call import Work  # what a request would be sent to
 
         work = Work(model="talker", verb="generate", body=b"", metrics=FrontendMetrics(CollectorRegistry()).for_model("talker"))
-        return {candidate.id for candidate in self.dispatcher.candidates.select(work, Call(account=ANONYMOUS, request_id="r"))}
+        return {candidate.id for candidate in self.dispatcher.candidates.select(work)}
 
 
 class Fleet:

@@ -26,10 +26,12 @@ from dynamo.common.names import InstanceId
 from dynamo.common.tensors.request import SEQUENCE_OWNER, TensorRequest
 from dynamo.frontend.config import DisaggregationOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
+from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.keys import MAX_PRIORITY, ApiKey
 from dynamo.frontend.serving.call import Call
-from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
+from dynamo.frontend.serving.data_plane import DataPlane, Generation, TensorResponses, open_data_plane
 from dynamo.frontend.serving.shadows import MAX_COPIES
 from dynamo.frontend.serving.text.text_models import TextModel
 from dynamo.protos.inference_pb2 import (
@@ -54,7 +56,7 @@ from tests.support.fakes import (
     load_fake_text,
     tensor_card,
 )
-from tests.support.plane import infer, infer_stream
+from tests.support.plane import generate, infer, infer_stream
 from tests.support.virtual_time import in_virtual_time
 
 
@@ -554,6 +556,37 @@ async def test_a_worker_is_told_whose_sequence_it_is(account: Account, sequence:
         for stream in f.client.streams:
             assert stream.headers.get(SEQUENCE_OWNER) == owner
             assert bytes(joined(stream.body)) == bytes(wanted.raw), "the id is as the client sent it"
+
+
+async def test_the_router_gets_what_the_caller_demands_of_tensors_and_of_text() -> None:
+    account, explanation = KeyAccount(ApiKey(name="team", salt=b"", digest=b"")), Explanation()
+    wishes = {"instance": InstanceId(1), "priority": -3, "session": "s", "overrides": {"ttft_goal": 1.0}}
+    call = Call(account=account, request_id="r", explanation=explanation, **wishes)  # type: ignore[arg-type]
+
+    def refuse(stream: FakeStream) -> None:
+        stream.fail(InvalidRequest("enough is known"))
+
+    directory = FakeDirectory(instance(2), instance(1), instance(1, llm_card()))
+    async with front(directory, refuse) as f:
+        text = TextRequest(model="talker", prompt="hello")
+        for read in (
+            infer(f.plane, request(), call),
+            _first(infer_stream(f.plane, request(), call)),
+            _first(generate(f.plane, text, call)),
+        ):
+            with pytest.raises(InvalidRequest, match="enough is known"):
+                await read
+    assert [sent.model for sent in f.router.requests] == ["adder", "adder", "talker"]
+    for sent in f.router.requests:
+        assert (sent.pinned, sent.needs_room, sent.priority) == (1, True, -3)
+        assert (sent.session, sent.session_owner, sent.overrides) == ("s", "team", {"ttft_goal": 1.0})
+        assert (sent.request_id, sent.explanation) == ("r", explanation)
+        assert not (sent.was_admitted or sent.waited_s)
+
+
+async def _first(source: TensorResponses | Generation) -> None:
+    async with source:
+        await source.read()
 
 
 @pytest.mark.parametrize(("max_priority", "level"), [(0, 0), (MAX_PRIORITY, 1), (2**20 - 2, 0), (2**20 - 1, 1)])

@@ -19,7 +19,7 @@ from dynamo.common.messaging.request_plane.frames import READS_MANY
 from dynamo.common.names import InstanceId
 from dynamo.common.observability.tracing import Span
 from dynamo.common.tensors.request import SEQUENCE_OWNER
-from dynamo.frontend.router.base import Router, RouteRequest, RoutingDecision
+from dynamo.frontend.router.base import Router, RoutingDecision
 from dynamo.frontend.serving.call import Call, Client, Stream, Work
 
 REQUEST_ID_HEADER = "request-id"
@@ -90,36 +90,11 @@ class Booker:
         *,
         deadline: float | None,
         failed_attempts: int,
-        waited_s: float = 0.0,
     ) -> Booking:
         """Book the request on one of `candidates` and send it there. Raises DynamoError, Overloaded if none may take more."""
-        booking_id = f"{self._origin}-{next(self._numbers):x}"
+        work.booking_id = booking_id = f"{self._origin}-{next(self._numbers):x}"
         began_ns = 0 if call.span is None else time.time_ns()
-        decision = self.router.pick(
-            RouteRequest(
-                model=work.model,
-                booking_id=booking_id,
-                prompt=work.prompt,
-                adapter=work.adapter,
-                cache_salt=work.cache_salt,
-                expected_output_tokens=work.expected_output_tokens,
-                is_prefilled=work.is_prefilled,
-                was_admitted=failed_attempts > 0,
-                priority=call.priority,
-                waited_s=waited_s,
-                pinned=call.instance,
-                needs_room=call.instance is not None,
-                session=call.session,
-                session_owner=call.account.name if call.session else "",
-                sequence=work.sequence,
-                overrides=call.overrides,
-                hashes=work.hashes,
-                request_id=call.request_id,
-                explanation=call.explanation,
-            ),
-            candidates,
-            explain=call.span is not None,
-        )
+        decision = self.router.pick(work, candidates, explain=call.span is not None)
         if call.span is not None:
             _trace_decision(call.span, began_ns, decision, len(candidates), failed_attempts)
         instance = decision.instance
@@ -154,7 +129,7 @@ class Booker:
         """Hash a prompt in steps, if the router will look at its hashes. Return whether other tasks may have run meanwhile."""
         if work.hashes is not None:
             return False
-        hashes = self.router.prompt_hashes(_route_of_prompt(work), candidates)
+        hashes = self.router.prompt_hashes(work, candidates)
         if hashes is None:
             return False
         for _ in hashes.steps():
@@ -165,17 +140,11 @@ class Booker:
     async def missing_tokens(self, work: Work, candidates: Sequence[Instance]) -> int | None:
         """Return the fewest tokens of the prompt that one of `candidates` has not cached, as the router has it; None: unknown."""
         await self.hash_prompt(work, candidates)
-        return self.router.missing_tokens(_route_of_prompt(work), candidates)
+        return self.router.missing_tokens(work, candidates)
 
     def missing_tokens_with_room(self, work: Work, candidates: Sequence[Instance]) -> int | None:
         """The same of those of `candidates` that are not busy; None also if all are, or if no threshold says which."""
-        return self.router.missing_tokens(_route_of_prompt(work), candidates, with_room=True)
-
-
-def _route_of_prompt(work: Work) -> RouteRequest:
-    return RouteRequest(
-        model=work.model, prompt=work.prompt, adapter=work.adapter, cache_salt=work.cache_salt, hashes=work.hashes
-    )
+        return self.router.missing_tokens(work, candidates, with_room=True)
 
 
 def _trace_decision(span: Span, began_ns: int, decision: RoutingDecision, candidates: int, failed: int) -> None:

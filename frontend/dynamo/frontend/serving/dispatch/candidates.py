@@ -10,7 +10,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, InstanceGone, Unavailable
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.frontend.serving.call import Call, Instances, Work
+from dynamo.frontend.serving.call import Instances, Work
 
 
 def able_to_serve(
@@ -59,11 +59,11 @@ class Candidates:
             self._able.pop(key, None)
         return able
 
-    def select(self, work: Work, call: Call, failed: Sequence[InstanceId] = ()) -> Sequence[Instance]:
+    def select(self, work: Work, failed: Sequence[InstanceId] = ()) -> Sequence[Instance]:
         """Return the instances that a request may be sent to, without those in `failed`."""
         able = self.able_to_serve(work.name or work.model, work.version, work.tokenizer, work.role)
-        if call.instance is not None:
-            return [instance for instance in able if instance.id == call.instance]
+        if work.pinned is not None:
+            return [instance for instance in able if instance.id == work.pinned]
         if self._left_out and self._clock() >= self._next_return_at:
             self._end_expired()
         if failed:

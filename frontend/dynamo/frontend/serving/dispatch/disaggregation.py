@@ -79,7 +79,7 @@ class Disaggregation:
         instance would have to do both and may not.
         """
         named = call.prefill_instance
-        decode = self._decode_instances(work, prompt, call)
+        decode = self._decode_instances(work, prompt)
         if not decode:
             if named is not None:
                 raise Unavailable(f"instance {named:x} computes no prompts of model '{work.model}' for other instances now")
@@ -103,7 +103,7 @@ class Disaggregation:
         decoding.is_prefilled = True
         return Placed(decoding, prefill)
 
-    def _decode_instances(self, work: Work, prompt: GenerateRequest, call: Call) -> Sequence[Instance]:
+    def _decode_instances(self, work: Work, prompt: GenerateRequest) -> Sequence[Instance]:
         """Return the instances that may go on with a computed prompt; none: one does both. Raises Unavailable, InvalidRequest."""
         name = work.name or work.model
         prefill = self._dispatcher.candidates.able_to_serve(name, work.version, work.tokenizer, Role.PREFILL)
@@ -111,8 +111,8 @@ class Disaggregation:
         if not prefill and not enforce:
             return ()
         decode: Sequence[Instance] = self._dispatcher.candidates.able_to_serve(name, work.version, work.tokenizer, Role.DECODE)
-        if call.instance is not None:
-            decode = [instance for instance in decode if instance.id == call.instance]
+        if work.pinned is not None:
+            decode = [instance for instance in decode if instance.id == work.pinned]
         if not prefill or not decode:
             if enforce:
                 missing = "decode" if prefill else "prefill"
@@ -138,9 +138,17 @@ class Disaggregation:
             prompt, n=1, logprobs=None, stop=Stop(max_tokens=1, ignore_eos=True), data_parallel_rank=None, kv_transfer=OFFER
         )
         body = request_encoder.encode(request)
-        first = msgspec.structs.replace(work, body=body, role=Role.PREFILL, expected_output_tokens=1)
-        computing = msgspec.structs.replace(call, instance=call.prefill_instance, session="")  # `call.instance` is to respond
-        async with self._dispatcher.stream(first, computing) as stream:
+        named = call.prefill_instance  # `call.instance` is to respond
+        first = msgspec.structs.replace(
+            work,
+            body=body,
+            role=Role.PREFILL,
+            expected_output_tokens=1,
+            pinned=named,
+            needs_room=named is not None,
+            session="",
+        )
+        async with self._dispatcher.stream(first, call) as stream:
             while True:
                 try:
                     while await stream.read():

@@ -264,7 +264,7 @@ class DispatchedStream:
         A line may be full a moment later nevertheless.
         """
         queue, work, call = self._shared.queue, self._work, self._call
-        if queue is not None and queue.must_wait(work.model, work.role, call.account, call.priority):
+        if queue is not None and queue.must_wait(work.model, work.role, call.account, work.priority):
             self._place(queue)
 
     async def result(self) -> Buffer:
@@ -332,7 +332,7 @@ class DispatchedStream:
     async def _recover(self, error: DynamoError, *, is_delivered: bool) -> None:
         """Return when the request may be sent again after `error`; raise the error for the caller if it may not."""
         assert self.decision is not None
-        shared, call, attempts = self._shared, self._call, self._attempts
+        shared, attempts = self._shared, self._attempts
         now = shared.clock()
         work = self._work if self._work.otherwise is None else self._work.otherwise
         failed = self._failed_by(error, self.decision.instance.id, work)
@@ -340,8 +340,8 @@ class DispatchedStream:
             number=attempts.number + 1,
             deaths=attempts.deaths,
             is_delivered=is_delivered,
-            is_pinned=call.instance is not None,
-            has_alternative=bool(shared.candidates.select(work, call, failed)),
+            is_pinned=work.pinned is not None,
+            has_alternative=bool(shared.candidates.select(work, failed)),
             is_disturbed=shared.may_come_back(error, now),
             deadline=self._deadline,
             gives_up_at=attempts.gives_up_at,
@@ -364,7 +364,7 @@ class DispatchedStream:
         failed = [*attempts.failed, instance]
         if was_lost_on_the_way(error):
             attempts.lost.append(instance)
-        if attempts.lost and not self._shared.candidates.select(work, self._call, failed):
+        if attempts.lost and not self._shared.candidates.select(work, failed):
             return [id_ for id_ in failed if id_ not in attempts.lost]
         return failed
 
@@ -409,7 +409,7 @@ class DispatchedStream:
             return None
         if self._deadline is not None and shared.clock() >= self._deadline:
             return None
-        candidates = shared.candidates.select(work, self._call, self._attempts.failed)
+        candidates = shared.candidates.select(work, self._attempts.failed)
         if not candidates or not shared.link.is_connected:
             return None
         try:
@@ -439,13 +439,13 @@ class DispatchedStream:
             error: Unavailable
             if not shared.link.is_connected:
                 error = Unavailable("the frontend has no connection to its workers now")
-            elif candidates := shared.candidates.select(self._work, call, self._attempts.failed):
+            elif candidates := shared.candidates.select(self._work, self._attempts.failed):
                 work, queue = self._work, shared.queue
                 if len(work.prompt) >= LONG_PROMPT_BYTES and await shared.booker.hash_prompt(work, candidates):
                     continue  # meanwhile, others had their turns
                 if queue is None:
                     return self._book_one_of(candidates)
-                must_wait = queue.must_wait(work.model, work.role, call.account, call.priority)
+                must_wait = queue.must_wait(work.model, work.role, call.account, work.priority)
                 if not must_wait and (booking := self._book_unless_busy(candidates)) is not None:
                     queue.sent_at_once(work.model, work.role, call.account, _cost(work))
                     return booking
@@ -473,13 +473,13 @@ class DispatchedStream:
         Raises Overloaded if too many requests wait already, or for too long, TooLate if this one has waited too long for its
         goals, and DeadlineExceeded.
         """
-        shared, work, call = self._shared, self._work, self._call
+        shared, work = self._shared, self._work
         if queue.looks_at_caches:
-            await shared.booker.hash_prompt(work, shared.candidates.select(work, call, self._attempts.failed))
+            await shared.booker.hash_prompt(work, shared.candidates.select(work, self._attempts.failed))
         with self._place(queue) as place:
             while True:
                 await place.turn()
-                candidates = shared.candidates.select(work, call, self._attempts.failed)
+                candidates = shared.candidates.select(work, self._attempts.failed)
                 if not candidates or not shared.link.is_connected:
                     return None
                 if (booking := self._book_unless_busy(candidates)) is not None:
@@ -491,16 +491,16 @@ class DispatchedStream:
             work.model,
             work.role,
             account=call.account,
-            priority=call.priority,
+            priority=work.priority,
             tokens=_cost(work),
             deadline=self._deadline,
             missing_tokens=self._missing_tokens_with_room,
-            instance=call.instance,
+            instance=work.pinned,
         )
 
     def _missing_tokens_with_room(self) -> int | None:
         """Return how many tokens of the prompt an instance would have to compute; None: unknown, or all instances are busy."""
-        candidates = self._shared.candidates.select(self._work, self._call, self._attempts.failed)
+        candidates = self._shared.candidates.select(self._work, self._attempts.failed)
         return self._shared.booker.missing_tokens_with_room(self._work, candidates) if candidates else None
 
     def _book_unless_busy(self, candidates: Sequence[Instance]) -> Booking | None:
@@ -513,14 +513,11 @@ class DispatchedStream:
             return None
 
     def _book_one_of(self, candidates: Sequence[Instance]) -> Booking:
-        shared = self._shared
+        shared, work, failed = self._shared, self._work, self._attempts.number
+        work.was_admitted = failed > 0
+        work.waited_s = 0.0 if self._tried_at is None else shared.clock() - self._tried_at
         self._booking = booking = shared.booker.book(
-            self._work,
-            self._call,
-            candidates,
-            deadline=self._deadline,
-            failed_attempts=self._attempts.number,
-            waited_s=0.0 if self._tried_at is None else shared.clock() - self._tried_at,
+            work, self._call, candidates, deadline=self._deadline, failed_attempts=failed
         )
         self.decision = booking.decision
         if (on_sent := self._call.progress.on_sent) is not None:
@@ -528,9 +525,10 @@ class DispatchedStream:
         return booking
 
     def _no_instance(self) -> Unavailable:
-        if self._call.instance is None:
-            return NoInstances(self._work.model)
-        return Unavailable(f"instance {self._call.instance:x} does not serve model '{self._work.model}' now")
+        work = self._work
+        if work.pinned is None:
+            return NoInstances(work.model)
+        return Unavailable(f"instance {work.pinned:x} does not serve model '{work.model}' now")
 
 
 def _cost(work: Work) -> int:

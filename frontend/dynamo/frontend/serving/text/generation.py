@@ -332,6 +332,7 @@ class Generation:
 
     def _work(self, prompt: GenerateRequest) -> Work:
         assert self._card.llm is not None
+        call = self._call
         return Work(
             model=self._card.name,
             verb="generate",
@@ -344,7 +345,15 @@ class Generation:
             cache_salt=prompt.cache_salt,
             expected_output_tokens=prompt.stop.max_tokens or 0,
             fingerprint=b"" if prompt.sampling.guided is None else _fingerprint(prompt),
-            grammar_owner="" if prompt.sampling.guided is None else self._call.account.name,
+            grammar_owner="" if prompt.sampling.guided is None else call.account.name,
+            priority=call.priority,
+            pinned=call.instance,
+            needs_room=call.instance is not None,
+            session=call.session,
+            session_owner=call.account.name if call.session else "",
+            overrides=call.overrides,
+            request_id=call.request_id,
+            explanation=call.explanation,
         )
 
     def _direct_stream(self) -> Stream | None:

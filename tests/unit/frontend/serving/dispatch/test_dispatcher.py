@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -55,8 +56,8 @@ class Bench:
     metrics: FrontendMetrics
     dispatcher: Dispatcher
 
-    def work(self, body: bytes = b"request") -> Work:
-        return Work(model="adder", verb="infer", body=body, metrics=self.metrics.for_model("adder"))
+    def work(self, body: bytes = b"request", **more: Any) -> Work:
+        return Work(model="adder", verb="infer", body=body, metrics=self.metrics.for_model("adder"), **more)
 
     async def call(self, call: Call | None = None) -> bytes:
         return bytes(await self.dispatcher.call(self.work(), call or Call(account=ANONYMOUS, request_id="r")))
@@ -471,14 +472,14 @@ async def test_two_requests_of_one_id_have_bookings_of_their_own() -> None:
 async def test_a_request_that_names_its_instance_goes_nowhere_else() -> None:
     b = bench(failing_on({2: Overloaded("full")}))
     with pytest.raises(Overloaded):
-        await b.call(Call(account=ANONYMOUS, request_id="r", instance=InstanceId(2)))
+        await b.dispatcher.call(b.work(pinned=InstanceId(2)), Call(account=ANONYMOUS, request_id="r"))
     assert b.client.sent_to == [2]
 
 
 async def test_the_error_for_an_unknown_instance_names_it() -> None:
     b = bench()
     with pytest.raises(Unavailable, match="instance ff does not serve model 'adder' now"):
-        await b.call(Call(account=ANONYMOUS, request_id="r", instance=InstanceId(255)))
+        await b.dispatcher.call(b.work(pinned=InstanceId(255)), Call(account=ANONYMOUS, request_id="r"))
 
 
 # Our own NATS connection

@@ -77,10 +77,12 @@ class Fleet:
         self.dispatcher = Dispatcher(self.directory, self.client, FakeLink(), self.router, queue=self.queue)
         self.done: list[str] = []
 
-    def stream(self, name: str, *, prompt: int = 1, account: Account = ANONYMOUS, **call: object) -> DispatchedStream:
+    def stream(self, name: str, *, prompt: int = 1, account: Account = ANONYMOUS, **more: object) -> DispatchedStream:
+        """`more` is the deadline, or belongs to the work."""
+        deadline: Any = more.pop("deadline", None)
         body, tokens = name.encode(), bytes(4 * prompt)
-        work = Work(model="adder", verb="infer", body=body, metrics=self.metrics, prompt=tokens, cache_salt=name)
-        return self.dispatcher.stream(work, Call(account=account, request_id=name, **call))  # type: ignore[arg-type]
+        work = Work(model="adder", verb="infer", body=body, metrics=self.metrics, prompt=tokens, cache_salt=name, **more)  # type: ignore[arg-type]
+        return self.dispatcher.stream(work, Call(account=account, request_id=name, deadline=deadline))
 
     def send(self, name: str, **request: Any) -> asyncio.Task[None]:
         async def sent() -> None:
@@ -289,7 +291,7 @@ async def test_when_the_last_instance_leaves_those_in_line_hear_so() -> None:
 async def test_a_request_that_names_its_instance_waits_in_line_as_others_do() -> None:
     fleet = Fleet(10)
     tasks = [fleet.send(name) for name in "ab"]
-    tasks.append(fleet.send("pinned", instance=InstanceId(1)))
+    tasks.append(fleet.send("pinned", pinned=InstanceId(1)))
     await asyncio.sleep(0.1)
     tasks.append(fleet.send("c"))
     for _ in tasks:
@@ -304,7 +306,7 @@ async def test_a_key_gets_no_more_of_the_fleet_by_naming_its_instances() -> None
     alice, bob = key("alice"), key("bob")
     tasks = [fleet.send("running", account=bob)]
     await asyncio.sleep(0.01)
-    tasks += [fleet.send(f"a{number}", account=alice, instance=InstanceId(1)) for number in range(4)]
+    tasks += [fleet.send(f"a{number}", account=alice, pinned=InstanceId(1)) for number in range(4)]
     tasks += [fleet.send(f"b{number}", account=bob) for number in range(4)]
     await asyncio.sleep(0.01)
     for _ in tasks:
@@ -321,11 +323,11 @@ async def test_requests_that_name_a_busy_instance_hold_up_no_others() -> None:
     fleet.directory.add(instance(2))
     fleet.router.room_of_each = 1
     one, two = InstanceId(1), InstanceId(2)
-    running = [fleet.send("on one", instance=one), fleet.send("on two", instance=two)]
+    running = [fleet.send("on one", pinned=one), fleet.send("on two", pinned=two)]
     await asyncio.sleep(0.1)
-    waiting = [fleet.send("first", instance=one), fleet.send("second", instance=one)]
+    waiting = [fleet.send("first", pinned=one), fleet.send("second", pinned=one)]
     await asyncio.sleep(0.1)
-    rest = [fleet.send("third"), fleet.send("fourth", instance=two)]
+    rest = [fleet.send("third"), fleet.send("fourth", pinned=two)]
     await asyncio.sleep(0.1)
     for name in ("on two", "third", "fourth", "on one", "first", "second"):
         next(s for s in fleet.client.streams if bytes(s.body).decode() == name and not s.is_over).end(b"response")
@@ -340,7 +342,7 @@ async def test_a_new_request_does_not_wait_for_those_whose_instances_are_busy() 
     fleet = Fleet(10)
     fleet.directory.add(instance(2))
     fleet.router.room_of_each = 1
-    tasks = [fleet.send("running", instance=InstanceId(1)), fleet.send("pinned", instance=InstanceId(1))]
+    tasks = [fleet.send("running", pinned=InstanceId(1)), fleet.send("pinned", pinned=InstanceId(1))]
     await asyncio.sleep(0.1)
     began = now()
     tasks.append(fleet.send("new"))
@@ -356,8 +358,8 @@ async def test_a_new_request_does_not_wait_for_those_whose_instances_are_busy() 
 async def test_without_a_queue_a_request_that_names_a_busy_instance_is_refused() -> None:
     fleet = Fleet(0)
     dispatcher = Dispatcher(fleet.directory, fleet.client, FakeLink(), fleet.router)
-    work = Work(model="adder", verb="infer", body=b"x", metrics=fleet.metrics)
-    call = Call(account=ANONYMOUS, request_id="r", instance=InstanceId(1))
+    work = Work(model="adder", verb="infer", body=b"x", metrics=fleet.metrics, pinned=InstanceId(1), needs_room=True)
+    call = Call(account=ANONYMOUS, request_id="r")
     stream = dispatcher.stream(work, call)
     reading = asyncio.create_task(stream.read())
     await asyncio.sleep(0.1)
@@ -630,7 +632,7 @@ async def test_requests_for_many_busy_instances_are_tried_the_less_often_the_mor
     fleet.router.room_of_each = 0
     for number in range(2, 101):
         fleet.directory.add(instance(number))
-    tasks = [fleet.send(str(number), instance=InstanceId(number)) for number in range(1, 101)]
+    tasks = [fleet.send(str(number), pinned=InstanceId(number)) for number in range(1, 101)]
     tries = 0
     pick = fleet.router.pick
 
@@ -656,9 +658,9 @@ async def test_a_request_that_names_its_instance_has_its_turn_as_soon_as_one_the
     fleet.directory.add(instance(2))
     fleet.router.room_of_each = 1
     one, two = InstanceId(1), InstanceId(2)
-    tasks = [fleet.send("on one", instance=one), fleet.send("on two", instance=two)]
+    tasks = [fleet.send("on one", pinned=one), fleet.send("on two", pinned=two)]
     await asyncio.sleep(0.1)
-    tasks += [fleet.send("pinned", instance=one), fleet.send("free")]
+    tasks += [fleet.send("pinned", pinned=one), fleet.send("free")]
     await asyncio.sleep(0.1)
     began = now()
     fleet.client.streams[0].end(b"response")

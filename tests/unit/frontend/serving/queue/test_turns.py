@@ -66,9 +66,9 @@ class Fleet:
         self.served.append(bytes(stream.body).decode())
         asyncio.get_running_loop().call_later(self._service_s, stream.end, b"response")
 
-    async def call(self, frontend: int, account: Account, name: str, **call: int) -> None:
-        work = Work(model="adder", verb="infer", body=name.encode(), metrics=self._metrics, prompt=bytes(400))
-        await self._dispatchers[frontend].call(work, Call(account=account, request_id=name, **call))  # type: ignore[arg-type]
+    async def call(self, frontend: int, account: Account, name: str, **more: int) -> None:
+        work = Work(model="adder", verb="infer", body=name.encode(), metrics=self._metrics, prompt=bytes(400), **more)  # type: ignore[arg-type]
+        await self._dispatchers[frontend].call(work, Call(account=account, request_id=name))
 
     def send(self, frontend: int, account: Account, count: int, **call: int) -> None:
         """Send so many requests at once."""
