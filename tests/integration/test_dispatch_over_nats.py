@@ -52,7 +52,7 @@ class Fleet:
     async def call(self, body: bytes = b"?") -> int:
         work = Work(model="adder", verb="infer", body=body, metrics=self.metrics.for_model("adder"))
         deadline = asyncio.get_running_loop().time() + WAIT_S
-        response = await self.dispatcher.call(work, Call(account=ANONYMOUS, request_id="r", deadline=deadline))
+        response = await self.dispatcher.stream(work, Call(account=ANONYMOUS, request_id="r", deadline=deadline)).result()
         return int(bytes(response), 16)
 
 

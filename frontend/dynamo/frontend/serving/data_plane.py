@@ -188,7 +188,7 @@ class DataPlane:
                 await self._checks.run(checker.check, request)
             else:
                 checker.check(request)
-            response = await self._dispatcher.call(_infer(request, model, scope.call), scope.call)
+            response = await self._dispatcher.stream(_infer(request, model, scope.call), scope.call).result()
             scope.succeed()
             return response
 
@@ -219,8 +219,10 @@ class DataPlane:
             if salt != request.cache_salt:
                 request = msgspec.structs.replace(request, cache_salt=salt)
         scope = RequestScope(model, call, self._tracing, request.n, copy)
+        may_be_apart = model.has_prefill or call.prefill_instance is not None or self._settings.disaggregation.enforce
+        disaggregation = self._disaggregation if may_be_apart else None
         limit = self._settings.retry.migration_limit
-        return Generation(self._dispatcher, self._disaggregation, self._texts, limit, model, request, scope)
+        return Generation(self._dispatcher, disaggregation, self._texts, limit, model, request, scope)
 
     def _copy_tensors(self, request: TensorRequest, call: Call) -> None:
         async def send(name: str, call: Call) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from dynamo.common.discovery import Instance, other_names
 from dynamo.common.errors import ModelNotFound
-from dynamo.common.model_card import ModelCard
+from dynamo.common.model_card import ModelCard, Role
 from dynamo.common.names import InstanceId
 from dynamo.common.tensors.check import RequestChecker
 from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics
@@ -65,6 +65,8 @@ class NamedModel:
     checker: RequestChecker
     is_served: bool
     """Whether it has instances."""
+    has_prefill: bool = False
+    """Whether some of them compute prompts for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,9 @@ class ModelCatalog:
             return cached
         card = self._lookup(name, version)
         is_served = card.name in self._served
-        model = NamedModel(name, version, card, self._metrics.for_model(card.name), RequestChecker(card), is_served)
+        has_prefill = any(instance.card.role is Role.PREFILL for instance in self._directory.newest_first(name))
+        metrics = self._metrics.for_model(card.name)
+        model = NamedModel(name, version, card, metrics, RequestChecker(card), is_served, has_prefill)
         if is_served:  # a model without instances is forgotten after a time, which is no change of the directory
             self._looked_up[name, version] = model
         return model

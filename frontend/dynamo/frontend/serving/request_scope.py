@@ -24,7 +24,7 @@ class RequestScope:
     """Entered once per request by the data plane, whichever API the request came by; a request ends exactly once.
 
         with RequestScope(model, call, tracing) as scope:
-            response = await dispatcher.call(work, scope.call)
+            response = await dispatcher.stream(work, scope.call).result()
             scope.succeed()
 
     Entering it counts the request, begins its trace and admits it to the caller's account, or raises why it is not admitted.

@@ -38,7 +38,6 @@ from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.api.text.generations import TextSource, text_source
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextDelta
-from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, Generation
 from dynamo.frontend.serving.model_catalog import NamedModel
@@ -102,7 +101,7 @@ class Completions:
     ) -> None:
         text = prepared.texts[0]
         choices = len(prepared.texts) * prepared.n
-        texts = await self._token_texts(exchange.account, request)
+        texts = await self._token_texts(exchange, request)
         details = Details(
             texts=texts if request.logprobs is not None else None,
             alternatives=prepared.alternatives,
@@ -140,7 +139,7 @@ class Completions:
                 builders[delta.index].add(delta)
                 if extras.tokens is not None:
                     extras.tokens += delta.tokens
-        texts = await self._token_texts(exchange.account, request)
+        texts = await self._token_texts(exchange, request)
         wanted = request.n or 1
         positions = sum(builder.positions for builder in builders) if texts is not None else 0
         whole = WholeResponse(exchange, self._edge.offload)
@@ -165,10 +164,10 @@ class Completions:
             )
         )
 
-    async def _token_texts(self, account: Account, request: CompletionRequest) -> TokenTexts | None:
+    async def _token_texts(self, exchange: Exchange, request: CompletionRequest) -> TokenTexts | None:
         if request.logprobs is None and request.prompt_logprobs is None:
             return None
-        vocabulary = (await self._edge.plane.text_model(account, request.model_name)).tokenizer
+        vocabulary = (await self._edge.plane.text_model(exchange.account, request.model_name)).tokenizer
         return TokenTexts(vocabulary, as_ids=bool(request.return_tokens_as_token_ids))
 
     async def _echo(self, exchange: Exchange, prepared: PreparedRequest) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -130,18 +130,15 @@ class Dispatcher:
         """End `leave_out`."""
         self._shared.candidates.take_back(instance)
 
-    def call(self, work: Work, call: Call) -> Awaitable[Buffer]:
-        """The one response to a request. Raises DynamoError."""
-        return self.stream(work, call).result()
-
     def stream(self, work: Work, call: Call) -> DispatchedStream:
-        """A request with any number of responses. An instance is picked at the first `read`.
+        """A request with any number of responses. An instance is picked when they are read.
 
         Raises EngineError for a schema or grammar that instances died of.
         """
         if work.fingerprint:
             self._shared.suspects.check(work.fingerprint, self._clock())
-        return DispatchedStream(self._shared, work, call, self.deadline(call), Attempts())
+        deadline = call.deadline if self._timeout_s is None else self.deadline(call)
+        return DispatchedStream(self._shared, work, call, deadline, Attempts())
 
     async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer:
         """Query one instance about itself: not routed, not booked, not repeated. Raises DynamoError."""

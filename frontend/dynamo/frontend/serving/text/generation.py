@@ -112,13 +112,14 @@ class Generation:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        disaggregation: Disaggregation,
+        disaggregation: Disaggregation | None,
         texts: TextModels,
         migration_limit: int,
         model: NamedModel,
         request: TextRequest,
         scope: RequestScope,
     ) -> None:
+        """`disaggregation`: None where one instance computes the prompt and responds."""
         self._dispatcher = dispatcher
         self._disaggregation = disaggregation
         self._prefill: Prefill | None = None
@@ -309,9 +310,9 @@ class Generation:
     async def _place(self, part: _StreamPart) -> None:
         """Decide which instances may respond; where there are prefill instances, one of them computes the prompt before."""
         part.is_placed = True
-        placed = await self._disaggregation.place(part.work, part.prompt, self._call)
-        self._prefill = placed.prefill
-        if placed.work is not part.work:
+        if self._disaggregation is not None:
+            placed = await self._disaggregation.place(part.work, part.prompt, self._call)
+            self._prefill = placed.prefill
             part.stream.redirect(placed.work)
         if part.is_moved:
             self._was_resumed = True

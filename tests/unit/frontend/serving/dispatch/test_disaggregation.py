@@ -89,8 +89,9 @@ class Engines:
 
 
 class Front:
-    def __init__(self, plane: DataPlane, engines: Engines, router: RecordingRouter) -> None:
+    def __init__(self, plane: DataPlane, directory: FakeDirectory, engines: Engines, router: RecordingRouter) -> None:
         self.plane = plane
+        self.directory = directory
         self.engines = engines
         self.router = router
 
@@ -120,7 +121,7 @@ async def front(
     chosen = ServingOptions(disaggregation=DisaggregationOptions(**settings), retry=RetryOptions(migration_limit=migration_limit))
     metrics = FrontendMetrics(CollectorRegistry())
     async with open_data_plane(directory, FakeClient(engines), FakeLink(), router, _texts(), metrics, chosen) as plane:  # type: ignore[arg-type]
-        yield Front(plane, engines, router)
+        yield Front(plane, directory, engines, router)
     assert not router.open
 
 
@@ -130,6 +131,16 @@ RESPONSE = continuation(PROMPT, 4)
 
 def gone(id_: InstanceId) -> InstanceGone:
     return InstanceGone(id_)
+
+
+async def test_the_first_prefill_instance_that_joins_gets_the_next_prompt_and_none_once_it_left() -> None:
+    async with front((DECODE, Role.DECODE)) as f:
+        await f.generate()
+        f.directory.add(instance(int(PREFILL), llm_card(role=Role.PREFILL)))
+        await f.generate()
+        f.directory.remove(int(PREFILL))
+        await f.generate()
+        assert f.engines.sent_to == [DECODE, PREFILL, DECODE, DECODE]
 
 
 async def test_one_instance_computes_the_prompt_and_another_one_responds() -> None:

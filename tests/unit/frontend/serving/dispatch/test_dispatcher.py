@@ -60,7 +60,7 @@ class Bench:
         return Work(model="adder", verb="infer", body=body, metrics=self.metrics.for_model("adder"), **more)
 
     async def call(self, call: Call | None = None) -> bytes:
-        return bytes(await self.dispatcher.call(self.work(), call or Call(account=ANONYMOUS, request_id="r")))
+        return bytes(await self.dispatcher.stream(self.work(), call or Call(account=ANONYMOUS, request_id="r")).result())
 
     def retries(self) -> float:
         return self.registry.get_sample_value("dynamo_frontend_retries_total", {"model": "adder"}) or 0.0
@@ -112,7 +112,7 @@ async def test_a_request_with_a_prompt_tells_its_instance_the_booking() -> None:
     b = bench(failing_on({}))
     work = b.work()
     work.prompt = b"\1\0\0\0"
-    await b.dispatcher.call(work, Call(account=ANONYMOUS, request_id="abc"))
+    await b.dispatcher.stream(work, Call(account=ANONYMOUS, request_id="abc")).result()
     assert b.client.streams[0].headers == {"request-id": "abc", "booking": b.router.requests[0].booking_id, "many": ""}
 
 
@@ -236,7 +236,7 @@ def guided_work(b: Bench, fingerprint: bytes = b"schema") -> Work:
 
 async def outcome(b: Bench, work: Work) -> str:
     try:
-        return bytes(await b.dispatcher.call(work, Call(account=ANONYMOUS, request_id="r"))).decode()
+        return bytes(await b.dispatcher.stream(work, Call(account=ANONYMOUS, request_id="r")).result()).decode()
     except EngineError as error:
         return str(error)
 
@@ -472,14 +472,14 @@ async def test_two_requests_of_one_id_have_bookings_of_their_own() -> None:
 async def test_a_request_that_names_its_instance_goes_nowhere_else() -> None:
     b = bench(failing_on({2: Overloaded("full")}))
     with pytest.raises(Overloaded):
-        await b.dispatcher.call(b.work(pinned=InstanceId(2)), Call(account=ANONYMOUS, request_id="r"))
+        await b.dispatcher.stream(b.work(pinned=InstanceId(2)), Call(account=ANONYMOUS, request_id="r")).result()
     assert b.client.sent_to == [2]
 
 
 async def test_the_error_for_an_unknown_instance_names_it() -> None:
     b = bench()
     with pytest.raises(Unavailable, match="instance ff does not serve model 'adder' now"):
-        await b.dispatcher.call(b.work(pinned=InstanceId(255)), Call(account=ANONYMOUS, request_id="r"))
+        await b.dispatcher.stream(b.work(pinned=InstanceId(255)), Call(account=ANONYMOUS, request_id="r")).result()
 
 
 # Our own NATS connection

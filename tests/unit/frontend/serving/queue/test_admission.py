@@ -364,7 +364,7 @@ async def test_without_a_queue_a_request_that_names_a_busy_instance_is_refused()
     reading = asyncio.create_task(stream.read())
     await asyncio.sleep(0.1)
     with pytest.raises(Overloaded, match="busy"):
-        await dispatcher.call(work, call)
+        await dispatcher.stream(work, call).result()
     reading.cancel()
     assert fleet.router.requests[0].needs_room
 

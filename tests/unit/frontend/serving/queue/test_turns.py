@@ -68,7 +68,7 @@ class Fleet:
 
     async def call(self, frontend: int, account: Account, name: str, **more: int) -> None:
         work = Work(model="adder", verb="infer", body=name.encode(), metrics=self._metrics, prompt=bytes(400), **more)  # type: ignore[arg-type]
-        await self._dispatchers[frontend].call(work, Call(account=account, request_id=name))
+        await self._dispatchers[frontend].stream(work, Call(account=account, request_id=name)).result()
 
     def send(self, frontend: int, account: Account, count: int, **call: int) -> None:
         """Send so many requests at once."""
