@@ -256,7 +256,7 @@ class View:
 
     def instances(self, name: str) -> tuple[Instance, ...]:
         """Return the instances that serve a model, alias or adapter now, in order of id; the same tuple until a change."""
-        model = self.model_of(name)
+        model = name if name in self._models else self.model_of(name)
         if model is None:
             return ()
         cached = self._serving.setdefault(model, {})

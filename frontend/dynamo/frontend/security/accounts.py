@@ -415,10 +415,11 @@ class _Running:
 class Ticket:
     """A request, or a part of one, that counts against an account until it is closed; a context manager that closes it."""
 
-    __slots__ = ("_account", "_reserved", "_running", "_sequences")
+    __slots__ = ("_account", "_reserved", "_running", "_sequences", "is_counted")
 
     def __init__(self, account: KeyAccount | None, running: _Running | None, sequences: int) -> None:
         """Without an account nothing is counted."""
+        self.is_counted = account is not None
         self._account = account
         self._running = running
         self._sequences = sequences
@@ -430,11 +431,6 @@ class Ticket:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether it counts against an account at all."""
-        return self._account is not None
 
     def reserve(self, prompt_tokens: int, output_tokens: int | None) -> None:
         """Reserve the tokens that the request may use, see `KeyAccount.reserve`; `close` gives back what it did not use."""

@@ -32,6 +32,7 @@ class RequestScope:
     """
 
     __slots__ = (
+        "_is_logged",
         "_model",
         "_on_admitted",
         "_sequences",
@@ -45,6 +46,7 @@ class RequestScope:
     )
 
     _timer: RequestTimer
+    _is_logged: bool
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class RequestScope:
         """Raises Unauthenticated, Forbidden, RateLimited, and InvalidRequest for more sequences than the caller may have."""
         call, span = self.call, None
         call.progress.started = True
-        if log.isEnabledFor(logging.DEBUG):
+        self._is_logged = log.isEnabledFor(logging.DEBUG)
+        if self._is_logged:
             log.debug("request begins: %s of model '%s'", call.endpoint, self._model.name)
         if self._tracing is not None:
             about = {
@@ -166,7 +169,7 @@ class RequestScope:
         if self.is_over:
             return
         self.is_over = True
-        if log.isEnabledFor(logging.DEBUG):
+        if self._is_logged:
             log.debug("request ends: %s", "success" if error is None else repr(error))
         self._timer.finish(error, input_tokens=self.input_tokens, cached_tokens=cached_tokens)
         if self._ticket is None:

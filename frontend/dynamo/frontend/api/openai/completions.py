@@ -240,7 +240,7 @@ class CompletionChoiceBuilder:
             index=index,
             text=echo + "".join(self._texts),
             logprobs=logprobs,
-            finish_reason=self._reason.value,
+            finish_reason=str(self._reason),
             stop_reason=self._stop_reason,
             prompt_logprobs=shown,
             prompt_token_ids=[*generation.prompt_ids] if request.return_token_ids else None,
