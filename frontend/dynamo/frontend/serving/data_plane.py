@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -179,16 +179,8 @@ class DataPlane:
         with RequestScope(model, call, self._tracing) as scope:
             if model.card.decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-            if source is not None:
-                request = await self.read(source, call)
-            if call.shadows:
-                self._copy_tensors(request, call)
-            checker = model.checker
-            if checker.is_slow(request):
-                await self._checks.run(checker.check, request)
-            else:
-                checker.check(request)
-            response = await self._dispatcher.stream(_infer(request, model, scope.call), scope.call).result()
+            stream = await self.dispatched(model, request, scope, source)
+            response = await stream.result()
             scope.succeed()
             return response
 
@@ -196,10 +188,23 @@ class DataPlane:
         self, model: NamedModel, request: TensorRequest, call: Call, source: TensorSource | None = None
     ) -> TensorResponses:
         """The responses of any tensor model, decoupled or not. `source`: see `infer`. Entering and reading raise DynamoError."""
-        scope = RequestScope(model, call, self._tracing)
-        read = None if source is None else partial(self.read, source, call)
-        copy = partial(self._copy_tensors, call=call) if call.shadows else None
-        return TensorResponses(self._dispatcher, self._checks, model, request, scope, read, copy)
+        return TensorResponses(self, model, request, RequestScope(model, call, self._tracing), source)
+
+    async def dispatched(
+        self, model: NamedModel, request: TensorRequest, scope: RequestScope, source: TensorSource | None
+    ) -> DispatchedStream:
+        """Return the stream of a request that has been admitted, and is read, copied to shadows and checked here."""
+        call = scope.call
+        if source is not None:
+            request = await self.read(source, call)
+        if call.shadows:
+            self._copy_tensors(request, call)
+        checker = model.checker
+        if checker.is_slow(request):
+            await self._checks.run(checker.check, request)
+        else:
+            checker.check(request)
+        return self._dispatcher.stream(_infer(request, model, call), call)
 
     async def read(self, source: TensorSource, call: Call) -> TensorRequest:
         """Return a request that has been admitted with its tensors, which are counted before. Raises DynamoError."""
@@ -358,35 +363,24 @@ class TensorResponses:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
-        checks: Offload,
+        plane: DataPlane,
         model: NamedModel,
         request: TensorRequest,
         scope: RequestScope,
-        read: Callable[[], Awaitable[TensorRequest]] | None,
-        copy: Callable[[TensorRequest], None] | None,
+        source: TensorSource | None,
     ) -> None:
-        """`read` returns the request with its tensors, if these are elsewhere; `copy` is called with it when it is admitted."""
-        self._dispatcher = dispatcher
-        self._checks = checks
+        self._plane = plane
         self._model = model
         self._request = request
         self._scope = scope
-        self._read = read
-        self._copy = copy
+        self._source = source
         self._stream: DispatchedStream | None = None
 
     async def __aenter__(self) -> Self:
-        request, scope = self._request, self._scope
+        scope = self._scope
         scope.__enter__()
         try:
-            if self._read is not None:
-                request = await self._read()
-            if self._copy is not None:
-                self._copy(request)
-            checker = self._model.checker
-            await self._checks.run_if(checker.is_slow(request), checker.check, request)
-            self._stream = self._dispatcher.stream(_infer(request, self._model, scope.call), scope.call)
+            self._stream = await self._plane.dispatched(self._model, self._request, scope, self._source)
         except BaseException as error:
             scope.fail(error)
             raise

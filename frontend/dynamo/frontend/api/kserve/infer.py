@@ -15,6 +15,7 @@ from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import usable_id
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.words import check_version
 from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
@@ -23,6 +24,10 @@ from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.frontend.serving.model_catalog import NamedModel
 
 B = TypeVar("B", bound=Buffer)
+T = TypeVar("T")
+
+Add = Callable[[int, Sequence[TextDelta]], None]
+"""Takes the position of a prompt and its deltas as they come."""
 
 TENSOR_ENDPOINT = "tensor"
 TEXT_ENDPOINT = "completions"
@@ -39,6 +44,19 @@ def call_for(request: TensorRequest, model: NamedModel, call: Call, request_type
         endpoint=TEXT_ENDPOINT if model.card.kind is ModelKind.LLM else TENSOR_ENDPOINT,
         request_type=request_type,
     )
+
+
+def serve(
+    plane: DataPlane,
+    call: Call,
+    request: TensorRequest,
+    respond: Callable[[NamedModel, Call], Awaitable[T]],
+    has_begun: Callable[[], bool] = lambda: False,
+) -> Awaitable[T]:
+    """The result of `respond` with a model that the name in the request stands for. Raises DynamoError."""
+    version = check_version(request.head.model_version)
+    name, sequence = request.head.model_name, request.sequence
+    return plane.names.serve(call, name, respond, version=version, has_begun=has_begun, sequence=sequence)
 
 
 def infer(
@@ -81,13 +99,7 @@ async def read_texts(plane: DataPlane, request: TensorRequest, call: Call, sourc
         return await plane.read(source, call)
 
 
-async def gather_text(
-    plane: DataPlane,
-    model: NamedModel,
-    texts: Sequence[TextRequest],
-    call: Call,
-    add: Callable[[int, Sequence[TextDelta]], None],
-) -> None:
+async def gather_text(plane: DataPlane, model: NamedModel, texts: Sequence[TextRequest], call: Call, add: Add) -> None:
     """Call `add` with the position of a prompt and its deltas as they come. They count as held. The prompts run concurrently."""
     if len(texts) == 1:
         return await _gather(plane, model, 0, texts[0], call, add)
@@ -102,14 +114,7 @@ async def gather_text(
         raise failed.pop()  # this frame, which its traceback keeps, must not keep the error
 
 
-async def _gather(
-    plane: DataPlane,
-    model: NamedModel,
-    prompt: int,
-    text: TextRequest,
-    call: Call,
-    add: Callable[[int, Sequence[TextDelta]], None],
-) -> None:
+async def _gather(plane: DataPlane, model: NamedModel, prompt: int, text: TextRequest, call: Call, add: Add) -> None:
     gathering = Gathering(call.hold)
     async with plane.generate(model, text, call) as generation:
         while deltas := await generation.read():

@@ -35,7 +35,7 @@ from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import wants_statuses
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.kserve.declarations import INFER
-from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, first_of, gather_text, read_texts
+from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, first_of, gather_text, read_texts, serve
 from dynamo.frontend.api.kserve.placed import PlacedRequest, Places, is_placed, place
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
@@ -245,16 +245,8 @@ class KserveStream:
                 await self._respond(named, model, call, after)
 
             call = msgspec.structs.replace(self._call, progress=progress, hold=occupied.hold)
-            head, names = request.head, self._plane.names
-            if names.has_rule(head.model_name):
-                await names.serve(
-                    call,
-                    head.model_name,
-                    respond,
-                    version=head.model_version,
-                    has_begun=lambda: progress.responded,
-                    sequence=request.sequence,
-                )
+            if self._plane.names.has_rule(request.head.model_name):
+                await serve(self._plane, call, request, respond, lambda: progress.responded)
             else:
                 await respond(model, call)
         except _ClientGone:

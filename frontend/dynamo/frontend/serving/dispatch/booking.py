@@ -7,13 +7,11 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import Cancelled, DynamoError
+from dynamo.common.errors import DynamoError
 from dynamo.common.generation import GRAMMAR_OWNER
 from dynamo.common.messaging.request_plane.frames import READS_MANY
 from dynamo.common.names import InstanceId
@@ -30,7 +28,7 @@ BOOKING_HEADER = "booking"
 
 
 class Booking:
-    """A request at one instance, which the router counts as load until it is released; leaving it releases it."""
+    """A request at one instance, which the router counts as load until it is released or cancelled."""
 
     __slots__ = ("_booker", "_is_released", "decision", "id", "stream")
 
@@ -44,15 +42,6 @@ class Booking:
     def __repr__(self) -> str:
         state = "released" if self._is_released else "started" if self.stream.started else "sent"
         return f"<Booking {self.id} at instance {self.decision.instance.id:x}, {state}>"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is None:
-            self.release(None)
-        else:
-            self.cancel(error if isinstance(error, DynamoError) else Cancelled())
 
     def first_token(self) -> None:
         """The first part of the response has arrived."""

@@ -269,11 +269,15 @@ class DispatchedStream:
         while True:
             booking = self._booking or self._book_at_once() or await self._book()
             try:
-                with booking:
-                    body = await booking.stream.result()
+                body = await booking.stream.result()
                 break
             except DynamoError as error:
+                booking.cancel(error)
                 await self._after_failure(booking, error)
+            except BaseException:
+                booking.cancel(Cancelled())
+                raise
+        booking.release(None)
         self._ended = True
         if self._work.fingerprint:
             self._shared.suspects.responded(self._work.fingerprint)

@@ -17,9 +17,9 @@ from dynamo.common.tensors.tensors import element_count
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import JsonArray, Spliced
-from dynamo.frontend.api.kserve.infer import gather_text, infer
+from dynamo.frontend.api.kserve.infer import gather_text, infer, serve
 from dynamo.frontend.api.kserve.rest.generate_requests import RestGenerateRequest, read_generate
-from dynamo.frontend.api.kserve.rest.infer import begin, serve
+from dynamo.frontend.api.kserve.rest.infer import begin
 from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
 from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.responses import ModelResponse, parameters_to_json, send_response, write_elements

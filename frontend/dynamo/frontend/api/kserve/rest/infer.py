@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable
 
 from dynamo.common.errors import PayloadTooLarge
 from dynamo.common.logs import request_id as logged_id
@@ -13,7 +12,7 @@ from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import Spliced
-from dynamo.frontend.api.kserve.infer import call_for, infer
+from dynamo.frontend.api.kserve.infer import call_for, infer, serve
 from dynamo.frontend.api.kserve.placed import Places, is_placed, place_outputs
 from dynamo.frontend.api.kserve.rest.bodies import JSON_LENGTH, SEND_BINARY, split
 from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
@@ -26,8 +25,6 @@ from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.frontend.serving.model_catalog import NamedModel
-
-T = TypeVar("T")
 
 
 async def handle_infer(plane: DataPlane, server: KserveServer, exchange: Exchange, target: ModelPath) -> None:
@@ -70,19 +67,6 @@ async def _body(exchange: Exchange) -> bytes:
         return await exchange.decompressed_body(min(options.max_tensor_json_bytes, options.max_body_bytes))
     except PayloadTooLarge as error:
         raise PayloadTooLarge(f"{error}; {SEND_BINARY}") from None
-
-
-def serve(
-    plane: DataPlane,
-    call: Call,
-    request: TensorRequest,
-    respond: Callable[[NamedModel, Call], Awaitable[T]],
-    has_begun: Callable[[], bool] = lambda: False,
-) -> Awaitable[T]:
-    """The result of `respond` with a model that the name in the request stands for. Raises DynamoError."""
-    version = check_version(request.head.model_version)
-    name, sequence = request.head.model_name, request.sequence
-    return plane.names.serve(call, name, respond, version=version, has_begun=has_begun, sequence=sequence)
 
 
 def begin(
