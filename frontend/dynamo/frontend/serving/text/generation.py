@@ -384,7 +384,7 @@ class Generation:
         """Return what the engine has generated for this part since the last call; [] at its end, or if it was split."""
         while True:
             try:
-                if not part.is_placed:
+                if not part.is_placed and (part.is_moved or self._disaggregation is not None):
                     await self._place(part)
                 bodies = await (part.next_waiting() if part.waiting else part.stream.read())
                 if not bodies:
