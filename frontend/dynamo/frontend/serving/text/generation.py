@@ -21,13 +21,7 @@ from typing import Self
 
 import msgspec
 
-from dynamo.common.errors import (
-    DeadlineExceeded,
-    DynamoError,
-    EngineError,
-    InvalidRequest,
-    Unavailable,
-)
+from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest, Unavailable
 from dynamo.common.generation import (
     Delta,
     FinishReason,
