@@ -15,6 +15,7 @@ from dynamo.frontend.config import FrontendConfig, HttpOptions, RouterMode, Rout
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
+from tests.support.plane import generate
 from tests.support.processes import worker
 from tests.support.servers import EtcdServer, NatsServer
 from tests.support.waiting import until
@@ -41,7 +42,7 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
     ):
         await until(lambda: len(frontend.plane.models.instances("sim")) == COUNT, 120)
 
-        async def generate(number: int) -> int:
+        async def send(number: int) -> int:
             request = TextRequest(model="sim", prompt=f"request {number}", stop=Stop(max_tokens=4))
             async with generate(frontend.plane, request, Call(account=ANONYMOUS, request_id=f"r{number}")) as generation:
                 while await generation.read():
@@ -49,7 +50,7 @@ async def test_a_hundred_workers_in_one_process_register_and_serve(
                 assert generation.decision is not None and generation.summary.output_tokens > 0
                 return generation.decision.instance.id
 
-        served = await asyncio.gather(*(generate(number) for number in range(2 * COUNT)))
+        served = await asyncio.gather(*(send(number) for number in range(2 * COUNT)))
         assert {served.count(instance) for instance in served} == {2}, "each of them took two requests"
         process.terminate()
         assert await process.ended() == 0
