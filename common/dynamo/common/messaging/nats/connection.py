@@ -223,13 +223,19 @@ class Connection:
 
     # staying connected
 
-    async def open(self) -> None:
-        """Connect for the first time, however long that takes."""
-        await self._connect()
-        self.opened_at = self._loop.time()
-        self._up()
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Connect for the body, and close the connection at its end. Enters when it stands, however long that takes."""
+        try:
+            await self._connect()
+            self.opened_at = self._loop.time()
+            self._up()
+            async with running(self._keep(), "the NATS connection"):
+                yield
+        finally:
+            await self.close()
 
-    async def keep(self) -> None:
+    async def _keep(self) -> None:
         """Connect again whenever the connection is lost, until cancelled or closed."""
         while True:
             await self._watch()
@@ -388,12 +394,8 @@ async def connect_nats(
     """
     check_nats(options)
     connection = Connection(options, name, role=role, messages_per_turn=messages_per_turn)
-    try:
-        await connection.open()
-        async with running(connection.keep(), "the NATS connection"):
-            yield connection
-    finally:
-        await connection.close()
+    async with connection.opened():
+        yield connection
 
 
 def _head(subject: str, reply: str, size: int) -> bytes:
