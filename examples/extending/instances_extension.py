@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.kserve.declarations import METADATA
@@ -55,12 +54,12 @@ def instance_methods(plane: DataPlane, account: Callable[[], Account]) -> list[G
     ]
 
 
-def instance_operations(readiness: Readiness) -> list[Operation]:
+def instance_operations(plane: DataPlane) -> list[Operation]:
     """Return the REST side."""
 
     async def model_instances(exchange: Exchange) -> None:
         model = ModelPath.of(exchange.parameters).model
-        instances = instances_of(readiness.plane, exchange.account, model)
+        instances = instances_of(plane, exchange.account, model)
         await exchange.respond(msgspec.json.encode({"name": model, "instances": instances}))
 
     return [

@@ -21,7 +21,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId, new_instance_id
 from dynamo.common.options import NatsOptions
 from dynamo.common.process.background import running
-from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
+from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.worker.process.publisher import publishing
@@ -68,7 +68,8 @@ class Fleet:
         await enter(serve_requests(self.worker, endpoint, id_, {**publishers.handlers, "echo": echo, "stream": stream}))
         self.nats = await enter(connect_nats(self._options, "frontend"))
         events = await enter(connect_nats(self._options, "frontend events", messages_per_turn=MESSAGES_PER_TURN))
-        self.events = await enter(open_event_bus(events, behind_s=0.5))
+        self.events = EventBus(events, behind_s=0.5)
+        await enter(running(self.events.watch(), "the lag of events"))
         self.client = await enter(open_client(self.nats, endpoint.namespace))
         directory = FakeDirectory(self.instance)
         feed = await enter(open_kv_feed(self.events, directory, self.query, self.router, self.router.loads))

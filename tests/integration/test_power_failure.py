@@ -85,9 +85,9 @@ async def stores_of(server: NatsServer) -> AsyncIterator[Stores]:
         changes = ResponseChanges(nats, "ns")
         metrics = FrontendMetrics(CollectorRegistry())
         yield Stores(
-            StoredResponses(lambda: responses, lambda: changes, "ns", metrics),
-            Files(lambda: batches, "ns"),
-            Batches(lambda: batches, "ns"),
+            StoredResponses(responses, changes, "ns", metrics),
+            Files(batches, "ns"),
+            Batches(batches, "ns"),
         )
 
 

@@ -20,11 +20,12 @@ from dynamo.common.messaging.request_plane.client import RequestClient, open_cli
 from dynamo.common.messaging.request_plane.limits import KIB, PlaneLimits
 from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions
+from dynamo.common.process.background import running
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.config import KvRouterOptions, QueueOptions, RouterMode, RouterOptions, ServingOptions, Thresholds
 from dynamo.frontend.fleet.directory import Directory, open_directory
-from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus, open_event_bus
+from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.fleet.peers.bookings import shared_bookings
 from dynamo.frontend.fleet.peers.turns import shared_turns
@@ -233,6 +234,7 @@ class SimulatedFrontend:
     @asynccontextmanager
     async def _open_events(self) -> AsyncIterator[EventBus]:
         name = f"{self.process.name} events"
-        async with connect_nats(NATS, name, messages_per_turn=MESSAGES_PER_TURN) as nats, open_event_bus(nats) as events:
-            self.events = events
-            yield events
+        async with connect_nats(NATS, name, messages_per_turn=MESSAGES_PER_TURN) as nats:
+            self.events = EventBus(nats)
+            async with running(self.events.watch(), "the lag of events"):
+                yield self.events

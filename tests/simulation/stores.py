@@ -185,17 +185,17 @@ async def open_stores(
         records = await stack.enter_async_context(open_records(nats, "dynamo-batches", ttl_s=86_400.0, max_bytes=_MAX_BYTES))
         leases = await stack.enter_async_context(open_leases(etcd, leases_prefix(namespace, "batches")))
         changes = ResponseChanges(nats, namespace)
-        background = BackgroundResponses(StoredResponses(lambda: responses, lambda: changes, namespace, metrics, clock=_now))
+        background = BackgroundResponses(StoredResponses(responses, changes, namespace, metrics, clock=_now))
         readiness = Readiness()
         readiness.attach(plane)
-        operations = protocol_operations(readiness, TextOptions(), background=background)
+        operations = protocol_operations(plane, readiness, TextOptions(), background=background)
         by_path = {operation.path: operation for operation in operations if operation.method == "POST"}
-        files, batches = Files(lambda: records, namespace, _now), Batches(lambda: records, namespace, _now)
+        files, batches = Files(records, namespace, _now), Batches(records, namespace, _now)
 
         def account(name: str, surface: Surface) -> Account:
             return accounts.named(name)
 
-        runner = BatchRunner(files, batches, lambda: leases, by_path, HttpSettings(), account, metrics)
+        runner = BatchRunner(files, batches, leases, by_path, HttpSettings(), account, metrics)
         async with running(runner.run(), "batches"):
             yield Stores(accounts, files, batches, runner, background, usage, plane)
         await background.drain(5.0)

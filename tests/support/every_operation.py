@@ -79,7 +79,7 @@ from dynamo.protos import inference_pb2 as pb
 from tests.support.fake_etcd import FakeEtcd
 from tests.support.fake_records import FakeRecords
 from tests.support.fakes import ENDPOINT, FakeClient, FakeDirectory, FakeLink, FakeStream, echo_tensor, instance, tensor_card
-from tests.support.http_edge import FixedRules, Speaker, TextFiles, chat_card, send_delta
+from tests.support.http_edge import FixedRules, Speaker, TextFiles, chat_card, connected, send_delta
 from tests.support.served import Asking
 from tests.support.storing import stored_responses
 from tests.support.waiting import WAIT_S
@@ -338,24 +338,19 @@ async def open_frontend(
             await plane.text_model(ANONYMOUS, kind)
         kserve = KserveServer(shared_regions=Regions(folder, max_request_bytes=config.grpc.max_message_bytes))
         background = BackgroundResponses(stored_responses(store, metrics), beat_s=0.01)
-        files, batches = Files(lambda: store, "ns"), Batches(lambda: store, "ns")
+        files, batches = Files(store, "ns"), Batches(store, "ns")
         settings = HttpSettings(options=config.http, capacity=occupied)
-        protocols = protocol_operations(readiness, TextOptions(), kserve=kserve, background=background)
+        protocols = protocol_operations(plane, readiness, TextOptions(), kserve=kserve, background=background)
         by_path = {operation.path: operation for operation in protocols if operation.method == "POST"}
-        runner = BatchRunner(files, batches, lambda: FreeLeases(), by_path, settings, guard.account_named, metrics)
+        runner = BatchRunner(files, batches, FreeLeases(), by_path, settings, guard.account_named, metrics)
         control = SimpleNamespace(
             thresholds=ThresholdTable(), decisions=DecisionLog(), follows_loads=True, set_thresholds=lambda model, wanted: None
         )
-        operations = http_operations(
-            config,
-            readiness,
-            cast(Any, _Links()),
-            cast(Any, SimpleNamespace(read=dict)),
-            cast(Any, control),
-            cast(Any, SimpleNamespace(scrape=_scrape)),
-            protocols,
-            BatchOperations(files, batches, runner.poke),
-        )
+        parts: Any = SimpleNamespace(config=config, readiness=readiness, metrics=SimpleNamespace(scrape=_scrape))
+        loads = SimpleNamespace(read=dict)
+        reached: Any = SimpleNamespace(plane=plane, control=control, loads=loads, names=_Names(), usage=_Usage())
+        batched = BatchOperations(files, batches, runner.poke).operations()
+        operations = http_operations(parts, connected(), reached, [*protocols, *batched])
         app = HttpApp(operations, settings, HttpGuard(guard, config.http), metrics.refused)
         methods = grpc_operations(config, plane, readiness, StreamDrain(), account_source(guard), occupied, kserve)
         wrapped = {each.path: each for each in guarded(bounded(methods, occupied), guard)}
@@ -393,15 +388,15 @@ async def _scrape() -> tuple[bytes, str]:
     return b"", "text/plain"
 
 
-class _Links:
-    nats = etcd = SimpleNamespace(value="connected")
-    follows_events = True
-    other_protocols = ()
+class _Names:
+    rules = RULES
 
-    async def change_names(self, change: Callable[[dict[str, Rule]], None]) -> None:
+    async def change(self, change: Callable[[dict[str, Rule]], None]) -> None:
         change(dict(RULES))
 
-    async def read_usage(self, first: str, last: str) -> list[Any]:
+
+class _Usage:
+    async def read(self, first: str, last: str) -> list[Any]:
         return []
 
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -151,11 +152,10 @@ class FixedRules:
     rules: Mapping[str, Rule]
 
 
-class _Links:
-    nats = LinkState.CONNECTED
-    etcd = LinkState.CONNECTED
-    follows_events = True
-    other_protocols = ()
+def connected() -> Any:
+    """Return links that are made; a test may say otherwise."""
+    state, directory = LinkState.CONNECTED, SimpleNamespace(other_protocols=tuple)
+    return SimpleNamespace(nats_state=state, etcd_state=state, directory=directory, events=SimpleNamespace(is_dropped=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +217,10 @@ async def open_http_edge(
         own = OutputParsers({}, {}) if parsers is None else parsers
         stored = None if background is None else background(metrics)
         operations = [
-            *health_operations(readiness, _Links()),
+            *health_operations(readiness, connected()),
             *process_operations(),
-            *model_operations(readiness, 1.0),
-            *protocol_operations(readiness, text or TextOptions(), own, background=stored, kserve=kserve),
+            *model_operations(plane, readiness, 1.0),
+            *protocol_operations(plane, readiness, text or TextOptions(), own, background=stored, kserve=kserve),
         ]
         operations += openapi_operations(operations)
         counted = Capacity(capacity)

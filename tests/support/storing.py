@@ -67,7 +67,7 @@ def stored_responses(
     """Return responses that are stored in memory, in the namespace `ns`; call it in an event loop."""
     store: Any = records
     changes = ResponseChanges(nats or FakeConnection(FakeBus()), "ns", look_s=look_s)
-    return StoredResponses(lambda: store, lambda: changes, "ns", metrics or FrontendMetrics(CollectorRegistry()), **options)
+    return StoredResponses(store, changes, "ns", metrics or FrontendMetrics(CollectorRegistry()), **options)
 
 
 @asynccontextmanager

@@ -31,14 +31,10 @@ from dynamo.common.messaging.nats.login import check_nats
 from dynamo.common.process.background import running, start
 from dynamo.common.process.memory import Trimmer
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.console.fleet import LoadWatch
 from dynamo.frontend.api.guard import make_guards
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.kserve.server import open_kserve
-from dynamo.frontend.api.kserve.settings import Settings
 from dynamo.frontend.api.openai.store.background import BackgroundResponses
-from dynamo.frontend.api.openai.store.quota import StoredBytes
-from dynamo.frontend.api.openai.store.stored import StoredResponses
 from dynamo.frontend.api.rpc.server import GrpcServer, check_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import FrontendConfig
@@ -46,10 +42,9 @@ from dynamo.frontend.security.ledger import Ledger
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.frontend.wiring.grpc import open_grpc
 from dynamo.frontend.wiring.http import open_http
-from dynamo.frontend.wiring.links import Links
 from dynamo.frontend.wiring.metrics import Metrics
-from dynamo.frontend.wiring.plane import open_plane
-from dynamo.frontend.wiring.routing import make_control
+from dynamo.frontend.wiring.parts import PortParts
+from dynamo.frontend.wiring.plane import open_links, open_plane
 
 log = logging.getLogger(__name__)
 
@@ -98,85 +93,47 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
     """
     check_nats(config.nats)
     check_etcd(config.etcd)
-    share_port = metrics_folder is not None
-    metrics, readiness, links, drain = (
-        Metrics(metrics_folder),
-        Readiness(strict=config.kserve.strict_readiness),
-        Links(),
-        StreamDrain(),
-    )
-    capacity, descriptors = Capacity(config.capacity), Descriptors(raise_open_files())
-    control = make_control(config.router, links)
-    loads = LoadWatch(links, config.namespace, asyncio.get_running_loop().time)
+    metrics, drain = Metrics(metrics_folder), StreamDrain()
+    folder = Path(metrics_folder) if metrics_folder else None
     with _plain_errors():
         async with AsyncExitStack() as stack:
             http_guard, grpc_guard = make_guards(config, Ledger(counted=metrics.frontend.key_used))
-            quota = StoredBytes(http_guard.stored_bytes)
-            stored = StoredResponses(
-                links.stored_responses,
-                links.changes_of_responses,
-                config.namespace,
-                metrics.frontend,
-                by_default=config.responses.store,
-                quota=quota,
+            accounts = http_guard.accounts
+            parts = PortParts(
+                config=config,
+                metrics=metrics,
+                readiness=Readiness(strict=config.kserve.strict_readiness),
+                capacity=Capacity(config.capacity),
+                descriptors=Descriptors(raise_open_files()),
+                kserve=await stack.enter_async_context(open_kserve(config.kserve, folder, config.grpc.max_message_bytes)),
+                share_port=metrics_folder is not None,
             )
-            background = BackgroundResponses(stored)
-            folder = Path(metrics_folder) if metrics_folder else None
-            settings = Settings(links.server_settings, config.trace, config.log.file)
-            kserve = await stack.enter_async_context(open_kserve(config.kserve, folder, config.grpc.max_message_bytes, settings))
             if config.grpc.wanted:
-                check_grpc(config.grpc, share_port=share_port)
-            http = await stack.enter_async_context(
-                open_http(
-                    config,
-                    http_guard,
-                    readiness,
-                    links,
-                    loads,
-                    control,
-                    metrics,
-                    capacity,
-                    kserve,
-                    background,
-                    quota,
-                    descriptors,
-                    share_port=share_port,
-                )
-            )
-            await stack.enter_async_context(metrics.following(links))
-            plane = await stack.enter_async_context(open_plane(config, links, loads, control, metrics, http_guard.accounts))
-            memory = None if links.client is None else links.client.memory
-            grpc = await stack.enter_async_context(
-                open_grpc(
-                    config,
-                    grpc_guard,
-                    plane,
-                    readiness,
-                    drain,
-                    metrics,
-                    capacity,
-                    kserve,
-                    memory,
-                    descriptors,
-                    share_port=share_port,
-                )
-            )
-            readiness.attach(plane)
-            batches = start(http.batches.run(), "batches")
-            stack.push_async_callback(_drain, config, readiness, drain, http.server, grpc, background, batches)
-            yield Frontend(http.server.port, None if grpc is None else grpc.port, http.metrics_port, plane, readiness)
+                check_grpc(config.grpc, share_port=parts.share_port)
+            links = await stack.enter_async_context(open_links(config))
+            http = await stack.enter_async_context(open_http(parts, http_guard, links))
+            limits = None if accounts is None else accounts.fleet
+            await stack.enter_async_context(metrics.following(links, limits))
+            reached = await stack.enter_async_context(open_plane(config, links, metrics, accounts))
+            grpc = await stack.enter_async_context(open_grpc(parts, grpc_guard, reached, drain))
+            api = http.attach(reached)
+            parts.readiness.attach(reached.plane)
+            batches = start(api.batches.run(), "batches")
+            stack.push_async_callback(_drain, parts, drain, http.server, grpc, api.background, batches)
+            grpc_port = None if grpc is None else grpc.port
+            yield Frontend(http.server.port, grpc_port, http.metrics_port, reached.plane, parts.readiness)
 
 
 async def _drain(
-    config: FrontendConfig,
-    readiness: Readiness,
+    parts: PortParts,
     drain: StreamDrain,
     http: HttpServer,
     grpc: GrpcServer | None,
     background: BackgroundResponses,
     batches: asyncio.Task[None],
 ) -> None:
-    readiness.start_draining()
+    config = parts.config
+    parts.readiness.start_draining()
     http.start_draining()
     await asyncio.sleep(config.settle_s)  # load balancers that watch the readiness send nothing more by then
     log.info("draining")

@@ -126,7 +126,7 @@ def test_the_option_has_a_flag_a_variable_a_default_and_a_bound() -> None:
 
 async def get(edge: HttpEdge, method: str, path: str, body: object = None) -> httpx2.Response:
     """Return the response of a server that has the example's routes, on the data plane of `edge`."""
-    app = HttpApp([*instance_operations(edge.readiness), *context_operations(edge.readiness)])
+    app = HttpApp([*instance_operations(edge.plane), *context_operations(edge.plane)])
     async with serve_http(HttpOptions(port=0), app) as server, httpx2.AsyncClient() as session:
         return await session.request(method, f"http://127.0.0.1:{server.port}{path}", json=body)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -163,7 +165,7 @@ async def test_usage_is_read_by_days_key_and_model() -> None:
         days.append((first, last))
         return [Row(day=last, key=key, model=model, requests=1) for key in ("a", "b") for model in ("m", "n")]
 
-    (operation,) = usage_operations(read)
+    (operation,) = usage_operations(cast(Any, SimpleNamespace(read=read)))
     for query, rows in (("", 4), ("from=2026-11-01&to=2026-11-02&key=a", 2), ("to=2026-11-02&key=a&model=n", 1)):
         status, body = await respond(operation, query)
         assert status == 200

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import StrEnum
 
-from dynamo.common.errors import Unavailable
+from dynamo.common.discovery import Instance
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane
 
@@ -37,12 +37,9 @@ class Readiness:
         plane.models.on_change(self._notify)
         self._notify()
 
-    @property
-    def plane(self) -> DataPlane:
-        """Raises Unavailable while the process starts."""
-        if self._plane is None:
-            raise Unavailable("the server is starting: it has no connection to NATS yet")
-        return self._plane
+    def registered(self) -> Collection[Instance]:
+        """Return the registrations that are followed; none while the process starts."""
+        return () if self._plane is None else self._plane.models.registered()
 
     def state(self) -> State:
         if self.draining:

@@ -14,9 +14,11 @@ from dynamo.frontend.config import TextOptions
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import OutputParsers
+from dynamo.frontend.serving.data_plane import DataPlane
 
 
 def protocol_operations(
+    plane: DataPlane,
     readiness: Readiness,
     text: TextOptions,
     parsers: OutputParsers = PARSER_REGISTRY,
@@ -30,7 +32,7 @@ def protocol_operations(
     return [
         *openai_operations(
             Edge(
-                readiness=readiness,
+                plane=plane,
                 limits=limits,
                 template=template,
                 parsers=parsers,
@@ -40,6 +42,6 @@ def protocol_operations(
                 tokens_as_ids=text.return_tokens_as_token_ids,
             )
         ),
-        *anthropic_operations(MessagesEdge(readiness=readiness, limits=limits, parsers=parsers, offload=offload)),
-        *kserve_operations(readiness, kserve or KserveServer()),
+        *anthropic_operations(MessagesEdge(plane=plane, limits=limits, parsers=parsers, offload=offload)),
+        *kserve_operations(plane, readiness, kserve or KserveServer()),
     ]

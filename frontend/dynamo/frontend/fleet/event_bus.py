@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo.common.messaging.buffers import Body
 from dynamo.common.messaging.nats.connection import OnMessage
-from dynamo.common.process.background import running
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +85,7 @@ class EventSubscription:
 
 
 class EventBus:
-    """Subscriptions that are dropped together while this process cannot follow. Use `open_event_bus`.
+    """Subscriptions that are dropped together while this process cannot follow, as far as `watch` runs.
 
     `behind_s`: how old events may be.
     """
@@ -212,11 +210,3 @@ class EventBus:
         log.info("events of the fleet are followed again")
         for callback in self._on_resumed:
             callback()
-
-
-@asynccontextmanager
-async def open_event_bus(link: EventLink, behind_s: float = 1.0) -> AsyncIterator[EventBus]:
-    """Watch over the subscriptions that are made at the bus while the body runs."""
-    bus = EventBus(link, behind_s)
-    async with running(bus.watch(), "the lag of events"):
-        yield bus

@@ -4,8 +4,8 @@
 |---|---|
 | `grpc` | the gRPC port |
 | `http` | the HTTP port |
-| `links` | the connections of a frontend, as far as they are made |
 | `metrics` | the metrics of a frontend process |
+| `parts` | what the ports share |
 | `plane` | the data plane and what it stands on |
 | `routing` | the router |
 """

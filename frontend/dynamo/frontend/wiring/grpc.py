@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
-from dynamo.common.http.accepting import Descriptors
-from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
@@ -24,42 +23,32 @@ from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
-from dynamo.frontend.wiring.metrics import Metrics
+from dynamo.frontend.wiring.parts import PortParts
+from dynamo.frontend.wiring.plane import Reached
 
 
 @asynccontextmanager
-async def open_grpc(
-    config: FrontendConfig,
-    guard: Guard,
-    plane: DataPlane,
-    readiness: Readiness,
-    drain: StreamDrain,
-    metrics: Metrics,
-    capacity: Capacity,
-    kserve: KserveServer,
-    memory: SharedMemory | None,
-    descriptors: Descriptors,
-    *,
-    share_port: bool,
-) -> AsyncIterator[GrpcServer | None]:
+async def open_grpc(parts: PortParts, guard: Guard, reached: Reached, drain: StreamDrain) -> AsyncIterator[GrpcServer | None]:
     """Serve gRPC until the context is left; None if the configuration does not want it. Raises ConfigError."""
+    config, metrics, capacity = parts.config, parts.metrics, parts.capacity
     if not config.grpc.wanted:
         yield None
         return
     refused = partial(metrics.frontend.refused, TENSOR_ENDPOINT)
-    operations = grpc_operations(config, plane, readiness, drain, account_source(guard), capacity, kserve)
+    kserve = replace(parts.kserve, settings=reached.settings)
+    operations = grpc_operations(config, reached.plane, parts.readiness, drain, account_source(guard), capacity, kserve)
     operations = bounded(operations, capacity, config.overload_status, refused)
     operations = metered(guarded(operations, guard, refused), metrics.grpc)
     async with serve_grpc(
         config.grpc,
         operations,
-        share_port=share_port,
+        share_port=parts.share_port,
         guarded=guard.is_on,
         capacity=capacity,
-        memory=memory,
+        memory=reached.memory,
         overload=config.overload_status,
         observer=metrics.grpc_connections,
-        descriptors=descriptors,
+        descriptors=parts.descriptors,
     ) as server:
         yield server
 

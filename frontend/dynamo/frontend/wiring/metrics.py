@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from dynamo.common.config import project_version
+from dynamo.common.messaging.request_plane.client import RequestClient
 from dynamo.common.observability.scrape import Scraper
 from dynamo.common.observability.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
 from dynamo.common.process.background import running
-from dynamo.frontend.api.http.management.server import LinkState
+from dynamo.frontend.api.http.management.server import Links, LinkState
 from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, RouterMetrics
 from dynamo.frontend.port_metrics import GrpcServerMetrics, connection_metrics
-from dynamo.frontend.wiring.links import Links
+from dynamo.frontend.security.sharing import Fleet
 
 _WATCH_S = 1.0
 _FLUSH_S = 0.2
@@ -44,25 +45,19 @@ class Metrics:
         return await self._scraper.scrape()
 
     @asynccontextmanager
-    async def following(self, links: Links) -> AsyncIterator[None]:
+    async def following(self, links: Links, limits: Fleet | None) -> AsyncIterator[None]:
         """Keep the metrics about `links` current, and add up for other processes what this one counted, while the body runs."""
         tallies = () if self._folder is None else self._tallies
-        clock = asyncio.get_running_loop().time
 
         async def follow() -> None:
             while True:
-                self.runtime.etcd_stale.set(links.etcd is not LinkState.CONNECTED)
-                self.runtime.nats_connected.set(links.nats is LinkState.CONNECTED)
+                self.runtime.etcd_stale.set(links.etcd_state is not LinkState.CONNECTED)
+                self.runtime.nats_connected.set(links.nats_state is LinkState.CONNECTED)
                 self.http_connections.show()
                 self.grpc_connections.show()
-                if links.client is not None:
-                    open_streams, free = links.client.open_streams, links.client.free_budget_bytes
-                    self.link.show(clock(), open_streams=open_streams, free_credit_bytes=free)
-                    self.memory.show(links.client.memory)
-                if links.events is not None:
-                    self.events.show(lag_s=links.events.lag_s, is_dropped=links.events.is_dropped)
-                if links.limits is not None:
-                    self.frontend.limit_processes.set(1 + links.limits.others)
+                self.events.show(lag_s=links.events.lag_s, is_dropped=links.events.is_dropped)
+                if limits is not None:
+                    self.frontend.limit_processes.set(1 + limits.others)
                 for tally in tallies:
                     tally.flush()
                 await asyncio.sleep(_FLUSH_S if tallies else _WATCH_S)
@@ -73,3 +68,11 @@ class Metrics:
         finally:
             for tally in tallies:
                 tally.flush()
+
+    async def follow(self, client: RequestClient) -> None:
+        """Keep the metrics about requests on NATS current until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            self.link.show(clock(), open_streams=client.open_streams, free_credit_bytes=client.free_budget_bytes)
+            self.memory.show(client.memory)
+            await asyncio.sleep(_WATCH_S)

@@ -10,13 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dynamo.common.discovery import Instance
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.jetstream.kv_stream import KvStream
-from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.messaging.request_plane.client import RequestClient
 from dynamo.common.names import Endpoint
 from dynamo.frontend.api.http.management.routing import RoutingControl
-from dynamo.frontend.config import FrontendConfig, RouterOptions
-from dynamo.frontend.fleet.directory import Directory
-from dynamo.frontend.fleet.event_bus import EventBus
+from dynamo.frontend.api.http.management.server import Links
+from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.fleet.kv.history import KvHistory
 from dynamo.frontend.fleet.peers.bookings import shared_bookings
@@ -31,43 +29,21 @@ from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.policies.affinity import SessionRouter
 from dynamo.frontend.router.policies.sequences import SequenceRouter
 from dynamo.frontend.router.select import follows_loads, make_router
-from dynamo.frontend.wiring.links import Links
-
-
-def make_control(options: RouterOptions, links: Links) -> RoutingControl:
-    """Return what can be read and changed about routing while the process runs."""
-    explains_all = logging.getLogger("dynamo.frontend.router.explain").isEnabledFor(logging.DEBUG)
-    return RoutingControl(
-        thresholds=ThresholdTable(options.thresholds),
-        decisions=DecisionLog(everything=explains_all),
-        follows_loads=follows_loads(options),
-        set_thresholds=links.set_thresholds,
-    )
 
 
 @asynccontextmanager
 async def open_router(
-    config: FrontendConfig,
-    control: RoutingControl,
-    links: Links,
-    directory: Directory,
-    events: EventBus,
-    nats: Connection,
-    client: RequestClient,
-    origin: str,
-    metrics: RouterMetrics,
-) -> AsyncIterator[Router]:
+    config: FrontendConfig, links: Links, client: RequestClient, origin: str, metrics: RouterMetrics
+) -> AsyncIterator[tuple[Router, RoutingControl]]:
     """Open the router that requests meet: metrics, explanations and sessions around the one that picks instances.
 
-    `origin` names this frontend to others.
+    It comes with what can be read and changed about routing while the process runs. `origin` names this frontend to others.
     """
-    options = config.router
+    options, thresholds = config.router, ThresholdTable(config.router.thresholds)
+    decisions = DecisionLog(everything=logging.getLogger("dynamo.frontend.router.explain").isEnabledFor(logging.DEBUG))
     async with AsyncExitStack() as stack:
-        siblings = await stack.enter_async_context(open_siblings(nats, config.namespace, origin, control.thresholds))
-        links.siblings = siblings
-        router = await stack.enter_async_context(
-            _picking_router(config, control.thresholds, directory, events, nats, client, origin)
-        )
+        siblings = await stack.enter_async_context(open_siblings(links.nats, config.namespace, origin, thresholds))
+        router = await stack.enter_async_context(_picking_router(config, links, client, origin, thresholds))
         router = SequenceRouter(router)
         if options.session_affinity_ttl_s is not None:
             router = sessions = SessionRouter(
@@ -79,21 +55,16 @@ async def open_router(
                 clock=asyncio.get_running_loop().time,
             )
             siblings.on_placed(sessions.placed)
-        yield MeasuredRouter(ExplainingRouter(router, control.decisions), metrics)
+        control = RoutingControl(thresholds, decisions, follows_loads(options), siblings.set_thresholds)
+        yield MeasuredRouter(ExplainingRouter(router, decisions), metrics), control
 
 
 @asynccontextmanager
 async def _picking_router(
-    config: FrontendConfig,
-    thresholds: ThresholdTable,
-    directory: Directory,
-    events: EventBus,
-    nats: Connection,
-    client: RequestClient,
-    origin: str,
+    config: FrontendConfig, links: Links, client: RequestClient, origin: str, thresholds: ThresholdTable
 ) -> AsyncIterator[Router]:
     """Open the router of the chosen mode, which follows instances and, if configured, the bookings of other frontends."""
-    clock = asyncio.get_running_loop().time
+    clock, events = asyncio.get_running_loop().time, links.events
     if not follows_loads(config.router):
         yield make_router(config.router, LoadTable(), clock)
         return
@@ -108,8 +79,8 @@ async def _picking_router(
         history: KvHistory | None = None
         if follower is not None and config.router.durable_kv_events:
             threshold, reset = config.router.snapshot_threshold, config.router.reset_states
-            history = KvHistory(KvStream(nats), snapshot_threshold=threshold, reset=reset)
-        feed = await stack.enter_async_context(open_kv_feed(events, directory, query, follower, loads, history))
+            history = KvHistory(KvStream(links.nats), snapshot_threshold=threshold, reset=reset)
+        feed = await stack.enter_async_context(open_kv_feed(events, links.directory, query, follower, loads, history))
         events.on_dropped(feed.suspend)
         events.on_resumed(feed.resume)
         if config.router.replica_sync:

@@ -14,7 +14,7 @@ import pytest
 from dynamo.common.messaging.buffers import Body
 from dynamo.common.messaging.nats.connection import OnMessage
 from dynamo.common.process.background import running
-from dynamo.frontend.fleet.event_bus import EventBus, open_event_bus
+from dynamo.frontend.fleet.event_bus import EventBus
 from tests.support.virtual_time import in_virtual_time
 
 BYTES_PER_S = 1000
@@ -90,7 +90,8 @@ def ignore(subject: str, reply: str, payload: memoryview, no_responders: bool) -
 @asynccontextmanager
 async def opened() -> AsyncIterator[tuple[SlowLink, EventBus]]:
     link = SlowLink()
-    async with running(link.run(), "link"), open_event_bus(link) as bus:
+    bus = EventBus(link)
+    async with running(link.run(), "link"), running(bus.watch(), "bus"):
         yield link, bus
 
 

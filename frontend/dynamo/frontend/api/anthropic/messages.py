@@ -14,7 +14,6 @@ from dynamo.common.generation import FinishReason, Summary
 from dynamo.common.process.background import awaited
 from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest, PreparedMessages, conversation, to_text
 from dynamo.frontend.api.declaration import TEXT, TOKENS
-from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.request_reader import RequestReader
@@ -63,16 +62,11 @@ ANTHROPIC_ERRORS = ErrorForm(
 class MessagesEdge:
     """The dependencies of an endpoint."""
 
-    readiness: Readiness
+    plane: DataPlane
     limits: TextLimits = field(default_factory=TextLimits)
     offload: Offload = field(default_factory=Offload)
     """For large requests."""
     parsers: OutputParsers = field(default_factory=lambda: OutputParsers({}, {}))
-
-    @property
-    def plane(self) -> DataPlane:
-        """Raises Unavailable while the process starts."""
-        return self.readiness.plane
 
 
 def anthropic_operations(edge: MessagesEdge) -> list[Operation]:

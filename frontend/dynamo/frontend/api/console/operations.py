@@ -23,6 +23,7 @@ from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.surfaces import Surface
+from dynamo.frontend.serving.data_plane import DataPlane
 
 _FILES = {
     "/console": ("page.html", b"text/html; charset=utf-8"),
@@ -43,6 +44,7 @@ class Console:
 
     def __init__(
         self,
+        plane: DataPlane,
         readiness: Readiness,
         loads: LoadWatch,
         namespace: str,
@@ -52,6 +54,7 @@ class Console:
         asks_keys: bool,
         processes: int,
     ) -> None:
+        self._plane = plane
         self._readiness = readiness
         self._loads = loads
         self._namespace = namespace
@@ -61,8 +64,7 @@ class Console:
         self._processes = processes
 
     def fleet(self, account: Account) -> FleetState:
-        """Raises Unavailable while the process starts."""
-        plane = self._readiness.plane
+        plane = self._plane
         reports, rules = self._loads.read(), plane.names.rules
         return FleetState(
             version=project_version(),

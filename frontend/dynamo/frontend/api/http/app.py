@@ -31,7 +31,7 @@ _UNKNOWN_PATHS = shown(Surface.METADATA)
 
 
 class HttpApp:
-    """Serves `operations`."""
+    """Serves operations."""
 
     def __init__(
         self,
@@ -40,12 +40,15 @@ class HttpApp:
         guard: HttpGuard | None = None,
         refused: Refused | None = None,
     ) -> None:
-        """Without a `guard` no key is needed. Raises ValueError for operations that contradict one another."""
-        self.operations = tuple(operations)
+        """Without a `guard` no key is needed. Raises as `attach` does."""
         self._settings = settings or HttpSettings()
         self._guard = guard or HttpGuard(options=self._settings.options)
         self._refused = refused
         self._cors = self._guard.cors
+        self.attach(operations)
+
+    def attach(self, operations: Sequence[Operation]) -> None:
+        """Serve `operations` from now on, and no others. Raises ValueError for operations that contradict one another."""
         self._table: PathTable[_Resource] = PathTable()
         self._errors: dict[tuple[str, ...], ErrorForm] = {}
         beginnings: list[tuple[tuple[str, ...], ErrorForm]] = []

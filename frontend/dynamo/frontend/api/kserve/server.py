@@ -32,11 +32,6 @@ _CLOSE_STALE_S = 5.0
 """How long a process may keep memory open that was unregistered at another one."""
 
 
-def _local_settings() -> Settings:
-    settings = LocalSettings()
-    return Settings(lambda: settings, TraceOptions())
-
-
 @dataclass(frozen=True, slots=True)
 class KserveServer:
     name: str = "dynamo"
@@ -44,7 +39,7 @@ class KserveServer:
     """None: clients cannot register memory."""
     allows_remote_memory: bool = False
     """Whether clients on other hosts may register memory of this one."""
-    settings: Settings = field(default_factory=_local_settings)
+    settings: Settings = field(default_factory=lambda: Settings(LocalSettings(), TraceOptions()))
 
     @property
     def regions(self) -> Regions:
@@ -125,22 +120,18 @@ def check_is_local(peer: str) -> None:
 
 
 @asynccontextmanager
-async def open_kserve(
-    options: KserveOptions, folder: Path | None, max_request_bytes: int, settings: Settings
-) -> AsyncIterator[KserveServer]:
+async def open_kserve(options: KserveOptions, folder: Path | None, max_request_bytes: int) -> AsyncIterator[KserveServer]:
     """Make the state of a process; close the regions that clients have left registered at the end.
 
     `folder`: shared by all processes on the same ports, if there are several. `max_request_bytes`: see `Regions`.
     """
     if not options.client_shared_memory:
-        yield KserveServer(options.server_name, settings=settings)
+        yield KserveServer(options.server_name)
         return
     registrations = None if folder is None else SharedRegistrations(folder / "regions")
     keys = options.client_shared_memory_keys
     regions = Regions(registrations=registrations, keys=keys, max_request_bytes=max_request_bytes)
-    server = KserveServer(
-        options.server_name, regions, allows_remote_memory=options.client_shared_memory_remote, settings=settings
-    )
+    server = KserveServer(options.server_name, regions, allows_remote_memory=options.client_shared_memory_remote)
     try:
         if folder is None:
             yield server

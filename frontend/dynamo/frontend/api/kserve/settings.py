@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,14 +37,13 @@ LOG_FLAGS = ("log_info", "log_warning", "log_error")
 class Settings:
     """The settings as clients read and change them."""
 
-    store: Callable[[], SettingsStore]
-    """Raises Unavailable while there is none."""
+    store: SettingsStore
     options: TraceOptions
     log_file: Path | None = None
 
     def trace(self, model: str) -> dict[str, list[str]]:
-        """Return the trace settings of a model, or of the server if it is empty, each as a list of values. Raises Unavailable."""
-        settings = self.store().value.trace_of(model)
+        """Return the trace settings of a model, or of the server if it is empty, each as a list of values."""
+        settings = self.store.value.trace_of(model)
         shown = {
             "trace_level": list(settings.levels) or [OFF],
             "trace_rate": [str(settings.rate)],
@@ -59,8 +58,8 @@ class Settings:
         return shown
 
     def has_times(self, model: str) -> bool:
-        """Return whether requests to a model may be traced with times. Raises Unavailable."""
-        settings = self.store().value
+        """Return whether requests to a model may be traced with times."""
+        settings = self.store.value
         return bool(settings.trace) and TIMESTAMPS in settings.trace_of(model).levels
 
     async def change_trace(self, model: str, values: Mapping[str, Values]) -> None:
@@ -87,11 +86,11 @@ class Settings:
                     raise InvalidRequest(f"Attempting to set invalid trace setting :{why}")
             return settings
 
-        await self.store().change(changed)
+        await self.store.change(changed)
 
     def log(self) -> dict[str, LogValue]:
-        """Return the log settings. Raises Unavailable."""
-        settings = self.store().value.log
+        """Return the log settings."""
+        settings = self.store.value.log
         return {
             "log_file": "" if self.log_file is None else str(self.log_file),
             "log_info": settings.info,
@@ -107,7 +106,7 @@ class Settings:
         Raises InvalidRequest, Unsupported, and Unavailable without etcd.
         """
         if changes := _log_changes(values):
-            await self.store().change(
+            await self.store.change(
                 lambda settings: msgspec.structs.replace(settings, log=msgspec.structs.replace(settings.log, **changes))
             )
 

@@ -13,7 +13,6 @@ from dynamo.common.errors import InvalidRequest, Unsupported
 from dynamo.common.generation import Summary
 from dynamo.common.process.background import awaited
 from dynamo.common.process.work import Work
-from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.openai.chunks import Head
@@ -43,7 +42,7 @@ _ELEMENTS_PER_STEP = 16_384
 class Edge:
     """The dependencies of an endpoint."""
 
-    readiness: Readiness
+    plane: DataPlane
     limits: TextLimits = field(default_factory=TextLimits)
     template: RequestTemplate = field(default_factory=RequestTemplate)
     parsers: OutputParsers = field(default_factory=lambda: OutputParsers({}, {}))
@@ -57,11 +56,6 @@ class Edge:
     """Log probabilities show the ids of tokens, unless a request says otherwise."""
     clock: Callable[[], float] = time.time
     """Unix time, seconds."""
-
-    @property
-    def plane(self) -> DataPlane:
-        """Raises Unavailable while the process starts."""
-        return self.readiness.plane
 
     @property
     def stored(self) -> StoredResponses | None:

@@ -3,9 +3,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 import httpx2
 import pytest
@@ -27,21 +28,14 @@ from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeTexts, instance, tensor_card
-
-
-@dataclass
-class Links:
-    nats: LinkState = LinkState.CONNECTED
-    etcd: LinkState = LinkState.CONNECTED
-    follows_events: bool = True
-    other_protocols: Sequence[int] = ()
+from tests.support.http_edge import connected
 
 
 @dataclass
 class Side:
     readiness: Readiness
     directory: FakeDirectory
-    links: Links
+    links: Any
     client: httpx2.AsyncClient
     plane: DataPlane
 
@@ -60,7 +54,7 @@ def page(path: str, handle: Handler) -> Operation:
 
 @pytest.fixture
 async def side() -> AsyncIterator[Side]:
-    directory, links, readiness = FakeDirectory(instance(0xA, tensor_card("org/adder"))), Links(), Readiness()
+    directory, links, readiness = FakeDirectory(instance(0xA, tensor_card("org/adder"))), connected(), Readiness()
     registry = make_registry()
     metrics = FrontendMetrics(registry)
 
@@ -70,18 +64,17 @@ async def side() -> AsyncIterator[Side]:
     operations = [
         *health_operations(readiness, links),
         *metrics_operations(scrape),
-        *model_operations(readiness, 1000.5),
         page("/overloaded", overloaded),
         page("/broken", broken),
     ]
-    http_settings = HttpSettings(overload=OverloadStatus.TOO_MANY_REQUESTS)
-
+    app = HttpApp(operations, HttpSettings(overload=OverloadStatus.TOO_MANY_REQUESTS))
     settings = ServingOptions(models=(tensor_card("later"),))
     async with (
         open_data_plane(directory, FakeClient(), FakeLink(), RoundRobin(), FakeTexts(), metrics, settings) as plane,
-        serve_http(HttpOptions(port=0), HttpApp(operations, http_settings)) as server,
+        serve_http(HttpOptions(port=0), app) as server,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client,
     ):
+        app.attach([*operations, *model_operations(plane, readiness, 1000.5)])
         yield Side(readiness, directory, links, client, plane)
 
 
@@ -108,7 +101,7 @@ async def test_health_tells_the_whole_life_of_a_process(side: Side) -> None:
 
 async def test_health_lists_instances_on_request_and_tells_of_a_stale_view(side: Side) -> None:
     side.readiness.attach(side.plane)
-    side.links.etcd = LinkState.STALE
+    side.links.etcd_state = LinkState.STALE
     short = (await side.client.get("/health")).json()
     assert short.keys() == {"status", "nats", "etcd", "python", "detail"}, "a probe of a large fleet is cheap"
     body = (await side.client.get("/health?instances=true")).json()
@@ -123,7 +116,7 @@ async def test_health_lists_instances_on_request_and_tells_of_a_stale_view(side:
 
 async def test_health_says_that_events_are_not_followed_and_stays_healthy(side: Side) -> None:
     side.readiness.attach(side.plane)
-    side.links.follows_events = False
+    side.links.events.is_dropped = True
     response = await side.client.get("/health")
     assert response.status_code == 200
     assert "requests are routed by load" in response.json()["detail"]
@@ -131,7 +124,7 @@ async def test_health_says_that_events_are_not_followed_and_stays_healthy(side: 
 
 async def test_health_says_which_versions_of_the_protocol_are_left_out_and_stays_healthy(side: Side) -> None:
     side.readiness.attach(side.plane)
-    side.links.other_protocols = [7, 7, 9]
+    side.links.directory.other_protocols = lambda: [7, 7, 9]
     response = await side.client.get("/health")
     assert response.status_code == 200
     assert response.json()["detail"].startswith("3 registrations are left out: their workers speak version 7, 9 of the protocol")
@@ -161,7 +154,6 @@ async def test_anthropics_clients_get_models_in_their_form(side: Side) -> None:
 
 
 async def test_errors_are_json(side: Side) -> None:
-    assert (await side.client.get("/v1/models")).status_code == 503
     side.readiness.attach(side.plane)
     missing = await side.client.get("/v1/models/missing")
     assert missing.status_code == 404

@@ -61,10 +61,9 @@ class Ran:
 
 def all_operations() -> list[Operation]:
     anything: Any = MagicMock()
-    readiness = Readiness()
-    protocols = protocol_operations(readiness, TextOptions())
-    batches = BatchOperations(anything, anything, anything)
-    return http_operations(FrontendConfig(), readiness, anything, anything, anything, anything, protocols, batches)
+    protocols = protocol_operations(anything, Readiness(), TextOptions())
+    batches = BatchOperations(anything, anything, anything).operations()
+    return http_operations(MagicMock(config=FrontendConfig()), anything, anything, [*protocols, *batches])
 
 
 OPERATIONS = all_operations()

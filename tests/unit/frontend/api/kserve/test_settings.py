@@ -13,8 +13,7 @@ FILES = TraceOptions(file=Path("/var/traces/t.json"))
 
 
 def settings_of(options: TraceOptions = FILES) -> Settings:
-    store = LocalSettings()
-    return Settings(lambda: store, options)
+    return Settings(LocalSettings(), options)
 
 
 async def test_trace_settings_are_the_servers_until_a_model_has_its_own() -> None:
@@ -26,7 +25,7 @@ async def test_trace_settings_are_the_servers_until_a_model_has_its_own() -> Non
     await settings.change_trace("m", {"log_frequency": None, "trace_count": None})
     await settings.change_trace("", {"trace_rate": None})
     assert settings.trace("m") == settings.trace("") == settings_of().trace("")
-    assert "m" not in settings.store().value.trace
+    assert "m" not in settings.store.value.trace
 
 
 async def test_levels_are_shown_in_one_order_and_unknown_ones_are_ignored() -> None:

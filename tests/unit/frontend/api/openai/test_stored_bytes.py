@@ -33,10 +33,10 @@ class Frontend:
     def __init__(self, files: FakeRecords, responses: FakeRecords, now: list[float], limit: int = 2000) -> None:
         file_records: Any = files
         self.quota = StoredBytes({"team": limit}.get, lambda: now[0])
-        self.files = Files(lambda: file_records, "ns", quota=self.quota)
+        self.files = Files(file_records, "ns", quota=self.quota)
         self.responses = stored_responses(responses, quota=self.quota)
         self.conversations = self.responses.conversations
-        self.batches = Batches(lambda: file_records, "ns", quota=self.quota)
+        self.batches = Batches(file_records, "ns", quota=self.quota)
 
     async def stream(self, owner: str, id: str, size: int) -> None:
         """Store events of a response that have about so many bytes."""

@@ -14,12 +14,12 @@ from msgspec import Struct
 from dynamo.common.adapters import LoadAdapter
 from dynamo.common.errors import AlreadyExists, InvalidRequest
 from dynamo.frontend.api.declaration import Reads, changed
-from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.errors import error_event, error_info
 from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
 from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.security.surfaces import Surface
+from dynamo.frontend.serving.data_plane import DataPlane
 
 _TEXT = ((b"content-type", b"text/plain; charset=utf-8"),)
 _TYPES = {400: "BadRequestError", 403: "PermissionDeniedError", 404: "NotFoundError", 500: "InternalServerError"}
@@ -56,7 +56,7 @@ class MissingField(InvalidRequest):
     """A field of the request is empty."""
 
 
-def adapter_operations(readiness: Readiness) -> list[Operation]:
+def adapter_operations(plane: DataPlane) -> list[Operation]:
     load_decoder = msgspec.json.Decoder(LoadAdapterRequest)
     unload_decoder = msgspec.json.Decoder(UnloadAdapterRequest)
 
@@ -70,7 +70,7 @@ def adapter_operations(readiness: Readiness) -> list[Operation]:
         adapter = LoadAdapter(
             name=request.lora_name, path=request.lora_path, model=request.base_model_name, in_place=request.load_inplace
         )
-        await readiness.plane.load_model(exchange.account, adapter)
+        await plane.load_model(exchange.account, adapter)
         await exchange.respond(f"Success: LoRA adapter '{adapter.name}' added successfully.".encode(), 200, _TEXT)
 
     async def unload(exchange: Exchange) -> None:
@@ -78,7 +78,7 @@ def adapter_operations(readiness: Readiness) -> list[Operation]:
         request = await read_json(exchange, unload_decoder)
         if not request.lora_name:
             raise MissingField("'lora_name' needs to be provided to unload a LoRA adapter.")
-        await readiness.plane.unload_adapter(exchange.account, request.lora_name)
+        await plane.unload_adapter(exchange.account, request.lora_name)
         await exchange.respond(f"Success: LoRA adapter '{request.lora_name}' removed successfully.".encode(), 200, _TEXT)
 
     def operation(path: str, handle: Handler, summary: str, request: type) -> Operation:

@@ -8,20 +8,17 @@ DELETE /v1/names/{name}
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import msgspec
 from msgspec import Struct
 
 from dynamo.common.errors import NotFound
 from dynamo.frontend.api.declaration import Reads, changed, shown
-from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
 from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.management.routing import RoutingErrorResponse
 from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.names.rules import Fallback, Rule, Shadow, Sticky, Target, models_of
-from dynamo.frontend.names.table import Change
+from dynamo.frontend.names.table import NameTable
 from dynamo.frontend.security.surfaces import Surface
 
 _DECLARED = {
@@ -50,18 +47,18 @@ class Removed(Struct, frozen=True):
     deleted: bool = True
 
 
-def name_operations(readiness: Readiness, change: Callable[[Change], Awaitable[None]]) -> list[Operation]:
-    """`change` changes the names of all frontends. A key sees and changes only names, and sets only models, that it may use."""
+def name_operations(names: NameTable) -> list[Operation]:
+    """A key sees and changes only names, and sets only models, that it may use."""
     decoder = msgspec.json.Decoder(Rule)
 
     async def list_names(exchange: Exchange) -> None:
-        rules = readiness.plane.names.rules
-        names = [_shown(name, rules[name]) for name in sorted(filter(exchange.account.permits, rules))]
-        await exchange.respond(msgspec.json.encode(AllNames(names)))
+        rules = names.rules
+        shown = [_shown(name, rules[name]) for name in sorted(filter(exchange.account.permits, rules))]
+        await exchange.respond(msgspec.json.encode(AllNames(shown)))
 
     async def show_name(exchange: Exchange) -> None:
         name = _permitted(exchange)
-        rule = readiness.plane.names.rules.get(name)
+        rule = names.rules.get(name)
         if rule is None:
             raise _not_found(name)
         await exchange.respond(msgspec.json.encode(_shown(name, rule)))
@@ -76,7 +73,7 @@ def name_operations(readiness: Readiness, change: Callable[[Change], Awaitable[N
         def put(rules: dict[str, Rule]) -> None:
             rules[name] = rule
 
-        await change(put)
+        await names.change(put)
         await exchange.respond(msgspec.json.encode(_shown(name, rule)))
 
     async def remove_name(exchange: Exchange) -> None:
@@ -87,7 +84,7 @@ def name_operations(readiness: Readiness, change: Callable[[Change], Awaitable[N
             if rules.pop(name, None) is None:
                 raise _not_found(name)
 
-        await change(remove)
+        await names.change(remove)
         await exchange.respond(msgspec.json.encode(Removed(name)))
 
     def operation(path: str, method: str, handle: Handler, summary: str, response: type) -> Operation:

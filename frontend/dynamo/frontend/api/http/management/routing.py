@@ -20,7 +20,6 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.calls import read_limit
 from dynamo.frontend.api.declaration import Reads, changed, shown
-from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
 from dynamo.frontend.api.http.json_body import read_json
@@ -45,7 +44,7 @@ class RoutingControl:
     follows_loads: bool
     """False: the router mode does not know which instances are busy."""
     set_thresholds: Callable[[str, Thresholds], None]
-    """Sets them for this process and all others. Raises Unavailable until there is a connection to the others."""
+    """Sets them for this process and all others."""
 
 
 class ModelThresholds(Struct, kw_only=True, frozen=True):
@@ -78,21 +77,19 @@ class RoutingErrorResponse(Struct, frozen=True):
     error: str
 
 
-def routing_operations(readiness: Readiness, control: RoutingControl) -> list[Operation]:
+def routing_operations(plane: DataPlane, control: RoutingControl) -> list[Operation]:
     decoder = msgspec.json.Decoder(ThresholdsRequest)
 
     async def list_thresholds(exchange: Exchange) -> None:
         account = exchange.account
-        models = {card.name for card in readiness.plane.cards(account) if card.llm is not None} | set(
-            control.thresholds.changes()
-        )
+        models = {card.name for card in plane.cards(account) if card.llm is not None} | set(control.thresholds.changes())
         thresholds = [_shown(model, control.thresholds.of(model)) for model in sorted(filter(account.permits, models))]
         await exchange.respond(msgspec.json.encode(AllThresholds(thresholds)))
 
     async def change_thresholds(exchange: Exchange) -> None:
         exchange.call()
         request = await read_json(exchange, decoder)
-        await exchange.respond(msgspec.json.encode(_change(readiness.plane, exchange.account, control, request)))
+        await exchange.respond(msgspec.json.encode(_change(plane, exchange.account, control, request)))
 
     async def list_decisions(exchange: Exchange) -> None:
         query = exchange.query

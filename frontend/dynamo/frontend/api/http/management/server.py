@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
-from typing import Protocol
+from math import isinf
 
 import orjson
 
 from dynamo.common.config import project_version
 from dynamo.common.discovery import Instance, other_names
 from dynamo.common.errors import Forbidden, ModelNotFound
+from dynamo.common.etcd import Etcd
+from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.model_card import ModelCard
 from dynamo.common.process.interpreter import interpreter
 from dynamo.common.protocol import PROTOCOL
@@ -23,8 +25,11 @@ from dynamo.frontend.api.health import Readiness, State
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Handler, Operation
+from dynamo.frontend.fleet.directory import Directory
+from dynamo.frontend.fleet.event_bus import EventBus
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.surfaces import Surface
+from dynamo.frontend.serving.data_plane import DataPlane
 
 Scrape = Callable[[], Awaitable[tuple[bytes, str]]]
 """Returns the text of a metrics scrape and its content type."""
@@ -43,23 +48,31 @@ class LinkState(StrEnum):
     """Not reached now; the last view is used."""
 
 
-class LinkStates(Protocol):
-    """The state of the connections to the systems behind the process."""
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The connections to the systems behind the process. They are objects before they are connected."""
+
+    etcd: Etcd
+    directory: Directory
+    nats: Connection
+    """For requests, and for the few other messages that must arrive."""
+    events_nats: Connection
+    events: EventBus
 
     @property
-    def nats(self) -> LinkState: ...
+    def nats_state(self) -> LinkState:
+        if self.nats.is_connected:
+            return LinkState.CONNECTED
+        return LinkState.CONNECTING if isinf(self.nats.opened_at) else LinkState.DISCONNECTED
 
     @property
-    def etcd(self) -> LinkState: ...
-
-    @property
-    def follows_events(self) -> bool: ...
-
-    @property
-    def other_protocols(self) -> Sequence[int]: ...
+    def etcd_state(self) -> LinkState:
+        if not self.directory.ready.is_set():
+            return LinkState.CONNECTING
+        return LinkState.STALE if self.directory.stale else LinkState.CONNECTED
 
 
-def health_operations(readiness: Readiness, links: LinkStates) -> list[Operation]:
+def health_operations(readiness: Readiness, links: Links) -> list[Operation]:
     """`/live` says that the process runs, `/health` whether it can serve; `/health?instances=true` lists what it follows."""
 
     async def live(exchange: Exchange) -> None:
@@ -69,19 +82,18 @@ def health_operations(readiness: Readiness, links: LinkStates) -> list[Operation
         state = readiness.state()
         body: dict[str, object] = {
             "status": state.value,
-            "nats": links.nats.value,
-            "etcd": links.etcd.value,
+            "nats": links.nats_state.value,
+            "etcd": links.etcd_state.value,
             "python": interpreter(),
         }
         if exchange.query.get("instances", "").lower() in _TRUE:
-            instances = () if state is State.STARTING else readiness.plane.models.registered()
-            body |= _listing(instances)
+            body |= _listing(readiness.registered())
         details = []
-        if links.etcd is LinkState.STALE:
+        if links.etcd_state is LinkState.STALE:
             details.append("etcd cannot be reached; the instances are those of the last view")
-        if not links.follows_events:
+        if links.events.is_dropped:
             details.append("events come faster than they can be handled; requests are routed by load, without KV caches")
-        if others := links.other_protocols:
+        if others := links.directory.other_protocols():
             versions = ", ".join(map(str, sorted(set(others))))
             details.append(
                 f"{len(others)} registrations are left out: their workers speak version {versions} of the protocol, and this "
@@ -144,14 +156,14 @@ def metrics_operations(scrape: Scrape) -> list[Operation]:
     return [replace(page, declared=shown(Surface.METRICS, other_sites=OtherSites.LINKED))]
 
 
-def model_operations(readiness: Readiness, started_at: float) -> list[Operation]:
+def model_operations(plane: DataPlane, readiness: Readiness, started_at: float) -> list[Operation]:
     """Return the operations below `/v1/models`, in OpenAI's form with whether each model can be used now.
 
     Anthropic's clients, which send a header of their own, get the list and the models in Anthropic's form.
     """
 
     def describe(account: Account, card: ModelCard, name: str) -> dict[str, object]:
-        rule = readiness.plane.names.rules.get(name)
+        rule = plane.names.rules.get(name)
         described: dict[str, object] = {
             "id": name,
             "object": "model",
@@ -171,7 +183,6 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
 
     def named(account: Account) -> list[tuple[ModelCard, str]]:
         """Return the names that the caller may use, each with the card that describes it."""
-        plane = readiness.plane
         cards = {name: card for card in plane.cards(account) for name in (card.name, *other_names(card))}
         for name in plane.names.rules:
             cards.pop(name, None)
@@ -196,14 +207,14 @@ def model_operations(readiness: Readiness, started_at: float) -> list[Operation]
 
     async def model(exchange: Exchange) -> None:
         name = exchange.parameters["model"]
-        card = readiness.plane.described(exchange.account, name)
+        card = plane.described(exchange.account, name)
         await _respond(
             exchange, anthropic_model(name) if _ANTHROPIC in exchange.headers else describe(exchange.account, card, name)
         )
 
     async def ready(exchange: Exchange) -> None:
         name = exchange.parameters["model"]
-        readiness.plane.described(exchange.account, name)
+        plane.described(exchange.account, name)
         is_ready = readiness.is_model_ready(name)
         await _respond(exchange, {"id": name, "ready": is_ready}, 200 if is_ready else 503)
 

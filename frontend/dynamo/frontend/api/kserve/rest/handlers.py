@@ -15,6 +15,7 @@ from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.repository import handle_index, handle_load, handle_unload
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.words import check_version
+from dynamo.frontend.serving.data_plane import DataPlane
 
 _PLAIN = ((b"content-type", b"text/plain"),)
 
@@ -22,7 +23,8 @@ _PLAIN = ((b"content-type", b"text/plain"),)
 class Handlers:
     """One method per operation."""
 
-    def __init__(self, readiness: Readiness, server: KserveServer) -> None:
+    def __init__(self, plane: DataPlane, readiness: Readiness, server: KserveServer) -> None:
+        self._plane = plane
         self._readiness = readiness
         self._state = server
         self._server = orjson.dumps(to_json(kserve_messages.server_metadata(server.name)))
@@ -48,7 +50,7 @@ class Handlers:
 
     async def model(self, exchange: Exchange) -> None:
         target = ModelPath.of(exchange.parameters)
-        card = self._readiness.plane.described(exchange.account, target.model, check_version(target.version))
+        card = self._plane.described(exchange.account, target.model, check_version(target.version))
         metadata = to_json(kserve_messages.model_metadata(card, target.version))
         if not metadata["properties"]:
             del metadata["properties"]
@@ -56,35 +58,35 @@ class Handlers:
 
     async def config(self, exchange: Exchange) -> None:
         target = ModelPath.of(exchange.parameters)
-        card = self._readiness.plane.described(exchange.account, target.model, check_version(target.version))
+        card = self._plane.described(exchange.account, target.model, check_version(target.version))
         await _send(exchange, to_json(kserve_messages.model_config(card).config))
 
     async def statistics(self, exchange: Exchange) -> None:
         target = ModelPath.of(exchange.parameters)
-        statistics = await kserve_messages.statistics(self._readiness.plane, exchange.account, target.model, target.version)
+        statistics = await kserve_messages.statistics(self._plane, exchange.account, target.model, target.version)
         await _send(exchange, to_json(statistics))
 
     # Model repositories
 
     async def index(self, exchange: Exchange) -> None:
-        await handle_index(self._readiness, exchange, exchange.method)
+        await handle_index(self._plane, self._readiness, exchange)
 
     async def load(self, exchange: Exchange) -> None:
-        await handle_load(self._readiness, exchange, ModelPath.of(exchange.parameters))
+        await handle_load(self._plane, exchange, ModelPath.of(exchange.parameters))
 
     async def unload(self, exchange: Exchange) -> None:
-        await handle_unload(self._readiness, exchange, ModelPath.of(exchange.parameters))
+        await handle_unload(self._plane, exchange, ModelPath.of(exchange.parameters))
 
     # Inference
 
     async def infer(self, exchange: Exchange) -> None:
-        await handle_infer(self._readiness.plane, self._state, exchange, ModelPath.of(exchange.parameters))
+        await handle_infer(self._plane, self._state, exchange, ModelPath.of(exchange.parameters))
 
     async def generate(self, exchange: Exchange) -> None:
-        await handle_generate(self._readiness.plane, self._state, exchange, ModelPath.of(exchange.parameters))
+        await handle_generate(self._plane, self._state, exchange, ModelPath.of(exchange.parameters))
 
     async def generate_stream(self, exchange: Exchange) -> None:
-        await handle_generate_stream(self._readiness.plane, self._state, exchange, ModelPath.of(exchange.parameters))
+        await handle_generate_stream(self._plane, self._state, exchange, ModelPath.of(exchange.parameters))
 
 
 async def _send(exchange: Exchange, body: object, status: int = 200) -> None:

@@ -18,6 +18,7 @@ from dynamo.frontend.api.kserve.rest.requests import InferRequest
 from dynamo.frontend.api.kserve.rest.settings import SettingHandlers
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.words import KSERVE_ERRORS
+from dynamo.frontend.serving.data_plane import DataPlane
 
 _MODEL = "/v2/models/{model:path}"
 _VERSION = "/v2/models/{model:path}/versions/{version}"
@@ -34,8 +35,8 @@ _get = partial(_post, method="GET")
 _health = partial(_get, declared=HEALTH)
 
 
-def kserve_operations(readiness: Readiness, server: KserveServer) -> list[Operation]:
-    handlers, settings = Handlers(readiness, server), SettingHandlers(readiness, server)
+def kserve_operations(plane: DataPlane, readiness: Readiness, server: KserveServer) -> list[Operation]:
+    handlers, settings = Handlers(plane, readiness, server), SettingHandlers(plane, server)
     return [
         _get(path="/v2", declared=kserve.METADATA, handle=handlers.server, summary="The server and its extensions"),
         _health(path="/v2/health/live", handle=handlers.live, summary="Whether this process runs"),

@@ -14,36 +14,36 @@ from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
 from dynamo.frontend.api.kserve.rest.model_files import LongStrings, cut_strings, load_from_json
 from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.requests import object_of, read_object
+from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.protos.inference_pb2 import RepositoryIndexResponse
 
 
-async def handle_index(readiness: Readiness, exchange: Exchange, method: str) -> None:
-    parsed = await _object(exchange) if method == "POST" else {}
+async def handle_index(plane: DataPlane, readiness: Readiness, exchange: Exchange) -> None:
+    parsed = await _object(exchange) if exchange.method == "POST" else {}
     only_ready = parsed.get("ready", False)
     if not isinstance(only_ready, bool):
         raise InvalidRequest("'ready' must be true or false")
-    index = kserve_messages.repository_index(
-        readiness.plane.cards(exchange.account), readiness.is_model_ready, readiness.plane.repository_index(exchange.account)
-    )
+    account = exchange.account
+    index = kserve_messages.repository_index(plane.cards(account), readiness.is_model_ready, plane.repository_index(account))
     entries = [_described(entry) for entry in index.models if entry.state == "READY" or not only_ready]
     await exchange.respond(orjson.dumps(entries))
 
 
-async def handle_load(readiness: Readiness, exchange: Exchange, target: ModelPath) -> None:
+async def handle_load(plane: DataPlane, exchange: Exchange, target: ModelPath) -> None:
     """Load a model, and send an empty response once it is loaded."""
     check_repository(target.repository)
     body = await exchange.decompressed_body()
     fields, long = await _fields(exchange, body)
     request, files = await exchange.in_steps(load_from_json(target.model, fields, long))
-    await readiness.plane.load_model(exchange.account, request, files)
+    await plane.load_model(exchange.account, request, files)
     await exchange.respond(b"")
 
 
-async def handle_unload(readiness: Readiness, exchange: Exchange, target: ModelPath) -> None:
+async def handle_unload(plane: DataPlane, exchange: Exchange, target: ModelPath) -> None:
     """Unload a model, and send an empty response once it is unloaded."""
     check_repository(target.repository)
     request = unload_request_from_json(target.model, await _object(exchange))
-    await readiness.plane.unload_model(exchange.account, request)
+    await plane.unload_model(exchange.account, request)
     await exchange.respond(b"")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import orjson
 
 from dynamo.common.errors import InvalidRequest, Unsupported
-from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.kserve.rest.json_types import as_array, as_boolean, as_string, as_unsigned
 from dynamo.frontend.api.kserve.rest.paths import ModelPath
@@ -13,22 +12,23 @@ from dynamo.frontend.api.kserve.rest.requests import read_object
 from dynamo.frontend.api.kserve.server import NO_CUDA, KserveServer, check_cuda, check_traced
 from dynamo.frontend.api.kserve.settings import LOG_FLAGS, TRACE_NUMBERS, LogValue, Values
 from dynamo.frontend.api.kserve.words import check_version
+from dynamo.frontend.serving.data_plane import DataPlane
 
 
 class SettingHandlers:
     """One method per operation."""
 
-    def __init__(self, readiness: Readiness, server: KserveServer) -> None:
-        self._readiness = readiness
+    def __init__(self, plane: DataPlane, server: KserveServer) -> None:
+        self._plane = plane
         self._server = server
 
     async def trace(self, exchange: Exchange) -> None:
         target = ModelPath.of(exchange.parameters)
-        check_traced(self._readiness.plane, exchange.account, target.model)
+        check_traced(self._plane, exchange.account, target.model)
         changes = await _object(exchange) if exchange.method == "POST" else {}
         settings = {key: _trace_values(key, value) for key, value in changes.items()}
         check_version(target.version)
-        shown = await self._server.trace_settings(self._readiness.plane, exchange.account, target.model, settings)
+        shown = await self._server.trace_settings(self._plane, exchange.account, target.model, settings)
         await _send(exchange, {key: values if key == "trace_level" else values[0] for key, values in shown.items()})
 
     async def logging(self, exchange: Exchange) -> None:

@@ -299,12 +299,11 @@ class Batches:
 
     def __init__(
         self,
-        records: Callable[[], RecordStore],
+        records: RecordStore,
         namespace: str,
         clock: Callable[[], float] = time.time,
         quota: StoredBytes | None = None,
     ) -> None:
-        """`records` raises Unavailable until there is a connection."""
         self._quota = quota or StoredBytes()
         self._quota.count_by(self._bytes_of)
         self._records = records
@@ -318,7 +317,7 @@ class Batches:
 
     async def create(self, owner: str, endpoint: str, input_file: str, metadata: dict[str, str] | None) -> Batch:
         """Make a batch, which waits to be carried out. Raises RateLimited, PayloadTooLarge."""
-        if len(await self._records().keys(self._waiting_key(owner, "*"))) >= MAX_WAITING:
+        if len(await self._records.keys(self._waiting_key(owner, "*"))) >= MAX_WAITING:
             raise RateLimited(f"there are {MAX_WAITING} batches that have not ended; wait for some, or cancel them")
         batch = Batch(
             id=f"batch_{secrets.token_hex(16)}",
@@ -332,8 +331,8 @@ class Batches:
         waiting = msgspec.json.encode(Waiting(owner=owner, id=batch.id, since=self.now))
         data = msgspec.json.encode(Owned(owner, batch))
         async with self._quota.room(owner, len(data)):
-            await self._records().put(self._waiting_key(owner, batch.id), waiting, last=0)
-            await self._records().put(self._key(owner, batch.id), data, last=0)
+            await self._records.put(self._waiting_key(owner, batch.id), waiting, last=0)
+            await self._records.put(self._key(owner, batch.id), data, last=0)
             self._quota.add(owner, len(data))
         return batch
 
@@ -342,7 +341,7 @@ class Batches:
         return (await self._load(owner, id))[0].batch
 
     async def _load(self, owner: str, id: str) -> tuple[Owned, Record]:
-        record = await self._records().get(self._key(owner, id)) if _ID.fullmatch(id) else None
+        record = await self._records.get(self._key(owner, id)) if _ID.fullmatch(id) else None
         if record is None:
             raise BatchNotFound(id)
         return _owned.decode(record.value), record
@@ -379,7 +378,7 @@ class Batches:
         Raises BatchNotFound, and TakenOver while another one goes on without its lease.
         """
         owned, record = await self._load(owner, id)
-        is_silent = owned.is_unleased and await self._records().age_s(record) >= LOST_S
+        is_silent = owned.is_unleased and await self._records.age_s(record) >= LOST_S
 
         def taken(owned: Owned) -> Owned:
             if owned.is_unleased and owned.by != by and not is_silent:
@@ -452,7 +451,7 @@ class Batches:
                 return owned
             if changed.batch.status in ENDED:  # its results are in files, or are dropped
                 changed = replace(changed, results_bytes=0)
-            if await self._records().put(self._key(owner, id), msgspec.json.encode(changed), last=record.revision) is not None:
+            if await self._records.put(self._key(owner, id), msgspec.json.encode(changed), last=record.revision) is not None:
                 self._quota.add(owner, changed.results_bytes - owned.results_bytes + filed_bytes)
                 return changed
         raise InvalidRequest(f"batch '{id}' changes too fast; try again")
@@ -463,19 +462,19 @@ class Batches:
 
     async def waiting(self) -> list[Waiting]:
         """Return the batches that have not ended, and some that never came to be."""
-        return [_waiting.decode(record) for record in (await self._records().values(f"{self._prefix}.waiting.>")).values()]
+        return [_waiting.decode(record) for record in (await self._records.values(f"{self._prefix}.waiting.>")).values()]
 
     async def done(self, owner: str, id: str) -> None:
         """Delete what is kept of a batch that has ended, apart from the batch."""
-        for key in await self._records().keys(self._segment_key(id, "*")):
-            await self._records().delete(key)
-        await self._records().delete(self._waiting_key(owner, id))
+        for key in await self._records.keys(self._segment_key(id, "*")):
+            await self._records.delete(key)
+        await self._records.delete(self._waiting_key(owner, id))
 
     async def segments(self, id: str, hold: Callable[[int], None]) -> dict[int, Segment]:
         """Return the results that there are, by the number of the segment; `hold` as for `RecordStore.get`."""
         segments: dict[int, Segment] = {}
-        for key in await self._records().keys(self._segment_key(id, "*")):
-            record = await self._records().get(key, hold)
+        for key in await self._records.keys(self._segment_key(id, "*")):
+            record = await self._records.get(key, hold)
             if record is not None:
                 hold(len(record.value))
                 segments[int(key.rpartition(".")[2])] = await decode_segment(record.value)
@@ -492,7 +491,7 @@ class Batches:
         for _ in range(_WRITES):
             try:
                 is_ours = (await self._load(owner, id))[0].by == by
-                if is_ours and await self._records().put(key, record, last=0) is not None:
+                if is_ours and await self._records.put(key, record, last=0) is not None:
                     return True
                 return await self._writer_of(key) == writer
             except Unavailable as error:
@@ -506,12 +505,12 @@ class Batches:
         """Return when the store, which has failed, takes what is written."""
         while True:
             await asyncio.sleep(READY_S)
-            if self._records().is_ready:
+            if self._records.is_ready:
                 return
 
     async def _writer_of(self, key: str) -> str:
         """Return the token of the one that wrote the results of a segment; empty if there are none."""
-        content = await self._records().open(key)
+        content = await self._records.open(key)
         return "" if content is None else await writer_of(content)
 
     async def _bytes_of(self, owner: str) -> int:

@@ -53,12 +53,11 @@ class Files:
 
     def __init__(
         self,
-        records: Callable[[], RecordStore],
+        records: RecordStore,
         namespace: str,
         clock: Callable[[], float] = time.time,
         quota: StoredBytes | None = None,
     ) -> None:
-        """`records` raises Unavailable until there is a connection."""
         self._quota = quota or StoredBytes()
         self._quota.count_by(self._bytes_of)
         self._records = records
@@ -91,28 +90,28 @@ class Files:
         """
         file = FileObject(id=id, bytes=len(content), created_at=int(self._clock()), filename=filename, purpose=purpose)
         record = msgspec.json.encode(file)  # before anything is written
-        await self._records().put(self._content_key(owner, file.id), content)
-        await self._records().put(self._key(owner, file.id), record)
+        await self._records.put(self._content_key(owner, file.id), content)
+        await self._records.put(self._key(owner, file.id), record)
         self._quota.add(owner, file.bytes - counted_bytes)
         return file
 
     async def read(self, owner: str, id: str) -> FileObject:
         """Raises FileNotFound."""
-        record = await self._records().get(self._key(owner, id)) if _ID.fullmatch(id) else None
+        record = await self._records.get(self._key(owner, id)) if _ID.fullmatch(id) else None
         if record is None:
             raise FileNotFound(id)
         return _decoder.decode(record.value)
 
     async def content(self, owner: str, id: str, hold: Callable[[int], None]) -> bytes:
         """Return the whole content, whose size `hold` is called with before it is read. Raises FileNotFound."""
-        record = await self._records().get(self._content_key(owner, id), hold) if _ID.fullmatch(id) else None
+        record = await self._records.get(self._content_key(owner, id), hold) if _ID.fullmatch(id) else None
         if record is None:
             raise FileNotFound(id)
         return record.value
 
     async def open(self, owner: str, id: str) -> RecordContent:
         """Return the content, to be read in pieces. Raises FileNotFound."""
-        content = await self._records().open(self._content_key(owner, id)) if _ID.fullmatch(id) else None
+        content = await self._records.open(self._content_key(owner, id)) if _ID.fullmatch(id) else None
         if content is None:
             raise FileNotFound(id)
         return content
@@ -149,8 +148,8 @@ class Files:
             self._left.pop((owner, id), None)
 
     async def _delete_records(self, owner: str, id: str) -> None:
-        await self._records().delete(self._key(owner, id))
-        await self._records().delete(self._content_key(owner, id))
+        await self._records.delete(self._key(owner, id))
+        await self._records.delete(self._content_key(owner, id))
 
     def _key(self, owner: str, id: str) -> str:
         return f"{self._prefix}.file.{owner_token(owner)}.{id}"

@@ -68,7 +68,7 @@ class _Items(Generic[ItemType]):
 class Index(Generic[ItemType]):
     """The items of all keys."""
 
-    def __init__(self, records: Callable[[], RecordStore], decode: Callable[[bytes], ItemType]) -> None:
+    def __init__(self, records: RecordStore, decode: Callable[[bytes], ItemType]) -> None:
         self._records = records
         self._decode = decode
         self._items: OrderedDict[str, _Items[ItemType]] = OrderedDict()
@@ -78,8 +78,8 @@ class Index(Generic[ItemType]):
         items = self._items.setdefault(pattern, _Items())
         self._items.move_to_end(pattern)
         async with items.lock:  # so that each change is read once
-            store = self._records()
-            await items.apply(await store.changes(pattern, items.position), self._decode, store.ttl_s)
+            changes = await self._records.changes(pattern, items.position)
+            await items.apply(changes, self._decode, self._records.ttl_s)
         self._forget()
         return items.newest_first
 

@@ -110,13 +110,13 @@ class BatchRunner:
         self,
         files: Files,
         batches: Batches,
-        leases: Callable[[], Leases],
+        leases: Leases,
         operations: Mapping[str, Operation],
         settings: HttpSettings,
         account: FindAccount,
         metrics: FrontendMetrics,
     ) -> None:
-        """`operations` are those of the endpoints that lines may name; `leases` raises Unavailable until there is etcd."""
+        """`operations` are those of the endpoints that lines may name."""
         self._files = files
         self._batches = batches
         self._leases = leases
@@ -152,7 +152,7 @@ class BatchRunner:
     async def run(self) -> None:
         """Carry out batches until cancelled; then others may go on with them at once."""
         try:
-            self._leases().on_lost(self._lost)
+            self._leases.on_lost(self._lost)
             while True:
                 self._poke.clear()
                 await self._keep_unleased()
@@ -183,7 +183,7 @@ class BatchRunner:
             waiting = queues[owner].popleft()
             if not queues[owner]:
                 del queues[owner]
-            if await self._leases().take(waiting.id):
+            if await self._leases.take(waiting.id):
                 self._last_start[owner] = self._starts = self._starts + 1
                 self._owners[waiting.id] = owner
                 self._running[waiting.id] = self._tasks.start(self._carry_out(waiting), f"batch {waiting.id}")
@@ -202,7 +202,7 @@ class BatchRunner:
             await self._go_on(id, is_unleased=True)
         for id in [*self._unleased]:
             try:
-                is_taken = await self._leases().take(id)
+                is_taken = await self._leases.take(id)
             except DynamoError as error:
                 log.debug("the lease of batch %s could not be taken again: %s", id, error)
                 return
@@ -265,7 +265,7 @@ class BatchRunner:
 
     async def _release(self, id: str) -> None:
         try:
-            await self._leases().release(id)
+            await self._leases.release(id)
         except DynamoError as error:
             log.debug("the lease of batch %s could not be given back: %s", id, error)
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from dynamo.common.errors import DynamoError, PayloadTooLarge, Unavailable
+from dynamo.common.errors import DynamoError, PayloadTooLarge
 from dynamo.common.messaging.jetstream.records import RecordStore
 from dynamo.common.names import encode
 from dynamo.common.process.work import hold_nothing
@@ -47,27 +47,23 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,9}")
 
 
 class Storage:
-    """The records of a namespace. `records` raises Unavailable until there is a connection."""
+    """The records of a namespace."""
 
     def __init__(
         self,
-        records: Callable[[], RecordStore],
+        records: RecordStore,
         namespace: str,
         metrics: FrontendMetrics,
         clock: Callable[[], float] = time.time,
         quota: StoredBytes | None = None,
     ) -> None:
-        self._records = records
+        self.records = records
         self._prefix = encode(namespace, "namespace")
         self._metrics = metrics
         self.clock = clock
         """Unix time, seconds."""
         self.quota = quota or StoredBytes()
         self.quota.count_by(self._bytes_of)
-
-    @property
-    def records(self) -> RecordStore:
-        return self._records()
 
     def key(self, id: str) -> str:
         return f"{self._prefix}.{id}"
@@ -86,15 +82,6 @@ class Storage:
         if size is not None:
             await self.records.delete(self._size_key(owner, id))
             self.quota.add(owner, -int(size.value))
-
-    async def ready_again(self, timeout_s: float) -> None:
-        """Return when the store is in reach again after a failure, or after the timeout."""
-        try:
-            records = self.records
-        except Unavailable:  # there has not been a connection yet
-            await asyncio.sleep(timeout_s)
-        else:
-            await records.ready_again(timeout_s)
 
     async def _bytes_of(self, owner: str) -> int:
         return sum(map(int, (await self.records.values(self._size_key(owner, "*"))).values()))

@@ -98,8 +98,8 @@ class StoredResponses:
 
     def __init__(
         self,
-        records: Callable[[], RecordStore],
-        changes: Callable[[], ResponseChanges],
+        records: RecordStore,
+        changes: ResponseChanges,
         namespace: str,
         metrics: FrontendMetrics,
         *,
@@ -107,10 +107,7 @@ class StoredResponses:
         clock: Callable[[], float] = time.time,
         quota: StoredBytes | None = None,
     ) -> None:
-        """`records` and `changes` raise Unavailable until there is a connection.
-
-        `by_default`: for requests that do not say `store`.
-        """
+        """`by_default`: for requests that do not say `store`."""
         self._changes = changes
         self._generated_here: set[str] = set()
         self._clock = asyncio.get_running_loop().time
@@ -163,7 +160,7 @@ class StoredResponses:
             else:
                 revision = await self._save_new(owner, response, data, bytes(await encode_items(items)), last)
             if revision is not None and response.background and response.status not in RUNNING:
-                self._changes().announce(response.id)
+                self._changes.announce(response.id)
             return revision
 
     async def _save_new(self, owner: str, response: ResponseObject, data: bytes, items: bytes, last: int | None) -> int | None:
@@ -241,7 +238,7 @@ class StoredResponses:
         id, data = ended.response["id"], msgspec.json.encode(ended)
         if await self._storage.records.put(self._storage.key(id), data, last=record.revision) is None:
             return False
-        self._changes().announce(id)
+        self._changes.announce(id)
         return True
 
     @contextmanager
@@ -255,12 +252,12 @@ class StoredResponses:
 
     async def ready_again(self, timeout_s: float) -> None:
         """Return when the store is in reach again after a failure, or after the timeout."""
-        await self._storage.ready_again(timeout_s)
+        await self._storage.records.ready_again(timeout_s)
 
     async def add_events(self, id: str, first: int, events: bytes, count: int) -> None:
         """Write a chunk of the events of a response; `first` is the number of the first of these `count`."""
         await self._storage.records.put(self._events_key(id, first), bounded(events))
-        self._changes().announce(id, first + count)
+        self._changes.announce(id, first + count)
 
     async def count_events(self, owner: str, id: str, size_bytes: int, before: int) -> None:
         """Count what the events of a response take up now, and took up `before`, for the limit of its key."""
@@ -268,7 +265,7 @@ class StoredResponses:
 
     def watching(self, id: str) -> AbstractAsyncContextManager[Watch]:
         """Return a watch of a response that is there. Entering it raises Unavailable."""
-        return self._changes().watching(id)
+        return self._changes.watching(id)
 
     async def events(self, id: str, first: int) -> bytes | None:
         """Return the chunk that begins with the event `first`."""
@@ -352,7 +349,7 @@ class StoredResponses:
             await self._load(owner, id, hold)
             await self._delete(owner, id)
             await self._delete_events(owner, id)
-            self._changes().announce(id)
+            self._changes.announce(id)
 
     async def cancel(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
         """End a response in the background, and return it as it is then. Raises ResponseNotFound, InvalidRequest.

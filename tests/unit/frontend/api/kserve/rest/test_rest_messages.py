@@ -10,7 +10,7 @@ import re
 import tracemalloc
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -606,7 +606,7 @@ def test_a_long_response_is_written_like_a_short_one() -> None:
 def resource_of(raw_path: bytes) -> tuple[str, ModelPath] | None:
     """The template that a path matches, and what its parameters name."""
     table: PathTable[str] = PathTable()
-    for operation in kserve_operations(Readiness(), KserveServer()):
+    for operation in kserve_operations(cast(Any, None), Readiness(), KserveServer()):
         table.add(operation.path, operation.path)
     match = table.find(raw_path)
     return None if match is None else (match[0], ModelPath.of(match[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -147,7 +147,7 @@ def test_a_long_form_is_searched_in_steps_wherever_these_end(shift: int) -> None
 
 async def test_files_are_bounded_and_belong_to_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
     records: Any = FakeRecords()
-    files = Files(lambda: records, "ns")
+    files = Files(records, "ns")
     monkeypatch.setattr(files_module, "MAX_FILE_BYTES", 10)
     monkeypatch.setattr(files_module, "MAX_FILES", 2)
     with pytest.raises(PayloadTooLarge, match="11 bytes"):
@@ -169,7 +169,7 @@ async def test_a_page_of_a_list_reads_only_what_has_changed() -> None:
     fake, now = FakeRecords(), [1000.0]
     fake.clock = lambda: now[0]
     records: Any = fake
-    files, batches = Files(lambda: records, "ns", lambda: now[0]), Batches(lambda: records, "ns", lambda: now[0])
+    files, batches = Files(records, "ns", lambda: now[0]), Batches(records, "ns", lambda: now[0])
     made = []
     for _ in range(300):
         now[0] += 1
@@ -207,7 +207,7 @@ async def test_what_keys_have_is_forgotten_once_other_keys_have_much(monkeypatch
     monkeypatch.setattr(index_module, "MAX_ITEMS", 10)
     fake = FakeRecords()
     records: Any = fake
-    files = Files(lambda: records, "ns")
+    files = Files(records, "ns")
     for owner in "abc":
         for _ in range(6):
             await files.put(owner, f"file-{secrets.token_hex(16)}", "f", "batch", b"x")
@@ -220,7 +220,7 @@ async def test_what_keys_have_is_forgotten_once_other_keys_have_much(monkeypatch
 
 async def test_an_upload_is_bounded_by_what_any_body_may_have() -> None:
     records: Any = FakeRecords()
-    operations = BatchOperations(Files(lambda: records, "ns"), Batches(lambda: records, "ns"), lambda: None)
+    operations = BatchOperations(Files(records, "ns"), Batches(records, "ns"), lambda: None)
     asking = Unanswered("/v1/files", method="POST", headers=[(b"content-length", b"200000")])
     exchange = Exchange(asking, HttpSettings(options=HttpOptions(max_body_bytes=1024)))
     exchange.account, exchange.declared = ANONYMOUS, operations.operations()[0].declared
@@ -243,7 +243,7 @@ class Download(Asking):
 
     async def run(self) -> None:
         records: Any = FakeRecords()
-        operations = BatchOperations(self._files, Batches(lambda: records, "ns"), lambda: None).operations()
+        operations = BatchOperations(self._files, Batches(records, "ns"), lambda: None).operations()
         await HttpApp(operations, self._settings)(self)
 
     async def write(self, body: Buffer, *, is_last: bool = False) -> None:
@@ -260,7 +260,7 @@ def settings_of(max_buffered_bytes: int) -> HttpSettings:
 
 async def test_files_are_sent_while_they_are_read_however_many_at_once() -> None:
     records: Any = FakeRecords()
-    files, content, settings = Files(lambda: records, "ns"), bytes(range(256)) * (8 << 10), settings_of(12 << 19)
+    files, content, settings = Files(records, "ns"), bytes(range(256)) * (8 << 10), settings_of(12 << 19)
     made = await files.create("", "f", "batch", content)
     downloads = [Download(files, made.id, settings) for _ in range(12)]
     await asyncio.gather(*(download.run() for download in downloads))
@@ -274,7 +274,7 @@ async def test_files_are_sent_while_they_are_read_however_many_at_once() -> None
 
 async def test_a_file_is_read_no_faster_than_its_client_takes_it_and_no_further_when_it_leaves() -> None:
     records: Any = FakeRecords()
-    files, settings = Files(lambda: records, "ns"), settings_of(1 << 20)
+    files, settings = Files(records, "ns"), settings_of(1 << 20)
     made = await files.create("", "f", "batch", b"x" * (8 << 20))
     slow = Download(files, made.id, settings, reads=2)
     running = asyncio.create_task(slow.run())
@@ -289,7 +289,7 @@ async def test_a_file_is_read_no_faster_than_its_client_takes_it_and_no_further_
 
 async def test_a_file_is_refused_before_it_is_read_while_there_is_no_room() -> None:
     records: Any = FakeRecords()
-    files, settings = Files(lambda: records, "ns"), settings_of(1 << 20)
+    files, settings = Files(records, "ns"), settings_of(1 << 20)
     made = await files.create("", "f", "batch", b"x" * (1 << 20))
     with settings.capacity.holding() as others:
         others.hold(600 << 10)
@@ -301,7 +301,7 @@ async def test_a_file_is_refused_before_it_is_read_while_there_is_no_room() -> N
 
 async def test_a_file_that_cannot_be_read_is_an_error_or_an_incomplete_response() -> None:
     records: Any = FakeRecords()
-    files, settings = Files(lambda: records, "ns"), settings_of(1 << 20)
+    files, settings = Files(records, "ns"), settings_of(1 << 20)
     made = await files.create("", "f", "batch", b"x" * (1 << 20))
     unknown = Download(files, "file-" + "0" * 32, settings)
     await unknown.run()
@@ -443,6 +443,19 @@ class Running:
         return [] if id is None else [json.loads(line) for line in (await self.files.content("", id, hold_nothing)).splitlines()]
 
 
+class RecordsOfProcess:
+    """Records as one frontend sees them: it does nothing with them after its end."""
+
+    def __init__(self, records: FakeRecords, is_alive: Sequence[bool]) -> None:
+        self._records = records
+        self._is_alive = is_alive
+
+    def __getattr__(self, name: str) -> Any:
+        if not self._is_alive[0]:
+            raise Unavailable("the frontend has ended")
+        return getattr(self._records, name)
+
+
 @asynccontextmanager
 async def running(
     handle: Callable[[Exchange], Any],
@@ -458,16 +471,10 @@ async def running(
     now = [1000.0]
 
     def start(r: Running) -> asyncio.Task[None]:
-        is_alive = r.is_alive
-
-        def store() -> Any:
-            if not is_alive[0]:
-                raise Unavailable("the frontend has ended")
-            return r.records
-
+        store: Any = RecordsOfProcess(r.records, r.is_alive)
         r.files = Files(store, "ns", lambda: now[0], quota)
         r.batches = Batches(store, "ns", lambda: now[0], quota)
-        r.runner = BatchRunner(r.files, r.batches, lambda: r.leases, {URL: operation}, settings, account, metrics)
+        r.runner = BatchRunner(r.files, r.batches, r.leases, {URL: operation}, settings, account, metrics)
         return asyncio.create_task(r.runner.run())
 
     r = Running(records or FakeRecords(), now, start)
@@ -536,7 +543,7 @@ async def test_the_longest_line_is_as_long_as_a_request_may_be() -> None:
 
 async def test_a_batch_is_charged_by_the_size_of_its_file() -> None:
     records: Any = FakeRecords()
-    files, batches = Files(lambda: records, "ns"), Batches(lambda: records, "ns")
+    files, batches = Files(records, "ns"), Batches(records, "ns")
     account = KeyAccount(ApiKey(name="a", salt=b"", digest=b"", limits=Limits(requests_per_s=10)))
     create = next(each for each in BatchOperations(files, batches, lambda: None).operations() if each.handle.__name__ == "create")
     taken = []
@@ -754,7 +761,7 @@ async def test_a_store_that_does_not_respond_holds_up_no_frontend_that_stops() -
 
 async def test_a_frontend_that_was_overtaken_keeps_no_results() -> None:
     records: Any = FakeRecords()
-    batches = Batches(lambda: records, "ns")
+    batches = Batches(records, "ns")
     id = (await batches.create("", URL, "file", None)).id
     await batches.take_over("", id, "first")
     await batches.take_over("", id, "second")
@@ -1189,7 +1196,7 @@ async def test_a_frontend_that_loses_its_lease_stops_when_another_one_has_taken_
 async def test_a_batch_is_taken_over_from_a_frontend_that_has_been_silent_since_it_lost_its_lease() -> None:
     now = [1000.0]
     records: Any = FakeRecords(lambda: now[0])
-    batches = Batches(lambda: records, "ns")
+    batches = Batches(records, "ns")
     id = (await batches.create("", URL, "file", None)).id
     await batches.take_over("", id, "first")
     await batches.attempt("", id, "first", Lines(0, 5))
@@ -1215,7 +1222,7 @@ async def test_a_batch_is_taken_over_from_a_frontend_that_has_been_silent_since_
 
 async def test_what_an_earlier_version_was_carrying_out_counts_as_well() -> None:
     records: Any = FakeRecords()
-    batches = Batches(lambda: records, "ns")
+    batches = Batches(records, "ns")
     id = (await batches.create("", URL, "file", None)).id
     [key] = [key for key in records.records if ".batch." in key]
     record = json.loads(records.records[key].value)
@@ -1284,7 +1291,7 @@ async def test_a_line_that_takes_long_alone_lets_those_of_other_keys_go_on(monke
 async def test_results_are_kept_as_they_are_whatever_their_characters() -> None:
     fake = FakeRecords()
     records: Any = fake
-    batches = Batches(lambda: records, "ns")
+    batches = Batches(records, "ns")
     lines = [
         json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in ("a", '"\\', "é\u2028", "😀" * 1000, "\x7f\x00\r\n")
     ]
@@ -1300,7 +1307,7 @@ async def test_results_are_kept_as_they_are_whatever_their_characters() -> None:
 async def test_long_results_are_written_and_read_in_steps_wherever_these_end(shift: int) -> None:
     fake = FakeRecords()
     records: Any = fake
-    batches = Batches(lambda: records, "ns")
+    batches = Batches(records, "ns")
     text = "x" * ((1 << 18) + shift) + '\\\\"\\"\n\x01é😀' * 3 + "y" * (1 << 19) + "\n"
     id = (await batches.create("", URL, "file", None)).id
     segment = Segment(text.encode(), text.encode(), RequestCounts(2, 1, 1))
@@ -1315,7 +1322,7 @@ async def test_long_results_are_written_and_read_in_steps_wherever_these_end(shi
 
 async def test_a_long_list_is_read_in_steps() -> None:
     records: Any = FakeRecords()
-    batches = Batches(lambda: records, "ns")
+    batches = Batches(records, "ns")
     for _ in range(3000):
         await batches.create("", URL, "file", None)
         for key in await records.keys("ns.waiting.>"):
@@ -1383,7 +1390,7 @@ async def test_a_frontend_that_was_overtaken_leaves_a_batch_that_has_ended_as_it
 async def test_a_key_has_a_bounded_number_of_batches_that_have_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_module, "MAX_WAITING", 2)
     records: Any = FakeRecords()
-    batches = Batches(lambda: records, "ns")
+    batches = Batches(records, "ns")
     made = [await batches.create("a", URL, "f", None) for _ in range(2)]
     with pytest.raises(RateLimited, match="2 batches that have not ended"):
         await batches.create("a", URL, "f", None)

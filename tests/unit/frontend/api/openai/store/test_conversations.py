@@ -36,7 +36,7 @@ MIB = 2**20
 
 def conversations(records: FakeRecords) -> Conversations:
     store: Any = records
-    return Conversations(Storage(lambda: store, "ns", FrontendMetrics(CollectorRegistry())))
+    return Conversations(Storage(store, "ns", FrontendMetrics(CollectorRegistry())))
 
 
 def client_of(s: Storing) -> AsyncOpenAI:
@@ -149,7 +149,7 @@ async def test_input_counts_once_before_and_after_it_is_added_to_a_conversation(
 
 async def test_requests_at_the_same_time_count_together_what_they_are_to_add() -> None:
     store: Any = FakeRecords()
-    storage = Storage(lambda: store, "ns", FrontendMetrics(CollectorRegistry()), quota=StoredBytes(lambda owner: 1000))
+    storage = Storage(store, "ns", FrontendMetrics(CollectorRegistry()), quota=StoredBytes(lambda owner: 1000))
     items = [{"type": "message", "content": "x" * 600}]
     async with Conversations(storage).room("", items) as give_back:
         with pytest.raises(PayloadTooLarge):
