@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -17,12 +16,11 @@ from msgspec import Struct
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import Unavailable
 from dynamo.common.kv.events import LoadReport, load_message_decoder
-from dynamo.common.messaging.nats.connection import OnMessage
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, instance_of, loads_subject
 from dynamo.common.process.background import start
-from dynamo.frontend.fleet.event_bus import Closable
+from dynamo.frontend.fleet.event_bus import EventBus
 from dynamo.frontend.names.rules import Fallback, Rule, Sticky
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
@@ -33,10 +31,6 @@ WATCHED_S = 15.0
 """Load reports are received for so long after each read."""
 _MAX_REPORTS = 20_000
 """Kept at once, by instance and model: a client could invent any number."""
-
-
-class Bus(Protocol):
-    async def subscribe(self, subject: str, on_message: OnMessage) -> Closable: ...
 
 
 class InstanceState(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -110,7 +104,7 @@ class FleetState(Struct, frozen=True, kw_only=True):
 class LoadWatch:
     """The last load report of each instance, while a console reads them."""
 
-    def __init__(self, bus: Bus, namespace: str, clock: Callable[[], float]) -> None:
+    def __init__(self, bus: EventBus, namespace: str, clock: Callable[[], float]) -> None:
         self._bus = bus
         self._subject = loads_subject(namespace)
         self._clock = clock
