@@ -55,6 +55,7 @@ class _NotReached:
 
 
 _STARTING = Reached(**dict.fromkeys((field.name for field in fields(Reached)), cast(Any, _NotReached())))
+"""Operations made with it declare what the later ones do: routing, authorization and `/openapi.json` are whole from the start."""
 
 
 class HttpApi:
