@@ -138,7 +138,7 @@ def measure_decisions(sizes: Sequence[int]) -> None:
 
 
 def measure_shared_bookings(size: int, per_s: int) -> None:
-    """Print what a sibling's requests cost here, and sharing ours costs us, with prompts of different lengths."""
+    """Print what a peer frontend's requests cost here, and sharing ours costs us, with prompts of different lengths."""
     for blocks in (32, 2048):
         here, there = (KvRouter(loads=LoadTable(name)) for name in ("here", "there"))
         here.loads.on_unshared(lambda: None)
@@ -159,7 +159,7 @@ def measure_shared_bookings(size: int, per_s: int) -> None:
             for payload in payloads:
                 there.loads.apply(_decoder.decode(payload), start / per_s, lambda instance: True)
             sent, received = sent + middle - began, received + time.thread_time() - middle
-        costs = f"{received / _REQUESTS * 1e6:.1f} µs at a sibling, {sent / _REQUESTS * 1e6:.1f} µs here"
+        costs = f"{received / _REQUESTS * 1e6:.1f} µs at a peer, {sent / _REQUESTS * 1e6:.1f} µs here"
         print(f"a shared request of {blocks} blocks, {per_s} per second over {size} instances: {costs}", flush=True)
 
 

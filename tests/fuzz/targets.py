@@ -168,10 +168,10 @@ _bookings = msgspec.msgpack.Decoder(SharedBookings)
 def bookings(data: bytes) -> None:
     """Bookings of another frontend, applied."""
     table, predicted = LoadTable("own"), PredictedIndex(10.0, thinning=SPARSE)
-    table.on_sibling_prompt(predicted.add_kept)
+    table.on_peer_prompt(predicted.add_kept)
     table.apply(_bookings.decode(data), 1.0, lambda instance: True)
     predicted.expire(100.0)
-    table.expire_siblings(100.0)
+    table.expire_peers(100.0)
 
 
 def generation(data: bytes) -> None:

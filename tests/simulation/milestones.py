@@ -109,7 +109,7 @@ SURFACES: Mapping[str, tuple[Milestone, ...]] = {
         Milestone("events-dropped", "a frontend stopped following events, since they came too fast", within=340),
         Milestone("events-resumed", "a frontend followed events again", within=340),
         Milestone("events-dropped-in-resync", "a frontend stopped following events while it repaired a gap"),
-        Milestone("sibling-forgotten", "bookings of a silent frontend were dropped", within=120),
+        Milestone("peer-forgotten", "bookings of a silent frontend were dropped", within=120),
         Milestone("killed-with-bookings", "a frontend was killed while others had bookings of it", within=210),
         Milestone("removed-with-bookings", "an instance went away while a frontend had bookings on it", within=60),
         Milestone("resync-unanswered", "a repair of a gap failed, and was tried again", within=190),

@@ -243,7 +243,7 @@ class Observers:
         self._failing(KvFeed, "_query_missed", "resync-unanswered")
         self._before(KvFeed, "suspend", self._suspends)
         self._before(KvFeed, "resume", self._reach("events-resumed"))
-        self._before(LoadTable, "_forget_sibling", self._forgets_sibling)
+        self._before(LoadTable, "_forget_peer", self._forgets_peer)
         self._before(LoadTable, "remove_instance", self._removes_instance)
 
     def _takes_snapshot(self, follower: Follower, snapshot: Any) -> None:
@@ -254,9 +254,9 @@ class Observers:
         self._reached("events-dropped")
         self._reached("events-dropped-in-resync", any(source.resync is not None for source in feed._sources.values()))
 
-    def _forgets_sibling(self, loads: LoadTable, origin: str) -> None:
-        self._reached("sibling-forgotten")
-        self._reached("killed-with-bookings", len(loads._siblings[origin].loads))
+    def _forgets_peer(self, loads: LoadTable, origin: str) -> None:
+        self._reached("peer-forgotten")
+        self._reached("killed-with-bookings", len(loads._peers[origin].loads))
 
     def _removes_instance(self, loads: LoadTable, instance: InstanceId) -> None:
         load = loads._loads.get(instance)

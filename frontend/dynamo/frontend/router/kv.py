@@ -144,7 +144,7 @@ class KvRouter:
             size, ratio = self.config.max_tree_size, self.config.prune_target_ratio
             self._predicted = PredictedIndex(ttl_s, size, ratio)
             shared = PredictedIndex(ttl_s, size, ratio, SPARSE)
-            self.loads.on_sibling_prompt(shared.add_kept)
+            self.loads.on_peer_prompt(shared.add_kept)
             self._all_predicted = [self._predicted, shared]
         self._waiting: dict[str, int] = {}
         """Predictions of prompts that wait longer than predictions live otherwise, by booking."""

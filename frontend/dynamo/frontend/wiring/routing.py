@@ -18,7 +18,7 @@ from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.fleet.kv.history import KvHistory
 from dynamo.frontend.fleet.peers.bookings import shared_bookings
-from dynamo.frontend.fleet.peers.siblings import open_siblings
+from dynamo.frontend.fleet.peers.shared_state import open_shared_state
 from dynamo.frontend.metrics import RouterMetrics
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
@@ -42,7 +42,7 @@ async def open_router(
     options, thresholds = config.router, ThresholdTable(config.router.thresholds)
     decisions = DecisionLog(everything=logging.getLogger("dynamo.frontend.router.explain").isEnabledFor(logging.DEBUG))
     async with AsyncExitStack() as stack:
-        siblings = await stack.enter_async_context(open_siblings(links.nats, config.namespace, origin, thresholds))
+        state = await stack.enter_async_context(open_shared_state(links.nats, config.namespace, origin, thresholds))
         router = await stack.enter_async_context(_picking_router(config, links, client, origin, thresholds))
         router = SequenceRouter(router)
         if options.session_affinity_ttl_s is not None:
@@ -51,11 +51,11 @@ async def open_router(
                 options.session_affinity_ttl_s,
                 options.session_affinity_mode,
                 options.session_affinity_max,
-                on_placed=siblings.place if options.replica_sync else None,
+                on_placed=state.place if options.replica_sync else None,
                 clock=asyncio.get_running_loop().time,
             )
-            siblings.on_placed(sessions.placed)
-        control = RoutingControl(thresholds, decisions, follows_loads(options), siblings.set_thresholds)
+            state.on_placed(sessions.placed)
+        control = RoutingControl(thresholds, decisions, follows_loads(options), state.set_thresholds)
         yield MeasuredRouter(ExplainingRouter(router, decisions), metrics), control
 
 

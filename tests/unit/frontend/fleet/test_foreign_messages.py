@@ -14,7 +14,7 @@ from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.fleet.peers.bookings import shared_bookings
-from dynamo.frontend.fleet.peers.siblings import open_siblings
+from dynamo.frontend.fleet.peers.shared_state import open_shared_state
 from dynamo.frontend.router.loads.shared_bookings import InstanceBookings, SharedBookings
 from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.router.loads.thresholds import Thresholds, ThresholdTable
@@ -83,7 +83,7 @@ async def test_bookings_never_make_a_message_that_nats_refuses() -> None:
     ours, theirs = FakeConnection(bus), FakeConnection(bus)
     loads, applied = LoadTable("us"), LoadTable("them")
     prompts: list[InstanceId] = []
-    applied.on_sibling_prompt(lambda instance, blocks, computed_at: prompts.append(instance))
+    applied.on_peer_prompt(lambda instance, blocks, computed_at: prompts.append(instance))
     async with (
         shared_bookings(theirs, endpoint, applied, lambda id_: True),
         shared_bookings(ours, endpoint, loads, lambda id_: True),
@@ -107,7 +107,7 @@ async def test_bookings_never_make_a_message_that_nats_refuses() -> None:
 async def test_thresholds_of_invented_models_are_bounded() -> None:
     bus, table = FakeBus(), ThresholdTable()
     nats = FakeConnection(bus)
-    async with open_siblings(nats, "ns", "us", table):
+    async with open_shared_state(nats, "ns", "us", table):
         for number in range(10):
             events = [["thresholds", f"m{number}-{count}", number * 1000 + count + 1, 0.5, None] for count in range(1000)]
             nats.publish_nowait("dynamo.ns.frontends", _encode(["them", events]))
@@ -130,7 +130,7 @@ async def test_garbage_is_one_line_and_no_traceback(what: str, caplog: pytest.Lo
     }
     async with (
         open_kv_feed(nats, FakeDirectory(instance(1, llm_card())), never, None, LoadTable()),
-        open_siblings(nats, "ns", "us", ThresholdTable()),
+        open_shared_state(nats, "ns", "us", ThresholdTable()),
         shared_bookings(nats, endpoint, LoadTable("us"), lambda id_: True),
     ):
         await turns()

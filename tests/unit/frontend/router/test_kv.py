@@ -141,11 +141,11 @@ def burst(routers: Sequence[KvRouter]) -> int:
     return len({ask(routers[number % len(routers)], str(number), prompt).instance.id for number, prompt in enumerate(prompts)})
 
 
-def test_a_burst_of_a_hundred_siblings_lands_together() -> None:
+def test_a_burst_of_a_hundred_requests_with_one_prefix_lands_together() -> None:
     assert burst([router()]) == 1
 
 
-def test_a_burst_of_siblings_over_two_frontends_that_share_bookings_lands_together() -> None:
+def test_a_burst_of_requests_with_one_prefix_over_two_frontends_that_share_bookings_lands_together() -> None:
     assert burst(sharing_bookings(WEIGHTS, 2)) == 1
 
 
@@ -155,7 +155,7 @@ def test_without_speculation_a_burst_scatters() -> None:
     assert burst(sharing_bookings(config, 2)) == 3
 
 
-def test_a_prompt_at_a_sibling_counts_as_cached_to_within_half() -> None:
+def test_a_prompt_at_a_peer_counts_as_cached_to_within_half() -> None:
     one, other = sharing_bookings(WEIGHTS, 2)
     prompt = pack_tokens(range(100 * SIZE))
     here = ask(one, prompt=prompt).instance

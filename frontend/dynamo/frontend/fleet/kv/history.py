@@ -131,7 +131,7 @@ class KvHistory:
         name = _name_of(subject)
         async with self._record.lock(name) as ours:
             if not ours or await self._record.count(subject) < self._threshold:
-                return  # a sibling is making one, or just did
+                return  # a peer frontend is making one, or just did
             old = await self._archive(name)
             last = old.sequence
             recorded: dict[Key, list[KvUpdate]] = {}

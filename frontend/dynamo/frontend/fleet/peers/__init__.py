@@ -6,7 +6,7 @@
 | `exchange` | how they tell it: messages of one kind, paced |
 | `limits` | what each uses of the limits of API keys |
 | `response_changes` | changes of stored responses, for those that follow them |
-| `siblings` | busy thresholds and places of sessions |
+| `shared_state` | busy thresholds and places of sessions |
 | `turns` | which API keys wait |
 | `usage` | the usage ledger in JetStream |
 """

@@ -47,7 +47,7 @@ async def shared_bookings(
     async def share_all() -> None:
         while True:
             publish(loads.all_own_bookings(most_entries()))
-            loads.expire_siblings(clock())
+            loads.expire_peers(clock())
             await asyncio.sleep(_COMPLETE_S)
 
     changes = Paced(SHARE_S, lambda: publish(loads.take_unshared(most_entries())))

@@ -73,7 +73,7 @@ class PredictedIndex:
             counts = self._counts[instance] = PrefixCounts()
         before = len(counts)
         held = counts.take(blocks)
-        self._size += len(counts) - before  # prompts of siblings may contradict one another: only counting is exact
+        self._size += len(counts) - before  # prompts of peer frontends may contradict one another: only counting is exact
         if held < len(blocks):
             self.index.store(instance, blocks[held:])
         self._decisions[self._decided] = (instance, counts, blocks)
@@ -139,7 +139,7 @@ class PredictedIndex:
             self.index.remove(instance, blocks[left:])
 
     def _clear(self) -> None:
-        """Drop what is left without a decision: prompts of siblings that contradict one another leave such blocks."""
+        """Drop what is left without a decision: prompts of peer frontends that contradict one another leave such blocks."""
         for each in list(self._counts):
             self.remove_instance(each)
         self._expiring.clear()

@@ -226,7 +226,7 @@ class LatencyModel:
         """Add to the costs of instances that have more requests than the mean, if prompts are computed in few steps.
 
         `decoding_s`: by how much one more request makes the decoding of another one longer. Where the prefix is being computed,
-        siblings of a burst stay together.
+        requests of a burst stay together.
         """
         times, terms = self.steps.times, self._terms
         quiet = 1.0 - arrivals * (times.base + times.sequence * mean) / terms.quiet_steps

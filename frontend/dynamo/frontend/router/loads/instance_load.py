@@ -73,7 +73,7 @@ class InstanceLoad:
         self.bookings: dict[str, InstanceBooking] = {}
         """This frontend's, by request id."""
         self.shared_by: dict[str, InstanceBookings] = {}
-        """The bookings of siblings, by their origins."""
+        """The bookings of peer frontends, by their origins."""
         self.shared = _NO_BOOKINGS
         """The sum of these."""
         self.active = PrefixCounts()
@@ -140,7 +140,7 @@ class InstanceLoad:
         )
 
     def share(self, origin: str, bookings: InstanceBookings | None) -> None:
-        """Replace the bookings of a sibling; None: it has none."""
+        """Replace the bookings of a peer frontend; None: it has none."""
         if bookings is None:
             self.shared_by.pop(origin, None)
         else:
@@ -151,8 +151,8 @@ class InstanceLoad:
     def _all_are_booked(self, report: LoadReport) -> bool:
         """Return whether each request that the report counts is one of the known bookings."""
         own = len(self.bookings) - len(self.unreflected)
-        siblings = self.shared.requests - self.shared.unreflected_requests
-        return 0 < report.waiting + report.running <= own + siblings
+        peers = self.shared.requests - self.shared.unreflected_requests
+        return 0 < report.waiting + report.running <= own + peers
 
     def _prefilling_since(self, bookings: Iterable[InstanceBooking]) -> float:
         """Return since when the instance computes the first of the prompts that are not computed; infinity if all are."""

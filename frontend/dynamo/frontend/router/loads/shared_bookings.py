@@ -47,7 +47,7 @@ class SharedPrompt(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SharedBookings(msgspec.Struct, frozen=True, array_like=True):
-    """One message of a frontend to its siblings."""
+    """One message of a frontend to its peers."""
 
     origin: Annotated[str, msgspec.Meta(max_length=64)]
     instances: Sequence[InstanceBookings] = ()

@@ -7,7 +7,7 @@ later, and many more decisions are made in between. So a frontend *books* the re
     load = all bookings that are not finished                         before its first report, or when reports stop
 
 A report names the requests accepted since the one before the last; it reflects their bookings. With replica sync a frontend also
-counts the sums of bookings that its siblings publish (`shared_bookings.py`).
+counts the sums of bookings that its peer frontends publish (`shared_bookings.py`).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from dynamo.frontend.router.cache.thinning import SPARSE, covered, kept
 from dynamo.frontend.router.loads.instance_load import InstanceBooking, InstanceLoad, Load
 from dynamo.frontend.router.loads.shared_bookings import LAST_ID, MAX_WAIT_S, InstanceBookings, SharedBookings, SharedPrompt
 
-OnSiblingPrompt = Callable[[InstanceId, Sequence[int], float], object]
+OnPeerPrompt = Callable[[InstanceId, Sequence[int], float], object]
 OnReport = Callable[["InstanceLoad", str, LoadReport, float], None]
-_MAX_SIBLINGS = 256
+_MAX_PEERS = 256
 """A further one takes the place of the least active: any client of NATS could invent frontends."""
 _ACTIVITY_S = 5.0
-"""A message counts half for the activity of a sibling after this time."""
+"""A message counts half for the activity of a peer frontend after this time."""
 _RECENT_S = 60.0
 """A booking counts half for how many an instance got recently after this time."""
 
 
 @dataclass(slots=True)
-class _Sibling:
+class _Peer:
     """Another frontend."""
 
     seen_at: float
@@ -64,23 +64,23 @@ def _risen(activity: float, now: float, half_life_s: float) -> float:
 class LoadTable:
     """The load of every instance. A change takes about two microseconds, reading all loads some 40 nanoseconds per instance.
 
-    `origin` names this frontend to its siblings. `now` is in seconds of a monotonic clock.
+    `origin` names this frontend to its peers. `now` is in seconds of a monotonic clock.
     """
 
-    def __init__(self, origin: str = "", *, report_ttl_s: float = 3.0, settle_s: float = 1.0, sibling_ttl_s: float = 5.0) -> None:
+    def __init__(self, origin: str = "", *, report_ttl_s: float = 3.0, settle_s: float = 1.0, peer_ttl_s: float = 5.0) -> None:
         self.origin = origin
         self.epoch = 0
         """Changes whenever an instance is added, removed, or gets another row."""
         self._on_report: list[OnReport] = []
-        self._on_sibling_prompt: list[OnSiblingPrompt] = []
+        self._on_peer_prompt: list[OnPeerPrompt] = []
         self._on_unshared: Callable[[], None] | None = None
         self._report_ttl_s = report_ttl_s
         self._settle_s = settle_s
-        self._sibling_ttl_s = sibling_ttl_s
+        self._peer_ttl_s = peer_ttl_s
         self._loads: dict[InstanceId, InstanceLoad] = {}
         self._own: dict[str, InstanceBooking] = {}
         """By request id."""
-        self._siblings: dict[str, _Sibling] = {}
+        self._peers: dict[str, _Peer] = {}
         """By origin."""
         self._unshared: dict[InstanceLoad, None] = {}
         """Rows whose own bookings have changed since `take_unshared`."""
@@ -90,16 +90,16 @@ class LoadTable:
         self._fresh_rows: Sequence[InstanceLoad] = ()
 
     def __len__(self) -> int:
-        """Return how many bookings are not finished, siblings' included."""
+        """Return how many bookings are not finished, peer frontends' included."""
         return len(self._own) + sum(load.shared.requests for load in self._loads.values())
 
     @property
     def frontends(self) -> int:
         """How many frontends share their bookings, this one included."""
-        return 1 + len(self._siblings)
+        return 1 + len(self._peers)
 
     def __repr__(self) -> str:
-        return f"<LoadTable instances={len(self._loads)} bookings={len(self._own)} siblings={len(self._siblings)}>"
+        return f"<LoadTable instances={len(self._loads)} bookings={len(self._own)} peers={len(self._peers)}>"
 
     # Own bookings
 
@@ -182,17 +182,17 @@ class LoadTable:
             load.report = _total(load.reports) if load.reports else None
             load.estimated = None
 
-    # Bookings of siblings
+    # Bookings of peer frontends
 
-    def on_sibling_prompt(self, callback: OnSiblingPrompt) -> None:
-        """Call `callback(instance, blocks, computed_at)` for every prompt that a sibling has sent to an instance.
+    def on_peer_prompt(self, callback: OnPeerPrompt) -> None:
+        """Call `callback(instance, blocks, computed_at)` for every prompt that a peer frontend has sent to an instance.
 
         `blocks`: the kept ones; `computed_at`: when the instance is expected to have computed them.
         """
-        self._on_sibling_prompt.append(callback)
+        self._on_peer_prompt.append(callback)
 
     def on_unshared(self, callback: Callable[[], None]) -> None:
-        """Collect what siblings must know. Call `callback`, synchronously, at the first change after each `take_unshared`."""
+        """Collect what peer frontends must know. Call `callback`, synchronously, at the first change after `take_unshared`."""
         self._on_unshared = callback
 
     def share_prompt(self, instance: InstanceId, blocks: Sequence[int], wait_s: float) -> None:
@@ -230,43 +230,43 @@ class LoadTable:
         return messages
 
     def apply(self, message: SharedBookings, now: float, is_registered: Callable[[InstanceId], bool]) -> None:
-        """Apply a message of a sibling, but for bookings on instances that are not registered: any client could invent them."""
-        sibling = self._siblings.get(message.origin)
-        if sibling is None:
-            if len(self._siblings) >= _MAX_SIBLINGS:
-                self._forget_sibling(min(self._siblings.items(), key=_activity_of)[0])
-            sibling = self._siblings[message.origin] = _Sibling(now, {})
-        sibling.message_came(now)
+        """Apply a message of a peer frontend, but no bookings on instances that are not registered: clients could invent them."""
+        peer = self._peers.get(message.origin)
+        if peer is None:
+            if len(self._peers) >= _MAX_PEERS:
+                self._forget_peer(min(self._peers.items(), key=_activity_of)[0])
+            peer = self._peers[message.origin] = _Peer(now, {})
+        peer.message_came(now)
         if message.first <= message.last:
             listed = {bookings.instance for bookings in message.instances}
-            for load in list(sibling.loads):
+            for load in list(peer.loads):
                 if message.first <= load.instance <= message.last and load.instance not in listed:
-                    self._set_shared(sibling, message.origin, load, None)
+                    self._set_shared(peer, message.origin, load, None)
         for bookings in message.instances:
             instance = InstanceId(bookings.instance)
             row = self._loads.get(instance)
             if row is None and is_registered(instance):
                 row = self._load(instance)
             if row is not None:
-                self._set_shared(sibling, message.origin, row, bookings if bookings.requests else None)
+                self._set_shared(peer, message.origin, row, bookings if bookings.requests else None)
         for prompt in message.prompts:
             instance = InstanceId(prompt.instance)
             if is_registered(instance):
                 blocks = list(dict.fromkeys(unpack_hashes(prompt.blocks)))  # a block counts once, whatever others send
-                for callback in self._on_sibling_prompt:
+                for callback in self._on_peer_prompt:
                     callback(instance, blocks, now + prompt.wait_s)
 
-    def expire_siblings(self, now: float) -> None:
-        """Release the bookings of siblings from which no message came for `sibling_ttl_s`."""
-        for origin, sibling in list(self._siblings.items()):
-            if sibling.seen_at < now - self._sibling_ttl_s:
-                self._forget_sibling(origin)
+    def expire_peers(self, now: float) -> None:
+        """Release the bookings of peer frontends from which no message came for `peer_ttl_s`."""
+        for origin, peer in list(self._peers.items()):
+            if peer.seen_at < now - self._peer_ttl_s:
+                self._forget_peer(origin)
 
-    def _forget_sibling(self, origin: str) -> None:
-        """Release the bookings of a sibling."""
-        sibling = self._siblings.pop(origin)
-        for load in list(sibling.loads):
-            self._set_shared(sibling, origin, load, None)
+    def _forget_peer(self, origin: str) -> None:
+        """Release the bookings of a peer frontend."""
+        peer = self._peers.pop(origin)
+        for load in list(peer.loads):
+            self._set_shared(peer, origin, load, None)
 
     # Instances
 
@@ -284,7 +284,7 @@ class LoadTable:
         for booking_id in load.bookings:
             del self._own[booking_id]
         for origin in load.shared_by:
-            self._siblings[origin].loads.pop(load, None)
+            self._peers[origin].loads.pop(load, None)
         self.epoch += 1
 
     # Reading
@@ -363,14 +363,14 @@ class LoadTable:
             callback()
 
     @staticmethod
-    def _set_shared(sibling: _Sibling, origin: str, load: InstanceLoad, bookings: InstanceBookings | None) -> None:
+    def _set_shared(peer: _Peer, origin: str, load: InstanceLoad, bookings: InstanceBookings | None) -> None:
         if load.shared_by.get(origin) == bookings:
             return
         load.share(origin, bookings)
         if bookings is None:
-            sibling.loads.pop(load, None)
+            peer.loads.pop(load, None)
         else:
-            sibling.loads[load] = None
+            peer.loads[load] = None
 
     @staticmethod
     def _end_prefill(booking: InstanceBooking) -> None:
@@ -402,8 +402,8 @@ class LoadTable:
         load.unreflected_blocks -= booking.new_blocks + booking.extra_blocks
 
 
-def _activity_of(sibling: tuple[str, _Sibling]) -> float:
-    return sibling[1].activity
+def _activity_of(peer: tuple[str, _Peer]) -> float:
+    return peer[1].activity
 
 
 def _total(by_model: Mapping[str, LoadReport]) -> LoadReport:

@@ -81,7 +81,7 @@ def test_counts_know_what_is_shared_and_forget_what_is_given_back(paths: list[li
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_prompts_of_siblings_that_contradict_one_another_leave_nothing(leaves: bool) -> None:
+def test_prompts_of_peers_that_contradict_one_another_leave_nothing(leaves: bool) -> None:
     predicted = PredictedIndex(TTL_S, max_blocks=50)
     predicted.add(FLEET[1].id, [1 << 40], 1.0)
     if leaves:

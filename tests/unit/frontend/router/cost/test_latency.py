@@ -98,13 +98,13 @@ def test_a_long_prompt_stays_away_from_many_running_requests() -> None:
     assert s.send(prompt(16), 2).instance.id == B
 
 
-def test_a_burst_of_siblings_lands_together_only_while_that_pays() -> None:
+def test_a_burst_of_requests_with_one_prefix_lands_together_only_while_that_pays() -> None:
     s = Situation()
     first = s.send(prompt(32)).instance.id
     s.now += 1.0
     s.report(first, running=1, queued_prefill_tokens=16 * SIZE)
-    siblings = {s.send(prompt(32) + prompt(1, number)).instance.id for number in range(1, 3)}
-    assert siblings == {first}, "the prefix takes 2 s, of which one has passed"
+    instances = {s.send(prompt(32) + prompt(1, number)).instance.id for number in range(1, 3)}
+    assert instances == {first}, "the prefix takes 2 s, of which one has passed"
     rest = Counter(s.send(prompt(32) + prompt(1, number)).instance.id for number in range(3, 200))
     assert max(rest.values()) < 0.4 * rest.total(), "a hundred more would wait for each other"
 
@@ -314,18 +314,18 @@ def test_a_prompt_that_was_cancelled_while_it_waited_does_not_count_as_cached(
     assert s.send(prompt(9), 2).instance.id == chosen
 
 
-def test_a_prompt_counts_as_cached_for_at_most_a_minute_more_here_and_at_siblings() -> None:
+def test_a_prompt_counts_as_cached_for_at_most_a_minute_more_here_and_at_peers() -> None:
     for later_s, chosen in ((61.0, A), (70.0, B)):
         s = Situation(KvRouterOptions(speculative_ttl_s=2.0))
-        sibling = Situation(KvRouterOptions(speculative_ttl_s=2.0))
+        peer = Situation(KvRouterOptions(speculative_ttl_s=2.0))
         s.router.loads.on_unshared(lambda: None)
-        for each in (s, sibling):
+        for each in (s, peer):
             each.pass_requests(100, per_s=10.0)
             each.report(A, running=1, queued_prefill_tokens=8_000_000)
         s.send(prompt(8), 1)
         for message in s.router.loads.take_unshared(1000):
-            sibling.router.loads.apply(replace(message, origin="other", instances=()), sibling.now, lambda instance: True)
-        for each in (s, sibling):
+            peer.router.loads.apply(replace(message, origin="other", instances=()), peer.now, lambda instance: True)
+        for each in (s, peer):
             each.now += later_s
             each.report(A, running=3)
             each.report(B)
@@ -473,8 +473,8 @@ def test_prompts_placed_since_the_last_report_count_before_the_next_one() -> Non
     for _ in range(2):
         s.report(A, totals=StepTotals(1, 0.1, prefill_tokens=1))
         s.send(prompt(1), 1, priority=1)
-    s.router.loads.apply(  # of a sibling
-        SharedBookings("sibling", [InstanceBookings(A, 9, 80_000, 160, 9, 80_000, 160)]), s.now, lambda instance: True
+    s.router.loads.apply(  # of a peer frontend
+        SharedBookings("peer", [InstanceBookings(A, 9, 80_000, 160, 9, 80_000, 160)]), s.now, lambda instance: True
     )
     with pytest.raises(Overloaded):
         s.send(prompt(1, 1), 1)

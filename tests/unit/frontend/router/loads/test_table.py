@@ -1,4 +1,4 @@
-"""Bookings, reports and what siblings tell, added up without counting anything twice."""
+"""Bookings, reports and what peer frontends tell, added up without counting anything twice."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_what_a_prompt_shares_with_one_that_is_computed_before_it_waits_only_onc
     """The frontend knows what is cached of its own two prompts. The third one, of 50 tokens, comes from another frontend."""
     table = LoadTable()
     table.book("first", A, 0.0, prefill_tokens=100, blocks=[1, 2])
-    table.book("sibling", A, 0.0, prefill_tokens=10, blocks=[1, 3])
-    table.report(A, reported("first", "sibling", running=running, queued_prefill_tokens=200 if running == 2 else 250), 0.0)
+    table.book("peer", A, 0.0, prefill_tokens=10, blocks=[1, 3])
+    table.report(A, reported("first", "peer", running=running, queued_prefill_tokens=200 if running == 2 else 250), 0.0)
     assert read(table)[0][:2] == (running, tokens)
 
 
@@ -199,7 +199,7 @@ def test_a_finished_booking_is_not_waited_for() -> None:
     assert read(table)[0] == (0, 0, 0)
 
 
-def test_a_booking_that_is_made_again_replaces_the_first_here_and_at_siblings() -> None:
+def test_a_booking_that_is_made_again_replaces_the_first_here_and_at_peers() -> None:
     here, there = sharing("here", "there")
     here.book("r", A, 0.0, prefill_tokens=10)
     here.book("r", B, 0.0, prefill_tokens=20)
@@ -247,7 +247,7 @@ def test_instances_without_recent_reports_are_read_with_those_that_report() -> N
     assert read(table, 13.5) == [(1, 1, 0), (7, 70, 0)]
 
 
-def test_bookings_of_siblings_count_like_own_ones() -> None:
+def test_bookings_of_peers_count_like_own_ones() -> None:
     here, there = sharing("here", "there")
     there.book("r", A, 0.0, prefill_tokens=10, blocks=[1, 2], extra_blocks=1)
     here.book("r", A, 0.0, prefill_tokens=5, blocks=[1, 2, 3])
@@ -262,7 +262,7 @@ def test_bookings_of_siblings_count_like_own_ones() -> None:
     assert read(here)[0] == (1, 5, 3)
 
 
-def test_a_report_reflects_bookings_of_siblings_once_they_have_seen_it() -> None:
+def test_a_report_reflects_bookings_of_peers_once_they_have_seen_it() -> None:
     here, there = sharing("here", "there")
     there.book("r", A, 0.0, prefill_tokens=10, blocks=[1, 2])
     send(there, here)
@@ -275,14 +275,14 @@ def test_a_report_reflects_bookings_of_siblings_once_they_have_seen_it() -> None
     assert read(here, 9.0)[0] == (1, 10, 2), "reports have stopped"
 
 
-def test_bookings_of_a_sibling_that_fell_silent_are_released() -> None:
-    table = LoadTable("here", sibling_ttl_s=5.0)
+def test_bookings_of_a_peer_that_fell_silent_are_released() -> None:
+    table = LoadTable("here", peer_ttl_s=5.0)
     for origin in ("silent", "alive"):
         table.apply(SharedBookings(origin, [InstanceBookings(A, 1, 10, 0, 1, 10, 0)]), 0.0, is_registered)
     table.apply(SharedBookings("alive"), 4.0, is_registered)
-    table.expire_siblings(5.0)
+    table.expire_peers(5.0)
     assert read(table)[0] == (2, 20, 0)
-    table.expire_siblings(5.1)
+    table.expire_peers(5.1)
     assert read(table)[0] == (1, 10, 0)
 
 
@@ -316,7 +316,7 @@ def test_invented_frontends_and_instances_take_no_memory() -> None:
     for number in range(1000):
         bookings = [InstanceBookings(number, 1, 0, 0, 0, 0, 0)]
         table.apply(SharedBookings(str(number), bookings), 0.0, is_registered)
-    assert "instances=2 bookings=0 siblings=256" in repr(table)
+    assert "instances=2 bookings=0 peers=256" in repr(table)
 
 
 def invented(number: int, now: float, table: LoadTable) -> None:
@@ -324,7 +324,7 @@ def invented(number: int, now: float, table: LoadTable) -> None:
     table.apply(SharedBookings(f"invented {number}", [InstanceBookings(A, 1, 0, 0, 0, 0, 0)]), now, is_registered)
 
 
-def test_frontends_that_are_invented_displace_no_sibling_and_keep_out_none_that_starts_among_them() -> None:
+def test_frontends_that_are_invented_displace_no_peer_and_keep_out_none_that_starts_among_them() -> None:
     here, there, late = sharing("here", "there", "late")
     there.book("r", B, 0.0, prefill_tokens=10)
     for second in range(10):
@@ -341,7 +341,7 @@ def test_frontends_that_are_invented_displace_no_sibling_and_keep_out_none_that_
     assert here.frontends == 257
 
 
-def test_invented_frontends_that_stay_do_not_keep_out_a_sibling_that_publishes_more_often() -> None:
+def test_invented_frontends_that_stay_do_not_keep_out_a_peer_that_publishes_more_often() -> None:
     here, late = sharing("here", "late")
     late.book("r", B, 0.0, prefill_tokens=10)
     for second in range(60):
@@ -351,18 +351,18 @@ def test_invented_frontends_that_stay_do_not_keep_out_a_sibling_that_publishes_m
         if second >= 30:
             for message in late.all_own_bookings(100):
                 here.apply(message, float(second), is_registered)
-        here.expire_siblings(float(second))
+        here.expire_peers(float(second))
         if second > 33:
             assert read(here)[1] == (1, 10, 0)
     assert here.frontends == 257
 
 
-def test_a_sibling_that_was_displaced_leaves_no_bookings() -> None:
+def test_a_peer_that_was_displaced_leaves_no_bookings() -> None:
     table = LoadTable("here")
     for number in range(1000):
         invented(number, number / 1000, table)
     assert read(table)[0] == (256, 0, 0)
-    table.expire_siblings(100.0)
+    table.expire_peers(100.0)
     assert read(table)[0] == (0, 0, 0)
 
 

@@ -52,7 +52,7 @@ class Stages:
         self._is_stored = asyncio.Event()
 
     async def admitted(self) -> None:
-        """Nothing refuses the request at the door any more. Return when the response is stored."""
+        """Nothing refuses the request any more. Return when the response is stored."""
         if not self.is_admitted.done():
             self.is_admitted.set_result(None)
         await self._is_stored.wait()

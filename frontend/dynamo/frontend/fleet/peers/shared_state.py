@@ -51,8 +51,8 @@ class _StateMessage(msgspec.Struct, frozen=True, array_like=True):
 _EVENTS_PER_MESSAGE = 500
 
 
-class Siblings:
-    """Publishes and applies the shared state, in one message per iteration of the event loop. Use `open_siblings`."""
+class SharedState:
+    """Publishes and applies the shared state, in one message per iteration of the event loop. Use `open_shared_state`."""
 
     def __init__(self, topic: Topic[_StateMessage], thresholds: ThresholdTable) -> None:
         self._topic = topic
@@ -117,13 +117,13 @@ def _thresholds_changed(model: str, at_ms: int, thresholds: Thresholds) -> _Chan
 
 
 @asynccontextmanager
-async def open_siblings(
+async def open_shared_state(
     connection: Connection, namespace: str, origin: str, thresholds: ThresholdTable
-) -> AsyncIterator[Siblings]:
+) -> AsyncIterator[SharedState]:
     """Share state with the other frontends of the namespace while the body runs."""
     topic = Topic(connection, frontends_subject(namespace), _StateMessage, origin, "a message of another frontend")
-    siblings = Siblings(topic, thresholds)
-    async with topic.received(siblings.apply):
-        connection.on_reconnect(siblings.synchronize)
-        siblings.synchronize()
-        yield siblings
+    state = SharedState(topic, thresholds)
+    async with topic.received(state.apply):
+        connection.on_reconnect(state.synchronize)
+        state.synchronize()
+        yield state
