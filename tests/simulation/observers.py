@@ -42,7 +42,7 @@ from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.security.sharing import Shares
 from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream
 from dynamo.frontend.serving.queue.admission import QueuePosition
-from dynamo.frontend.serving.queue.turns import QueueTurns
+from dynamo.frontend.serving.queue.fair_share import QueueShare
 from tests.simulation.clients import Attempt, Outcome
 from tests.simulation.milestones import Reached
 from tests.simulation.process import SimulatedFrontend, SimulatedWorker
@@ -201,7 +201,7 @@ class Observers:
         self._before(DispatchedStream, "move", self._moves_on)
         self._before(Directory, "mark_down", self._reach("marked-down"))
         self._before(QueuePosition, "__exit__", self._leaves_queue)
-        self._after(QueueTurns, "holds_back", lambda holds, *args: self._reached("queue-held-back", holds))
+        self._after(QueueShare, "holds_back", lambda holds, *args: self._reached("queue-held-back", holds))
 
     def _queue_refused(self, metrics: ModelMetrics, reason: str) -> None:
         if (name := _QUEUE.get(reason)) is not None:
@@ -359,7 +359,7 @@ def killed(reached: Reached, member: SimulatedFrontend | SimulatedWorker, *, dra
         if (stores := member.stores) is not None:
             reached("killed-with-batch", len(stores.runner._running))
             reached("killed-with-response", len(stores.background._tasks))
-        reached("queue-killed", 0 if queue is None else sum(map(len, queue._lines.values())))
+        reached("queue-killed", 0 if queue is None else sum(map(len, queue._queues.values())))
     if member.memory is not None:
         reached("owner-killed", len(member.memory.arena))
         reached("reader-killed", member.memory.held_regions)

@@ -28,7 +28,7 @@ from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.fleet.peers.bookings import shared_bookings
-from dynamo.frontend.fleet.peers.turns import shared_turns
+from dynamo.frontend.fleet.peers.fair_shares import shared_fairness
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.table import LoadTable
@@ -224,8 +224,8 @@ class SimulatedFrontend:
             plane = await stack.enter_async_context(
                 open_data_plane(directory, client, nats, router, FakeTexts(), metrics, settings)
             )
-            if plane.turns is not None:
-                await stack.enter_async_context(shared_turns(nats, NAMESPACE, loads.origin, plane.turns))
+            if plane.fair_shares is not None:
+                await stack.enter_async_context(shared_fairness(nats, NAMESPACE, loads.origin, plane.fair_shares))
             await directory.ready.wait()
             if self._has_stores:
                 self.stores = await stack.enter_async_context(open_stores(nats, etcd, NAMESPACE, plane, metrics))

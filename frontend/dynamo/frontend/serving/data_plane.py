@@ -52,7 +52,7 @@ from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream, Dispat
 from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel
 from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
 from dynamo.frontend.serving.queue.admission import AdmissionQueue
-from dynamo.frontend.serving.queue.turns import Turns
+from dynamo.frontend.serving.queue.fair_share import FairShares
 from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.shadows import Shadows
 from dynamo.frontend.serving.text.generation import Generation
@@ -121,9 +121,9 @@ class DataPlane:
         return self._dispatcher.router
 
     @property
-    def turns(self) -> Turns | None:
-        """Turns of the keys whose requests wait in queues; None without a queue."""
-        return self._dispatcher.turns
+    def fair_shares(self) -> FairShares | None:
+        """The fair shares of keys whose requests wait in queues; None without a queue."""
+        return self._dispatcher.fair_shares
 
     def server_ready(self) -> bool:
         """Return whether some model is ready, nats-server was heard lately, and this process is not about to stop."""

@@ -32,9 +32,9 @@ from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.frontend.fleet.leases import Leases, open_leases
+from dynamo.frontend.fleet.peers.fair_shares import shared_fairness
 from dynamo.frontend.fleet.peers.limits import shared_limits
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
-from dynamo.frontend.fleet.peers.turns import shared_turns
 from dynamo.frontend.fleet.peers.usage import UsageStore, open_usage
 from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.fleet.worker_streams import open_worker_streams
@@ -122,8 +122,8 @@ async def open_plane(config: FrontendConfig, links: Links, metrics: Metrics, acc
                 directory, client, nats, router, texts, metrics.frontend, config.serving, tracing, repositories, names, adapters
             )
         )
-        if plane.turns is not None:
-            await enter(shared_turns(nats, namespace, origin, plane.turns))
+        if plane.fair_shares is not None:
+            await enter(shared_fairness(nats, namespace, origin, plane.fair_shares))
         if not directory.ready.is_set():
             log.info("waiting for etcd")
         await directory.ready.wait()  # before, every model would be unknown

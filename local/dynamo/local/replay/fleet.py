@@ -29,7 +29,7 @@ from dynamo.frontend.router.loads.shared_bookings import SHARE_S
 from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.router.select import make_router
 from dynamo.frontend.serving.queue.fair_queue import FairQueue
-from dynamo.frontend.serving.queue.line_order import nearest_to_caches, rank_and_order
+from dynamo.frontend.serving.queue.queue_order import nearest_to_caches, rank_and_order
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures
 from dynamo.local.replay.trace import VOCABULARY, Row, expand

@@ -47,7 +47,7 @@ from dynamo.frontend.serving.dispatch.retry import (
     was_lost_on_the_way,
 )
 from dynamo.frontend.serving.queue.admission import AdmissionQueue, QueuePosition
-from dynamo.frontend.serving.queue.turns import Turns
+from dynamo.frontend.serving.queue.fair_share import FairShares
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class Dispatcher:
         return self._shared.candidates
 
     @property
-    def turns(self) -> Turns | None:
-        """Turns of the keys whose requests wait in queues; None without a queue."""
-        return None if self._shared.queue is None else self._shared.queue.turns
+    def fair_shares(self) -> FairShares | None:
+        """The fair shares of keys whose requests wait in queues; None without a queue."""
+        return None if self._shared.queue is None else self._shared.queue.fair_shares
 
     async def missing_tokens(self, work: Work, candidates: Sequence[Instance]) -> int | None:
         """Return the fewest tokens of the prompt that one of `candidates` has not cached, as the router has it; None: unknown."""
@@ -258,11 +258,11 @@ class DispatchedStream:
     def check_line(self) -> None:
         """Raise Overloaded if the request, which has not been read, would have to wait now and has no place in line.
 
-        A line may be full a moment later nevertheless.
+        A queue may be full a moment later nevertheless.
         """
         queue, work, call = self._shared.queue, self._work, self._call
         if queue is not None and queue.must_wait(work.model, work.role, call.account, work.priority):
-            self._place(queue)
+            self._position(queue)
 
     async def result(self) -> Buffer:
         """Return the one response of a request that has just one; however this ends, so does the stream. Raises DynamoError."""
@@ -477,18 +477,18 @@ class DispatchedStream:
         shared, work = self._shared, self._work
         if queue.looks_at_caches:
             await shared.booker.hash_prompt(work, shared.candidates.select(work, self._attempts.failed))
-        with self._place(queue) as place:
+        with self._position(queue) as position:
             while True:
-                await place.turn()
+                await position.turn()
                 candidates = shared.candidates.select(work, self._attempts.failed)
                 if not candidates or not shared.link.is_connected:
                     return None
                 if (booking := self._book_unless_busy(candidates)) is not None:
                     return booking
 
-    def _place(self, queue: AdmissionQueue) -> QueuePosition:
+    def _position(self, queue: AdmissionQueue) -> QueuePosition:
         work, call = self._work, self._call
-        return queue.place(
+        return queue.position(
             work.model,
             work.role,
             account=call.account,

@@ -27,7 +27,7 @@ from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream, Dispat
 from dynamo.frontend.serving.queue.admission import AdmissionQueue
 from dynamo.frontend.serving.queue.fair_queue import FairQueue
 from dynamo.frontend.serving.queue.fair_slots import FairSlots
-from dynamo.frontend.serving.queue.line_order import MOST_PASSES
+from dynamo.frontend.serving.queue.queue_order import MOST_PASSES
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeTexts, RecordingRouter, instance
 from tests.support.plane import infer
@@ -405,10 +405,10 @@ async def test_the_first_in_line_is_let_wait_however_slow_it_was_before() -> Non
 @in_virtual_time
 async def test_busy_decode_instances_do_not_delay_requests_for_a_prefill_instance() -> None:
     queue = AdmissionQueue(1)
-    with queue.place("talker", Role.DECODE, priority=0, tokens=1, deadline=None) as busy:
+    with queue.position("talker", Role.DECODE, priority=0, tokens=1, deadline=None) as busy:
         await busy.turn()
         assert (queue.waiting("talker", Role.DECODE), queue.waiting("talker", Role.PREFILL)) == (1, 0)
-        with queue.place("talker", Role.PREFILL, priority=0, tokens=1, deadline=None) as other:
+        with queue.position("talker", Role.PREFILL, priority=0, tokens=1, deadline=None) as other:
             await other.turn()
 
 

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import Overloaded
-from dynamo.frontend.fleet.peers.turns import shared_turns
+from dynamo.frontend.fleet.peers.fair_shares import shared_fairness
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.security.accounts import Account, KeyAccount
@@ -20,7 +20,7 @@ from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from dynamo.frontend.serving.queue.admission import AdmissionQueue
-from dynamo.frontend.serving.queue.turns import FRESH_S
+from dynamo.frontend.serving.queue.fair_share import FRESH_S
 from tests.support.fake_bus import FakeBus, FakeConnection
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, RecordingRouter, instance
 from tests.support.virtual_time import in_virtual_time
@@ -102,7 +102,7 @@ async def fleet(frontends: int = 2, *, room: int = 1, service_s: float = 0.1) ->
     made = Fleet(frontends, room, service_s)
     async with AsyncExitStack() as stack:
         for number, queue in enumerate(made.queues):
-            await stack.enter_async_context(shared_turns(FakeConnection(made.bus), "ns", f"{number}", queue.turns))
+            await stack.enter_async_context(shared_fairness(FakeConnection(made.bus), "ns", f"{number}", queue.fair_shares))
         stack.push_async_callback(made.close)
         yield made
 

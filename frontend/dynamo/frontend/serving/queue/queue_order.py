@@ -1,4 +1,4 @@
-"""Which request in line is next.
+"""Which request of a queue is next.
 
 Requests are ordered by priority and arrival, or by priority per token. With policy `prefix`, an instance that has room again
 takes, of those that have waited longest, the one of which it has most cached. First come, first served would send each request to
@@ -16,7 +16,7 @@ MOST_PASSES = 32
 """So many requests that came later may be served before one of equal rank."""
 
 
-class InLine(Protocol):
+class Queued(Protocol):
     """A request that waits. Of two with the same rank, the one with the lower number came first."""
 
     @property
@@ -30,7 +30,7 @@ class InLine(Protocol):
         ...
 
 
-T = TypeVar("T", bound=InLine)
+T = TypeVar("T", bound=Queued)
 
 
 def rank_and_order(policy: QueuePolicy, priority: int, tokens: int, number: int) -> tuple[float, tuple[float, int]]:
@@ -46,18 +46,18 @@ def rank_of(policy: QueuePolicy, priority: int) -> float:
     return 0.0 if policy is QueuePolicy.WSPT else -float(priority)
 
 
-def nearest_to_caches(line: Sequence[T]) -> T:
+def nearest_to_caches(waiting: Sequence[T]) -> T:
     """Return the request that has the fewest tokens to compute, among those that may be next; of equal ones, the first."""
-    first = min(line, key=_order)
+    first = min(waiting, key=_order)
     if first.missing_tokens() is None:
         return first
     last = first.number + MOST_PASSES
-    return min((each for each in line if each.rank == first.rank and each.number <= last), key=_distance)
+    return min((each for each in waiting if each.rank == first.rank and each.number <= last), key=_distance)
 
 
-def _order(each: InLine) -> tuple[float, int]:
+def _order(each: Queued) -> tuple[float, int]:
     return each.rank, each.number
 
 
-def _distance(each: InLine) -> tuple[int, int]:
+def _distance(each: Queued) -> tuple[int, int]:
     return each.missing_tokens() or 0, each.number

@@ -1,4 +1,4 @@
-"""Exchanges between the frontends of a namespace which API keys wait in line; `serving.queue.turns` says what each makes of it.
+"""Exchanges between the frontends of a namespace which API keys wait; `serving.queue.fair_share` says what each makes of it.
 
 A frontend publishes while requests wait, at itself or at another, and nothing otherwise. Each message is complete, so that a lost
 one does no harm; no message has a time.
@@ -20,15 +20,15 @@ PERIOD_S = 0.05
 """Between two messages of a process."""
 MAX_KEYS = 64
 """Keys of a queue that a process publishes, at most; those that are next come first."""
-MAX_LINES = 200
+MAX_QUEUES = 200
 """Queues that a process publishes, at most; in the other ones, each frontend is fair by itself."""
 
 _NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 _Rank = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 
 
-class KeyTurns(msgspec.Struct, frozen=True, array_like=True):
-    """What one process says of a key in a line."""
+class KeyShare(msgspec.Struct, frozen=True, array_like=True):
+    """What one process says of a key in a queue."""
 
     key: str
     rank: _Rank | None
@@ -37,48 +37,48 @@ class KeyTurns(msgspec.Struct, frozen=True, array_like=True):
     """Tokens over the weight of the key, lately."""
 
 
-class LineTurns(msgspec.Struct, frozen=True, array_like=True):
-    """What one process says of a line."""
+class QueueShares(msgspec.Struct, frozen=True, array_like=True):
+    """What one process says of a queue."""
 
     model: str
     role: Role | None
-    keys: Annotated[list[KeyTurns], msgspec.Meta(max_length=MAX_KEYS)]
+    keys: Annotated[list[KeyShare], msgspec.Meta(max_length=MAX_KEYS)]
 
 
-class TurnTable(Protocol):
-    """The lines of a process."""
+class ShareTable(Protocol):
+    """The queues of a process."""
 
     def on_wait(self, callback: Callable[[], None]) -> None:
         """Call `callback` when a request waits."""
         ...
 
-    def published(self) -> list[LineTurns]:
+    def published(self) -> list[QueueShares]:
         """Return what other processes have to know; [] while no request waits."""
         ...
 
-    def apply(self, origin: str, lines: Iterable[LineTurns]) -> None:
+    def apply(self, origin: str, queues: Iterable[QueueShares]) -> None:
         """Another process has published this."""
         ...
 
 
-class _TurnMessage(msgspec.Struct, frozen=True, array_like=True):
+class _ShareMessage(msgspec.Struct, frozen=True, array_like=True):
     origin: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    lines: Annotated[list[LineTurns], msgspec.Meta(max_length=MAX_LINES)]
+    queues: Annotated[list[QueueShares], msgspec.Meta(max_length=MAX_QUEUES)]
 
 
 @asynccontextmanager
-async def shared_turns(bus: PeerBus, namespace: str, origin: str, table: TurnTable) -> AsyncIterator[None]:
+async def shared_fairness(bus: PeerBus, namespace: str, origin: str, table: ShareTable) -> AsyncIterator[None]:
     """Publish which keys wait in the queues of this process while the body runs, and apply what others publish."""
-    topic = Topic(bus, turns_subject(namespace), _TurnMessage, origin, "a message about turns")
+    topic = Topic(bus, turns_subject(namespace), _ShareMessage, origin, "a message about fair shares")
 
     def publish() -> None:
-        lines = table.published()
-        if lines:
-            topic.publish(_TurnMessage(origin, lines[:MAX_LINES]))
+        queues = table.published()
+        if queues:
+            topic.publish(_ShareMessage(origin, queues[:MAX_QUEUES]))
             messages.due()
 
-    def apply(message: _TurnMessage) -> None:
-        table.apply(message.origin, message.lines)
+    def apply(message: _ShareMessage) -> None:
+        table.apply(message.origin, message.queues)
         messages.due()
 
     messages = Paced(PERIOD_S, publish)

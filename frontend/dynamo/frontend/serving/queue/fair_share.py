@@ -1,11 +1,11 @@
-"""Turns of API keys that wait at several frontends: which requests are held back here for requests of another frontend.
+"""The fair share of API keys that wait at several frontends: which requests are held back here for requests of another frontend.
 
-Each frontend is fair between the keys that wait in its own lines (`fair_queue`). But the frontend whose request ends is the first
-to notice that an instance has room. So one with many requests would take all of it, and a key that waits at another would starve.
-Therefore frontends publish which keys wait in each line, and what they have served of each key lately (`fleet.peers.turns`). If
-its next request is of a key that the fleet has served more than a key that waits elsewhere, a frontend holds the request back,
-and leaves the room to the other frontend. Every `HOLD_S` it tries all the same; if the other one has not used the room by then,
-it holds nothing back for `IGNORE_S`.
+Each frontend is fair between the keys that wait in its own queues (`fair_queue`). But the frontend whose request ends is the
+first to notice that an instance has capacity. So one with many requests would take all of it, and a key that waits at another
+would starve. Therefore frontends publish which keys wait in each queue, and what they have served of each key lately
+(`fleet.peers.fair_shares`). If its next request is of a key that the fleet has served more than a key that waits elsewhere, a
+frontend holds the request back, and leaves the capacity to the other frontend. Every `HOLD_S` it tries all the same; if the
+other one has not used the capacity by then, it holds nothing back for `IGNORE_S`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dynamo.common.model_card import Role
 from dynamo.common.process.decaying import DecayingCounter
-from dynamo.frontend.fleet.peers.turns import MAX_KEYS, KeyTurns, LineTurns
+from dynamo.frontend.fleet.peers.fair_shares import MAX_KEYS, KeyShare, QueueShares
 
 HOLD_S = 0.2
 """For so long a request leaves the room that there may be to others, then it tries: those may be unable to use it."""
@@ -33,19 +33,22 @@ Heads = Callable[[], Iterable[tuple[str, float]]]
 """Yields each key that waits, with the rank of its first request."""
 
 
-class QueueTurns:
-    """The turns in one line."""
+class QueueShare:
+    """The fair share of each key in one queue."""
 
     def __init__(self, clock: Callable[[], float], waits: Callable[[], None]) -> None:
-        self.heads: Heads = tuple
-        """Yields the keys of the requests that wait in this process, each with its first rank."""
+        self._heads: Heads = tuple
         self._clock = clock
         self._waits = waits
         self._own: dict[str, DecayingCounter] = {}
-        self._elsewhere: dict[str, tuple[float, Sequence[KeyTurns]]] = {}
+        self._elsewhere: dict[str, tuple[float, Sequence[KeyShare]]] = {}
         """By process: when it was published, and what."""
         self._held_since: float | None = None
         self._ignored_until = -math.inf
+
+    def on_asked(self, heads: Heads) -> None:
+        """Call `heads` for the keys of the requests that wait in this process."""
+        self._heads = heads
 
     def waits(self) -> None:
         """A request waits."""
@@ -76,7 +79,7 @@ class QueueTurns:
             self._held_since = now
         return now - self._held_since < HOLD_S
 
-    def apply(self, origin: str, keys: Sequence[KeyTurns]) -> None:
+    def apply(self, origin: str, keys: Sequence[KeyShare]) -> None:
         """Another process has published this."""
         now = self._clock()
         _, before = self._elsewhere.get(origin, (now, ()))
@@ -85,15 +88,15 @@ class QueueTurns:
             self._held_since = now  # the room is used
         self._elsewhere[origin] = now, keys
 
-    def published(self) -> list[KeyTurns]:
+    def published(self) -> list[KeyShare]:
         """Return what other processes have to know; [] while no request waits."""
-        waiting = dict(self.heads())
+        waiting = dict(self._heads())
         if not waiting and not self._waits_elsewhere():
             return []
         served = self._served_here()
         first = sorted(waiting, key=lambda key: (waiting[key], served.get(key, 0.0)))
         keys = [*first, *(key for key in served if key not in waiting)]
-        return [KeyTurns(key, waiting.get(key), served.get(key, 0.0)) for key in keys[:MAX_KEYS]]
+        return [KeyShare(key, waiting.get(key), served.get(key, 0.0)) for key in keys[:MAX_KEYS]]
 
     def _waits_elsewhere(self) -> bool:
         return any(key.rank is not None for keys in self._fresh() for key in keys)
@@ -127,40 +130,40 @@ class QueueTurns:
                     return True
         return False
 
-    def _fresh(self) -> list[Sequence[KeyTurns]]:
+    def _fresh(self) -> list[Sequence[KeyShare]]:
         """Return what other processes published lately, and forget the rest."""
         now = self._clock()
         self._elsewhere = {origin: entry for origin, entry in self._elsewhere.items() if now - entry[0] <= FRESH_S}
         return [keys for _, keys in self._elsewhere.values()]
 
 
-class Turns:
-    """The turns in all lines of a process."""
+class FairShares:
+    """The fair shares in all queues of a process."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lines: dict[tuple[str, Role | None], QueueTurns] = {}
+        self._queues: dict[tuple[str, Role | None], QueueShare] = {}
         self._on_wait: Callable[[], None] = _ignore
 
     def on_wait(self, callback: Callable[[], None]) -> None:
         """Call `callback` when a request waits."""
         self._on_wait = callback
 
-    def line(self, model: str, role: Role | None) -> QueueTurns:
-        line = self._lines.get((model, role))
-        if line is None:
-            line = self._lines[model, role] = QueueTurns(self._clock, lambda: self._on_wait())
-        return line
+    def of(self, model: str, role: Role | None) -> QueueShare:
+        queue = self._queues.get((model, role))
+        if queue is None:
+            queue = self._queues[model, role] = QueueShare(self._clock, lambda: self._on_wait())
+        return queue
 
-    def published(self) -> list[LineTurns]:
+    def published(self) -> list[QueueShares]:
         """Return what other processes have to know; [] while no request waits."""
-        lines = ((model, role, line.published()) for (model, role), line in self._lines.items())
-        return [LineTurns(model, role, keys) for model, role, keys in lines if keys]
+        queues = ((model, role, queue.published()) for (model, role), queue in self._queues.items())
+        return [QueueShares(model, role, keys) for model, role, keys in queues if keys]
 
-    def apply(self, origin: str, lines: Iterable[LineTurns]) -> None:
+    def apply(self, origin: str, queues: Iterable[QueueShares]) -> None:
         """Another process has published this."""
-        for each in lines:
-            self.line(each.model, each.role).apply(origin, each.keys)
+        for each in queues:
+            self.of(each.model, each.role).apply(origin, each.keys)
 
 
 def _ignore() -> None:
