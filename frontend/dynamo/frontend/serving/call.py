@@ -28,11 +28,13 @@ _TRITON_LEVELS = 1 << 20
 class Progress:
     """How far a request got; shared by its protocol edge and the data plane."""
 
-    __slots__ = ("on_sent", "responded", "started")
+    __slots__ = ("on_sent", "responded", "sent", "started")
 
     def __init__(self) -> None:
         self.on_sent: Callable[[], None] | None = None
         """Called whenever the request was sent to an instance."""
+        self.sent = 0
+        """How often it was sent to an instance."""
         self.started = False
         """The data plane has begun the request and counts how it ends; until then a failure is for the edge to count."""
         self.responded = False
@@ -74,7 +76,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     is_copy: bool = False
     """For a shadow: no other instance gets it after a failure, and the retries of other requests are not concerned."""
     expected_tokens: int = 0
-    """An estimate, reserved in the account until the request ends, for models that alone can count tokens."""
+    """An estimate, for models that alone can count tokens: reserved in the account, and charged once the request was sent unless
+    the model counts."""
     endpoint: str = "tensor"
     """The API that the request came by, for metrics: one of a fixed set of names."""
     request_type: RequestType = RequestType.UNARY

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -174,13 +174,25 @@ class DataPlane:
 
     # Requests
 
-    async def infer(self, model: NamedModel, request: TensorRequest, call: Call, source: TensorSource | None = None) -> Buffer:
-        """Return the serialized ModelInferResponse. `source`: where the tensors of the request are read. Raises DynamoError."""
+    async def infer(
+        self,
+        model: NamedModel,
+        request: TensorRequest,
+        call: Call,
+        source: TensorSource | None = None,
+        count: Callable[[Buffer], int] | None = None,
+    ) -> Buffer:
+        """Return the serialized ModelInferResponse. Raises DynamoError.
+
+        `source`: where the tensors of the request are read. `count` returns the tokens that a response says the prompt has.
+        """
         with RequestScope(model, call, self._tracing) as scope:
             if model.card.decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
             stream = await self.dispatched(model, request, scope, source)
             response = await stream.result()
+            if count is not None:
+                scope.counted(count(response))
             scope.succeed()
             return response
 

@@ -35,6 +35,7 @@ class RequestScope:
         "_is_logged",
         "_model",
         "_on_admitted",
+        "_sent_before",
         "_sequences",
         "_ticket",
         "_timer",
@@ -74,6 +75,8 @@ class RequestScope:
         self._on_admitted = on_admitted
         self._ticket: Ticket | None = None
         """None also for a caller of whom nothing is counted."""
+        self._sent_before = call.progress.sent
+        """How often the call was sent for earlier scopes: to models that a rule tried before."""
 
     def __repr__(self) -> str:
         state = "over" if self.is_over else "running"
@@ -124,8 +127,7 @@ class RequestScope:
         """
         if self._ticket is not None:
             self._reserve(self._ticket, tokens, output_tokens)
-            self._ticket.charge(tokens)
-        self.input_tokens = tokens
+        self._take_prompt(tokens)
 
     def _reserve(self, ticket: Ticket, tokens: int, output_tokens: int | None) -> None:
         try:
@@ -134,6 +136,15 @@ class RequestScope:
             self._ticket = None
             ticket.close()
             raise
+
+    def counted(self, tokens: int) -> None:
+        """The model has counted the tokens of a prompt that was estimated; 0: it does not say, and the estimate is charged."""
+        self._take_prompt(tokens or self.call.expected_tokens)
+
+    def _take_prompt(self, tokens: int) -> None:
+        if self._ticket is not None:
+            self._ticket.charge(tokens)
+        self.input_tokens = tokens
 
     def responded(self) -> None:
         """The first part of the response has arrived; `tokens` implies it."""
@@ -169,6 +180,9 @@ class RequestScope:
         if self.is_over:
             return
         self.is_over = True
+        expected = self.call.expected_tokens
+        if expected and not self.input_tokens and self.call.progress.sent > self._sent_before:
+            self._take_prompt(expected)  # an instance has had the work, although no response says of how many tokens
         if self._is_logged:
             log.debug("request ends: %s", "success" if error is None else repr(error))
         self._timer.finish(error, input_tokens=self.input_tokens, cached_tokens=cached_tokens)

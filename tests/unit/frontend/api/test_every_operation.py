@@ -44,6 +44,7 @@ from tests.support.every_operation import (
     GRPC,
     HTTP,
     SHAPES,
+    TENSORS,
     Asked,
     BackgroundEntry,
     BatchEntry,
@@ -252,6 +253,10 @@ class Spent:
         assert use.calls is not None and use.requests is not None
         return use.calls.taken, use.requests.taken, use.in_use
 
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(usage.prompt_tokens for usage in self.records)
+
     def settled(self, account: KeyAccount, *, errors: int = 0) -> bool:
         """Return whether one request is in the ledger, and its tokens, no more and no less, were taken from the key's."""
         total, tokens = UsageCounts(), account.use().tokens
@@ -357,6 +362,7 @@ async def test_a_request_is_settled_once_when_its_engine_fails_or_it_moves_to_an
         assert len(front.requests) == (1 if behaviour == "fails" else 2)
         await until(lambda: not account.sequences)
         assert spent.settled(account, errors=int(behaviour == "fails"))
+        assert (spent.prompt_tokens > 0) == (entry.kind is not TENSORS)
         await until_free(front.capacity)
 
 
@@ -383,6 +389,7 @@ async def test_a_request_is_stopped_within_a_step_and_settled_once_when_its_call
             assert not spent.records and not account.sequences
         else:
             assert spent.settled(account, errors=1)
+            assert (spent.prompt_tokens > 0) == (entry.kind is not TENSORS)
 
 
 @EVERY_OTHER

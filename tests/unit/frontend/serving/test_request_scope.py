@@ -178,6 +178,28 @@ def test_an_estimate_of_tokens_is_reserved_until_the_request_ends() -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("sent", "counted", "charged"),
+    [(0, None, 0), (1, None, 60), (2, None, 60), (1, 40, 40), (1, 90, 90), (1, 0, 60)],
+    ids=["never sent", "left early", "moved", "fewer", "more", "not counted"],
+)
+def test_an_estimate_is_charged_once_sent_unless_the_model_counts(sent: int, counted: int | None, charged: int) -> None:
+    ledger = Ledger()
+    requests, account = Requests(), limited(ledger, tokens_per_minute=100)
+    estimated = Call(request_id="r", account=account, expected_tokens=60)
+    estimated.progress.sent = 5  # to a model that a rule tried before
+    with requests.scope(estimated) as scope:
+        scope.call.progress.sent += sent
+        if counted is not None:
+            scope.counted(counted)
+            scope.succeed()
+    [limit] = account.rate_limits()
+    assert limit.remaining == 100 - charged
+    assert [row.prompt_tokens for row in ledger.rows(ledger.today())] == [charged]
+    metric = requests.registry.get_sample_value("dynamo_frontend_input_sequence_tokens_sum", {"model": "m"})
+    assert (metric or 0) == charged
+
+
 def test_a_request_that_may_use_more_tokens_than_are_left_is_refused() -> None:
     requests, account = Requests(), limited(tokens_per_minute=100)
     with requests.scope(call(account)) as first:

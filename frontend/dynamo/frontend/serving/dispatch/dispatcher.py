@@ -521,8 +521,10 @@ class DispatchedStream:
             work, self._call, candidates, deadline=self._deadline, failed_attempts=failed
         )
         self.decision = booking.decision
-        if (on_sent := self._call.progress.on_sent) is not None:
-            on_sent()
+        progress = self._call.progress
+        progress.sent += 1
+        if progress.on_sent is not None:
+            progress.on_sent()
         return booking
 
     def _no_instance(self) -> Unavailable:

@@ -29,13 +29,12 @@ from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.pooling.text_tensors import ids_to_tensor
-from dynamo.frontend.api.openai.pooling.vectors import BRIEF_BYTES, FLOATS, from_tensors, rows_to_json, with_rows
+from dynamo.frontend.api.openai.pooling.vectors import BRIEF_BYTES, FLOATS, from_tensors, rows_to_json, tokens_of, with_rows
 from dynamo.frontend.api.openai.requests import EmbeddingRequest
 from dynamo.frontend.api.openai.response_objects import Embedding, Embeddings, EmbeddingUsage
 from dynamo.frontend.api.openai.to_text import prompts_of
 from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.rules import check_chars
-from dynamo.frontend.security.ledger import UsageCounts
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.protos.inference_pb2 import ModelInferRequest
@@ -72,13 +71,11 @@ class EmbeddingsEndpoint:
         tensors = await exchange.in_steps(building) if len(inputs) * max(map(len, inputs)) > _BRIEF_INPUTS else finish(building)
         call = msgspec.structs.replace(call, expected_tokens=expected_tokens(inputs))
         async with exchange.attended():
-            response = await self._edge.plane.infer(model, tensors, call)
+            response = await self._edge.plane.infer(model, tensors, call, count=tokens_of)
             is_long = len(response) > BRIEF_BYTES
             exchange.hold(len(response))
             reading = from_tensors(response, len(inputs))
             vectors, tokens = await exchange.in_steps(reading) if is_long else finish(reading)
-            call.account.take_tokens(tokens)
-            call.account.record(model.name, UsageCounts(prompt_tokens=tokens))
             rows = vectors if request.dimensions is None else (shorten(row, request.dimensions) for row in vectors)
             packed = request.encoding_format == "base64"
             writing = rows_to_json(rows, lambda index, row: Embedding(index=index, embedding=row), packed=packed)

@@ -49,13 +49,12 @@ from dynamo.frontend.api.openai.pooling.text_task_objects import (
     TaskRequest,
 )
 from dynamo.frontend.api.openai.pooling.text_tensors import pairs_head, repeated_query
-from dynamo.frontend.api.openai.pooling.vectors import FLOATS, Vectors, from_tensors, rows_to_json, with_rows
+from dynamo.frontend.api.openai.pooling.vectors import FLOATS, Vectors, from_tensors, rows_to_json, tokens_of, with_rows
 from dynamo.frontend.api.openai.response_objects import EmbeddingUsage
 from dynamo.frontend.api.openai.to_text import prompts_of
 from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.config import TextLimits
-from dynamo.frontend.security.ledger import UsageCounts
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.model_catalog import NamedModel
 
@@ -152,7 +151,8 @@ class TextTask(Generic[R]):
         edge = self._edge
 
         async def infer(tensors: TensorRequest, tokens: int) -> Buffer:
-            response = await edge.plane.infer(model, tensors, msgspec.structs.replace(call, expected_tokens=tokens))
+            estimated = msgspec.structs.replace(call, expected_tokens=tokens)
+            response = await edge.plane.infer(model, tensors, estimated, count=tokens_of)
             exchange.hold(len(response))
             return response
 
@@ -162,8 +162,6 @@ class TextTask(Generic[R]):
         numbers = Numbers(model.card, model.name, edge.limits, infer, exchange.in_steps, max_bytes)
         async with exchange.attended():
             response = await self._serve(request, numbers)
-        call.account.take_tokens(numbers.tokens)
-        call.account.record(model.name, UsageCounts(prompt_tokens=numbers.tokens))
         await exchange.respond_in_pieces(response, (JSON,))
 
 

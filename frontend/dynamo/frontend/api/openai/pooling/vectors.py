@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -15,6 +15,7 @@ from dynamo.common.process.work import Work
 from dynamo.common.tensors.request import parse_response
 from dynamo.common.tensors.tensors import Array, Buffer, bf16_to_float32, element_count, to_numpy, typed_to_raw
 from dynamo.frontend.api.http.json_pieces import Spliced
+from dynamo.protos.inference_pb2 import ModelInferResponse
 
 Vectors: TypeAlias = NDArray[np.float32]
 """One row per text."""
@@ -38,21 +39,36 @@ def from_tensors(encoded: Buffer, count: int) -> Work[tuple[Vectors, int]]:
     """
     head, raws = parse_response(encoded)
     vectors: Vectors | None = None
-    tokens = 0
+    tokens = _tokens(head, raws)
     try:
         for index, output in enumerate(head.outputs):
             elements = element_count(output.shape)
-            raw = raws[index] if index < len(raws) else typed_to_raw(output.contents, output.datatype, elements)
             if output.datatype in FLOATS and vectors is None:
+                raw = raws[index] if index < len(raws) else typed_to_raw(output.contents, output.datatype, elements)
                 vectors = yield from _converted(to_numpy(raw, output.datatype, (elements,)), output.datatype)
                 vectors = vectors.reshape(count, -1)
-            elif output.name == TOKENS_OUTPUT:
-                tokens = int(to_numpy(raw, output.datatype, output.shape).sum())
     except (InvalidRequest, ValueError) as error:
         raise EngineError(f"the model's response does not have one vector per text: {error}") from None
     if vectors is None or vectors.shape[1] == 0:
         raise EngineError("the model's response has no vectors")
     return vectors, tokens
+
+
+def tokens_of(encoded: Buffer) -> int:
+    """Return how many tokens the texts of a request have, as its ModelInferResponse says; 0: it does not. Raises EngineError."""
+    return _tokens(*parse_response(encoded))
+
+
+def _tokens(head: ModelInferResponse, raws: Sequence[Buffer]) -> int:
+    try:
+        for index, output in enumerate(head.outputs):
+            if output.name == TOKENS_OUTPUT and "INT" in output.datatype:
+                elements = element_count(output.shape)
+                raw = raws[index] if index < len(raws) else typed_to_raw(output.contents, output.datatype, elements)
+                return max(0, int(to_numpy(raw, output.datatype, (elements,)).sum()))
+    except (InvalidRequest, ValueError) as error:
+        raise EngineError(f"the model's response does not say how many tokens its texts have: {error}") from None
+    return 0
 
 
 def _converted(array: Array, datatype: str) -> Work[Vectors]:
