@@ -318,7 +318,7 @@ class Recorder:
 
 
 async def test_equal_ids_of_two_owners_are_never_on_one_instance_at_once(tmp_path: Path) -> None:
-    config = ModelConfig(name="owned", max_batch_size=2)
+    config = ModelConfig(name="owned", max_batch_size=3)
     text_format.Parse("sequence_batching { max_sequence_idle_microseconds: 60000000 }", config)
     recorder = Recorder()
     model = SequenceModel(config, [recorder], tmp_path)
@@ -331,6 +331,7 @@ async def test_equal_ids_of_two_owners_are_never_on_one_instance_at_once(tmp_pat
     with pytest.raises(Overloaded, match="sequence id 1 of model 'owned' is in use on all instances"):
         await send("bob", 1, sequence_start=True)
     await send("op", 2, sequence_start=True)
+    await send("bob", 7, sequence_start=True)
     waiting = [asyncio.create_task(send(owner, 3, sequence_start=True)) for owner in ("op", "bob")]
     await asyncio.sleep(0)
     await send("op", 1, sequence_end=True)
@@ -340,7 +341,7 @@ async def test_equal_ids_of_two_owners_are_never_on_one_instance_at_once(tmp_pat
     await send("op", 3, sequence_end=True)
     await waiting[1]
     await model.close()
-    assert [id for _, ids in recorder.batches for id in ids if id] == ["op1", "op2", "op1", "op3", "op2", "op3", "bob3"]
+    assert [id for _, ids in recorder.batches for id in ids if id] == ["op1", "op2", "bob7", "op1", "op3", "op2", "op3", "bob3"]
 
 
 async def batches_of(batching: str, arrivals: Sequence[float]) -> list[tuple[float, list[str | None]]]:

@@ -13,6 +13,10 @@ A batch may wait for more requests, up to `max_queue_delay_microseconds` from wh
 An *iterative* sequence (`iterative_sequence`) is begun by a request without an id, and consists of it alone: the model gets the
 request again, in batches with those of other sequences, for as long as it releases it with RESCHEDULE.
 
+Owners, which are API keys, share the slots: a free one is for a sequence of the owner that has the fewest. If none is free, an
+owner that has two more than the one that waits gives up its sequence that has been without a request for longest. An owner that
+is alone may have all slots, and no sequence is given up that has a request.
+
 A sequence ends with the process of its instance. Requests of a sequence that is not known here are refused in a way that makes
 frontends try other workers.
 """
@@ -23,10 +27,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TypeAlias
 
@@ -111,6 +116,11 @@ class _Sequence:
     def key(self) -> _Key:
         return self.is_implicit, self.owner, self.id
 
+    @property
+    def idle_until(self) -> float:
+        """When it ends unless a request comes; infinite if it has one."""
+        return inf if self.expiry is None or self.expiry.cancelled() else self.expiry.when()
+
 
 _Row: TypeAlias = tuple[_Sequence, _SequenceRequest] | None
 """A row of a batch; None: without a request."""
@@ -164,12 +174,14 @@ class SequenceModel:
         self._states = States(config, folder)
         self._lanes = [_Lane(instance, self._settings) for instance in instances]
         self._sequences: dict[_Key, _Sequence] = {}
-        self._backlog: deque[_Sequence] = deque()
-        """Sequences that wait for a slot."""
+        self._backlog: dict[str, deque[_Sequence]] = {}
+        """Sequences that wait for a slot, in order, by owner."""
+        self._held: Counter[str] = Counter()
+        """How many slots the sequences of each owner have."""
         self._running = Tasks()
 
     def __repr__(self) -> str:
-        return f"<SequenceModel {self._name}, sequences={len(self._sequences)}, waiting={len(self._backlog)}>"
+        return f"<SequenceModel {self._name}, sequences={len(self._sequences)}, waiting={sum(map(len, self._backlog.values()))}>"
 
     @property
     def waiting(self) -> int:
@@ -258,7 +270,7 @@ class SequenceModel:
                 raise Overloaded(f"sequence id {id} of model '{self._name}' is in use on all instances; try again, or another id")
             sequence = _Sequence(id, owner, is_implicit=is_implicit)
             self._sequences[sequence.key] = sequence
-            self._backlog.append(sequence)
+            self._backlog.setdefault(owner, deque()).append(sequence)
         if sequence.expiry is not None:
             sequence.expiry.cancel()
         sequence.has_end = job.ends
@@ -319,16 +331,46 @@ class SequenceModel:
                 self._running.start(self._run(lane, batch), f"a batch of sequences of {self._name}")
 
     def _place_backlog(self) -> None:
-        passed_over: list[_Sequence] = []
-        while self._backlog and any(lane.free for lane in self._lanes):
-            sequence = self._backlog.popleft()
-            lane = self._lane_for(sequence)
-            if lane is None:
-                passed_over.append(sequence)
-                continue
+        while (placement := self._next_placement()) is not None:
+            sequence, lane = placement
+            self._leave_backlog(sequence)
             sequence.lane = lane
             lane.slots[lane.slots.index(None)] = sequence
-        self._backlog.extendleft(reversed(passed_over))
+            self._held[sequence.owner] += 1
+
+    def _next_placement(self) -> tuple[_Sequence, _Lane] | None:
+        """Return the sequence that gets the next slot, and the instance where that is free; None: none of them can have one."""
+        is_full = not any(lane.free for lane in self._lanes)
+        for owner in sorted(self._backlog, key=self._held.__getitem__):
+            if not is_full:
+                for sequence in self._backlog[owner]:
+                    if (lane := self._lane_for(sequence)) is not None:
+                        return sequence, lane
+                continue
+            given_up = self._to_give_up_for(owner)
+            if given_up is None or given_up.lane is None:
+                return None  # nor is there one for owners that have more
+            for sequence in self._backlog[owner]:
+                lane = given_up.lane
+                if not lane.has_namesake(sequence.id, owner):
+                    self._end(given_up)
+                    return sequence, lane
+        return None
+
+    def _to_give_up_for(self, owner: str) -> _Sequence | None:
+        """Return the sequence that has been idle for longest of the owner with the most slots, if that is left with more."""
+        enough = self._held[owner] + 2
+        if max(self._held.values(), default=0) < enough:
+            return None
+        slots = [sequence for lane in self._lanes for sequence in lane.slots if sequence is not None]
+        idle = [sequence for sequence in slots if self._held[sequence.owner] >= enough and sequence.idle_until < inf]
+        return min(idle, key=lambda sequence: (-self._held[sequence.owner], sequence.idle_until), default=None)
+
+    def _leave_backlog(self, sequence: _Sequence) -> None:
+        waiting = self._backlog[sequence.owner]
+        waiting.remove(sequence)
+        if not waiting:
+            del self._backlog[sequence.owner]
 
     def _lane_for(self, sequence: _Sequence) -> _Lane | None:
         """Return the instance with the most free slots that may have it."""
@@ -487,8 +529,11 @@ class SequenceModel:
         if sequence.lane is not None:
             sequence.lane.slots[sequence.lane.slots.index(sequence)] = None
             sequence.lane = None
-        if sequence in self._backlog:
-            self._backlog.remove(sequence)
+            self._held[sequence.owner] -= 1
+            if not self._held[sequence.owner]:
+                del self._held[sequence.owner]
+        elif sequence in self._backlog.get(sequence.owner, ()):
+            self._leave_backlog(sequence)
         if self._sequences.get(sequence.key) is sequence:
             del self._sequences[sequence.key]
         while sequence.jobs:
