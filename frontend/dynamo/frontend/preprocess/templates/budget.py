@@ -21,6 +21,10 @@ _MADE_FACTOR: Final = 16
 _BYTES_PER_STEP: Final = 512
 """Both take about a microsecond, if the bytes take long."""
 _MAX_DEPTH: Final = 200
+MAX_KEYS: Final = 256
+"""Keys of a dict that are not text, at most."""
+_MAX_ALIKE: Final = 8
+"""So many of them may have the same hash."""
 _SCALARS = (bool, int, float, type(None))
 
 
@@ -97,6 +101,25 @@ class Budget:
         for item in items:
             self.step()
             yield item
+
+    def check_keys(self, keys: Iterable[object]) -> None:
+        """Raise BoundExceeded if what are to be keys of a dict, or members of a set, might be compared one by one.
+
+        Hashes of text are random. Those of numbers and tuples are not, and many of these can be chosen to collide.
+        """
+        by_hash: dict[int, list[object]] = {}
+        count = 0
+        for key in keys:
+            if isinstance(key, str | bytes):
+                continue
+            self.read(key)
+            alike = by_hash.setdefault(hash(key), [])
+            if key in alike:
+                continue
+            alike.append(key)
+            count += 1
+            if count > MAX_KEYS or len(alike) > _MAX_ALIKE:
+                raise BoundExceeded("it makes a dict, or looks for duplicates, with too many keys that are not text")
 
     def bytes_of(self, value: object) -> int:
         """Return how long `value` would be as text. Raises BoundExceeded."""

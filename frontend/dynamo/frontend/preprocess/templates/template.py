@@ -7,9 +7,10 @@ the Hugging Face libraries expect: `raise_exception`, `strftime_now`, `tojson`, 
 How operations come to be charged:
 
 1. Filters, tests and methods are wrapped: what could make much of little is estimated first, the result is counted afterwards.
-2. `+`, `*`, `%` and `**` pass through the sandbox's `call_binop`.
+2. `+`, `-`, `*`, `%` and `**` pass through the sandbox's `call_binop`.
 3. Syntax that Jinja compiles to plain Python (`~`, comparisons, literals of containers, slices, loops) is rewritten when the
    template is parsed, so that its operands pass through a filter that counts them.
+4. Whatever puts values of a template into a dict or a set has its keys checked before (`Budget.check_keys`), or is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, wraps
 from typing import Any, Final, NoReturn
@@ -25,13 +26,14 @@ from typing import Any, Final, NoReturn
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.frontend.preprocess.templates.budget import NODE_BYTES, BoundExceeded, Budget, OutOfTime
+from dynamo.frontend.preprocess.templates.budget import MAX_KEYS, NODE_BYTES, BoundExceeded, Budget, OutOfTime
 
 MAX_PROMPT_CHARS = 16 << 20
 MAX_STEPS = 2_000_000
@@ -56,7 +58,7 @@ _CONSTANT_TIME: Final = frozenset({"attr", "count", "d", "default", "first", "it
 """Filters and methods that do not look at the whole of a container."""
 _SHALLOW: Final = frozenset({"batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"})
 _CHEAP_METHODS: Final = frozenset({"get", "items", "keys", "values", "cycle", "changed"})
-_UNSAFE_METHODS: Final = frozenset({"translate", "maketrans", "striptags"})
+_UNSAFE_METHODS: Final = frozenset({"translate", "maketrans", "striptags", "fromkeys", "isdisjoint", "to_bytes"})
 _COUNTED, _READ, _SEARCHED, _MADE, _SLICED, _CONCAT, _BODY = (f"operation_{number}__" for number in range(7))
 """Names of the filters that syntax is rewritten to."""
 
@@ -81,7 +83,7 @@ class _QuietNamespace(Namespace):
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, with every operation charged to the budget of the rendering that runs in this thread."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
@@ -103,7 +105,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.finalize = self._finalize
         self.concat = self._concat  # type: ignore[method-assign]
         del self.globals["lipsum"]
-        self.globals.update(namespace=_QuietNamespace, raise_exception=_raise_exception, strftime_now=_strftime_now)
+        self.globals.update(
+            dict=self._dict,
+            namespace=lambda *args, **fields: _QuietNamespace(self._dict(*args, **fields)),
+            raise_exception=_raise_exception,
+            strftime_now=_strftime_now,
+        )
 
     @property
     def budget(self) -> Budget:
@@ -144,6 +151,8 @@ class _Environment(ImmutableSandboxedEnvironment):
         """A literal of a container."""
         self.budget.step()
         self.budget.made(value)
+        if isinstance(value, dict):
+            self.budget.check_keys(value)
         return value
 
     def _sliced(self, value: Any) -> Any:
@@ -183,6 +192,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise BoundExceeded("it computes a power of large numbers")
         if operator == "*":
             self._check_product(left, right)
+        if operator == "-" and (isinstance(left, KeysView | ItemsView) or isinstance(right, KeysView | ItemsView)):
+            raise BoundExceeded("it subtracts keys or items of a dict")
         if operator == "%" and isinstance(left, str | bytes):
             self._check_format(left, right if isinstance(right, tuple) else (right,))
         result = super().call_binop(context, operator, left, right)
@@ -204,10 +215,17 @@ class _Environment(ImmutableSandboxedEnvironment):
             args = tuple(budget.each(arg) for arg in args)
         # The sandbox wraps str.format.
         owner, name = getattr(getattr(obj, "__wrapped__", obj), "__self__", None), getattr(obj, "__name__", "")
+        if owner is not None and name in _UNSAFE_METHODS:
+            raise BoundExceeded(f"it calls '{name}'")
         if isinstance(owner, str | bytes):
             args = self._check_method(owner, name, args, kwargs)
+        elif isinstance(owner, range):
+            budget.step(len(owner))
         elif isinstance(owner, list | tuple | dict):
             if name in _CHEAP_METHODS:
+                for arg in args:
+                    if isinstance(arg, tuple):  # the hash of which takes as long as it is large
+                        budget.read(arg)
                 return super().call(context, obj, *args, **kwargs)
             budget.read(owner)
         result = super().call(context, obj, *args, **kwargs)
@@ -216,8 +234,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _check_method(self, text: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Check what a method of `text` may make; return its arguments, with iterators made into lists."""
-        if name in _UNSAFE_METHODS:
-            raise BoundExceeded(f"it calls '{name}'")
         budget = self.budget
         length = budget.read(text)
         for arg in (*args, *kwargs.values()):
@@ -234,6 +250,15 @@ class _Environment(ImmutableSandboxedEnvironment):
             separators = text.count(args[0]) if args and args[0] else length
             budget.charge(NODE_BYTES * separators // 2)
         return args
+
+    def _dict(self, *args: Any, **fields: Any) -> dict[Any, Any]:
+        """The functions `dict` and, with an object around it, `namespace`."""
+        if len(args) == 1 and not isinstance(args[0], Mapping):
+            each: Any = self.budget.each
+            pairs: Any = [tuple(each(pair)) for pair in each(args[0])]
+            self.budget.check_keys(pair[0] for pair in pairs if pair)
+            return dict(pairs, **fields)
+        return dict(*args, **fields)
 
     # Filters and tests
 
@@ -314,6 +339,9 @@ class _Environment(ImmutableSandboxedEnvironment):
             items = list(budget.each(values[0]))
             if name == "groupby":
                 budget.made_of(_GROUP_BYTES * len(items))
+            if name == "unique":
+                attribute = argument(2, "attribute")
+                budget.check_keys(items if attribute is None else map(make_attrgetter(self, attribute), items))
             return (items, *values[1:])
         return values
 
@@ -364,6 +392,8 @@ def _rewrite(template: nodes.Template) -> None:
     for item in list(template.find_all(nodes.Getitem)):
         if isinstance(item.arg, nodes.Slice):
             item.node = _filtered(item.node, _SLICED)
+        elif not isinstance(item.arg, nodes.Const):
+            item.arg = _filtered(item.arg, _READ)
     for loop in list(template.find_all(nodes.For)):
         loop.iter = _filtered(loop.iter, _COUNTED)
     for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
@@ -386,11 +416,17 @@ def _replace_children(node: nodes.Node) -> None:
 
 def _replaced(node: nodes.Node) -> nodes.Node:
     _replace_children(node)
+    if isinstance(node, nodes.Dict) and sum(not _is_text(pair.key) for pair in node.items) > MAX_KEYS:
+        raise jinja2.TemplateSyntaxError(f"a dict has more than {MAX_KEYS} keys that are not text", node.lineno)
     if isinstance(node, nodes.Concat):
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
     if isinstance(node, nodes.List | nodes.Dict) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
         return _filtered(node, _MADE)
     return node
+
+
+def _is_text(node: nodes.Expr) -> bool:
+    return isinstance(node, nodes.Const) and isinstance(node.value, str)
 
 
 def _operand(node: nodes.Expr, name: str) -> nodes.Expr:

@@ -266,3 +266,51 @@ def test_the_bounds_do_not_change_what_a_template_renders(source: str) -> None:
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
     messages = [{"role": role, "content": f"{role} <&> é"} for role in ("system", "user", "assistant", "user")]
     assert render(source, messages=messages) == plain.render(messages=messages)
+
+
+_EQUAL_HASHES = [(2**61 - 1) * (number + 2) for number in range(300)]
+_OF_TUPLES = "{% for n in numbers %}{% set all.of = all.of + [[(n, n), 0]] %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ dict(pairs) | length }}",
+        "{{ dict(pairs | list, a=1) | length }}",
+        "{{ namespace(pairs) }}",
+        "{{ numbers | unique | list | length }}",
+        "{{ pairs | unique(attribute=0) | list | length }}",
+        "{% set all = namespace(of=[]) %}" + _OF_TUPLES + "{{ dict(all.of) | length }}",
+        "{{ {" + ", ".join(f"numbers[{index}]: 0" for index in range(100)) + "} | length }}",
+        "{{ {" + ", ".join(f"{number}: 0" for number in _EQUAL_HASHES[:100]) + "} | length }}",
+        "{{ {}.fromkeys(numbers) | length }}",
+        "{% set d = dict([(0, 0)]) %}{{ d.keys() - numbers }}",
+        "{% set d = dict([(0, 0)]) %}{{ d.items() - pairs }}",
+        "{% set d = dict([(0, 0)]) %}{{ d.keys().isdisjoint(numbers) }}",
+    ],
+)
+def test_values_with_equal_hashes_become_no_keys(source: str) -> None:
+    pairs = [(number, 0) for number in _EQUAL_HASHES]
+    with pytest.raises(InvalidRequest, match=r"keys that are not text|subtracts keys|it calls"):
+        render(source, variables={"numbers": _EQUAL_HASHES, "pairs": pairs})
+
+
+def test_a_few_of_the_keys_may_have_equal_hashes_and_all_may_be_text() -> None:
+    assert render("{{ dict(a) | length }}", variables={"a": [[number, 0] for number in _EQUAL_HASHES[:8]]}) == "8"
+    assert render("{{ dict(a) | length }}", variables={"a": [[str(number), 0] for number in range(2000)]}) == "2000"
+    assert render("{{ a | unique | list | length }}", variables={"a": [0, 1, 2] * 1000}) == "3"
+    assert render("{{ dict([('a', 1), 'b2'], c=3) }}{{ namespace({'a': 4}).a }}") == "{'a': 1, 'b': '2', 'c': 3}4"
+
+
+def test_a_dict_of_many_numbers_is_rejected_when_its_template_is_read() -> None:
+    with pytest.raises(EngineError, match="a dict has more than 256 keys that are not text"):
+        ChatTemplate("{{ {" + ", ".join(f"{number}: 0" for number in range(257)) + "} }}")
+    ChatTemplate("{{ {" + ", ".join(f"'{number}': 0" for number in range(257)) + "} }}")
+
+
+@pytest.mark.parametrize("operation", ["d.get(x)", "d[x]", "range(100000).count('a')", "(5).to_bytes(100000, 'big')"])
+def test_no_operation_counts_as_one_step_that_takes_long(operation: str) -> None:
+    nested = "{% set x0 = (1, 2) %}" + "".join(f"{{% set x{n + 1} = (x{n}, x{n}) %}}" for n in range(12))
+    source = nested + "{% set d = {} %}{% set x = x12 %}{% for i in range(900) %}{% set y = " + operation + " %}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="stopped"):
+        ChatTemplate(source, max_steps=20_000).render(HELLO)
