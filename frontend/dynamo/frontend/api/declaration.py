@@ -51,9 +51,9 @@ class Charge(StrEnum):
     WORK = "work"
     """A call, and one of the requests at once: from before the body is read until the operation ends."""
     REQUESTS = "requests"
-    """Requests and their tokens: admitted by the data plane when the request has been read, settled once, when it ends, however
-    it does. Over HTTP an operation that responds without one fails, and so do requests for a key by one that declares another
-    charge."""
+    """Requests and their tokens: refused before the body is read if the key has nothing left for any, else admitted by the data
+    plane when the request has been read, and settled once, when it ends, however it does. Over HTTP an operation that responds
+    without one fails, and so do requests for a key by one that declares another charge."""
 
 
 class OtherSites(StrEnum):

@@ -84,6 +84,10 @@ class Account(Protocol):
         """
         ...
 
+    def check_limits(self) -> None:
+        """Raise RateLimited if every request to a model would be refused now. Takes nothing."""
+        ...
+
     def occupy(self) -> Ticket:
         """Count work that is no request to a model, such as tokenizing, as one of the requests at once. Raises RateLimited."""
         ...
@@ -289,6 +293,19 @@ class KeyAccount:
         running.sequences += sequences
         self._occupy(sequences)
         return Ticket(self, running, sequences)
+
+    def check_limits(self) -> None:
+        now = self._clock()
+        try:
+            self._check_for_one(now)
+        except RateLimited:  # it counts for this process's share of the limits, which may be an old one
+            self._requested(1, now)
+            self._check_for_one(now)
+
+    def _check_for_one(self, now: float) -> None:
+        self._check_concurrency(1, 0)
+        self._check_tokens(now)
+        self._check_rate(self._requests, now)
 
     def occupy(self) -> Ticket:
         self._follow()
@@ -512,6 +529,9 @@ class AnonymousAccount:
 
     def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
         return _UNCOUNTED
+
+    def check_limits(self) -> None:
+        pass
 
     def occupy(self) -> Ticket:
         return _UNCOUNTED

@@ -45,6 +45,9 @@ class SameAccount:
     def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
         return self._account.admit(model, request, sequences)
 
+    def check_limits(self) -> None:
+        self._account.check_limits()
+
     def occupy(self) -> Ticket:
         return self._account.occupy()
 

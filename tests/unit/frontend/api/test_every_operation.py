@@ -53,6 +53,7 @@ from tests.support.every_operation import (
     Entry,
     Frontend,
     GrpcContext,
+    GrpcEntry,
     HttpEntry,
     Leaving,
     Outcome,
@@ -322,6 +323,25 @@ async def test_an_operation_that_declares_requests_responds_with_none_unless_one
         response = await client.post("/unpaid", json={})
     assert response.status_code == (200 if is_admitted else 500)
     assert is_admitted or "responds without one" in response.text
+
+
+@pytest.mark.parametrize("name", [name for name in REQUESTS if name in (*HTTP, *GRPC)])
+@pytest.mark.parametrize("has_tokens", [False, True])
+async def test_a_request_is_not_read_that_would_be_refused_whatever_it_is(has_tokens: bool, name: str, keys: Keys) -> None:
+    async with charged(keys, name) as (front, entry, account, spent):
+        account.take_tokens(0 if has_tokens else 1_000_000)
+        before = account.use()
+        headers = keys.headers[Scope.ADMIN]
+        if isinstance(entry, GrpcEntry):
+            outcome = await entry.send_message(front, b"\xff" * 100_000, headers)
+        else:
+            assert isinstance(entry, HttpEntry)
+            asked = entry.request.of(entry.kind.open if entry.kind else "")
+            outcome = await entry.send_asked(front, replace(asked, body=b"{" * 100_000), headers)
+        assert outcome.status == (400 if has_tokens else 429), outcome
+        assert (front.capacity.peak_bytes > 0) == has_tokens
+        assert account.use().tokens == before.tokens and account.use().requests == before.requests and not spent.records
+        await until_free(front.capacity)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != BatchEntry.name])

@@ -360,6 +360,27 @@ def test_a_key_expires_by_the_clock_of_the_frontend_that_is_asked(ahead_s: int, 
         team.admit("m", object())
 
 
+@pytest.mark.parametrize("limits", [{"requests_per_s": 0.5}, {"tokens_per_minute": 60}, {"concurrent_requests": 1}])
+def test_a_look_at_the_limits_refuses_as_they_do_and_takes_nothing(limits: dict[str, float]) -> None:
+    clock = Clock()
+    team = account(clock, **limits)
+    for _ in range(3):
+        team.check_limits()
+    assert team.use().demand == 0
+    ticket = team.admit("m", object())
+    team.take_tokens(60)
+    demand = team.use().demand
+    with pytest.raises(RateLimited) as refused:
+        team.check_limits()
+    assert team.use().demand == demand + 1  # it counts for the share of this process, as any that is refused
+    with pytest.raises(RateLimited) as not_admitted:
+        team.admit("m", object())
+    assert (str(refused.value), refused.value.retry_after_s) == (str(not_admitted.value), not_admitted.value.retry_after_s)
+    ticket.close()
+    clock.now += 2
+    team.check_limits()
+
+
 def test_new_limits_give_no_key_a_fresh_budget() -> None:
     clock = Clock()
     team = account(clock, tokens_per_minute=60)

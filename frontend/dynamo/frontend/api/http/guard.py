@@ -3,16 +3,16 @@
 Nothing of a body is read before a request has passed it.
 
 1. A request that a browser makes for a page of another site is refused, unless the operation or `--allowed-origins` permits it.
-2. The key must permit the operation, where there are keys.
+2. The key must permit the operation, where there are keys, and have something left of its limits for a request to a model.
 3. What callers without a key are served, they are served only under names of this server (`--allowed-host`); and what
    administrators do, not to pages of any site (`--allowed-origins '*'`).
 """
 
 from __future__ import annotations
 
-from dynamo.common.errors import DynamoError, Forbidden, Unauthenticated
+from dynamo.common.errors import DynamoError, Forbidden, RateLimited, Unauthenticated
 from dynamo.common.http.web_pages import OwnHosts, is_link, is_of_other_origin
-from dynamo.frontend.api.declaration import Declaration, OtherSites
+from dynamo.frontend.api.declaration import Charge, Declaration, OtherSites
 from dynamo.frontend.api.guard import ADMIN, BROWSED, Guard, record, record_refusal
 from dynamo.frontend.api.http.cors import Cors
 from dynamo.frontend.api.http.exchange import Exchange
@@ -50,6 +50,12 @@ class HttpGuard:
             await self._refuse(error, surface, exchange)
             return False
         exchange.account = account
+        if declared.charge is Charge.REQUESTS and account is not ANONYMOUS:
+            try:
+                account.check_limits()
+            except RateLimited as error:
+                await exchange.fail(error)
+                return False
         return True
 
     def _check_page(self, exchange: Exchange, other_sites: OtherSites) -> None:

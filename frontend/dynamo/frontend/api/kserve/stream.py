@@ -46,6 +46,7 @@ from dynamo.frontend.api.statuses import log_failure
 from dynamo.frontend.config import GrpcOptions
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call, Progress
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.frontend.serving.model_catalog import NamedModel
@@ -192,6 +193,8 @@ class KserveStream:
         problem: DynamoError | None = None
         occupied: Occupancy | None = None
         try:
+            if self._call.account is not ANONYMOUS:
+                self._call.account.check_limits()
             occupied = self._capacity.enter()
             occupied.hold(INFER.copies * len(data))
             request = TensorRequest.parse(data, self._scanner)

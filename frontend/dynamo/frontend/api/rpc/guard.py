@@ -47,6 +47,8 @@ def _guarded(operation: GrpcOperation, guard: Guard, refused: Callable[[BaseExce
         try:
             guard.check_unique(key for key, _ in context.invocation_metadata() or ())
             account = guard.enter(declared, headers, takes_login=True)  # no web page speaks gRPC
+            if is_inference and not operation.reads_stream:
+                account.check_limits()
             stream = account.open_stream() if is_inference and operation.reads_stream else None
         except DynamoError as error:
             request_id = request_id or secrets.token_hex(12)
