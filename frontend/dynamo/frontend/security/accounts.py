@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
@@ -18,6 +17,7 @@ from dynamo.common.names import MAX_NAME_CHARS
 from dynamo.common.repository import ALL_MODELS, matches
 from dynamo.frontend.security.keys import MAX_PRIORITY, ApiKey
 from dynamo.frontend.security.ledger import Ledger, UsageCounts
+from dynamo.frontend.security.salts import salt_of, salt_without_key
 from dynamo.frontend.security.sharing import Fleet, KeyUse, RateMeter, Shares, SlotMeter
 
 Clock = Callable[[], float]
@@ -492,21 +492,6 @@ class OpenStream:
             self._account.stream_closed()
 
 
-_OWN = "key:"
-_SALT_CHARS = 32
-"""Digits kept of a hexadecimal digest: 128 bits, for which no other text can be found."""
-
-
-def salt_of(key: ApiKey, cache_salt: str) -> str:
-    """Return the salt for cached prompts of a key, or of its group, with the salt that the client sent."""
-    return _salt("group", key.cache_group, cache_salt) if key.cache_group else _salt("key", key.name, cache_salt)
-
-
-def _salt(kind: str, owner: str, cache_salt: str) -> str:
-    # Names have no line breaks, so different owners and salts are different texts.
-    return _OWN + sha256(f"{kind}\n{owner}\n{cache_salt}".encode()).hexdigest()[:_SALT_CHARS]
-
-
 class AnonymousAccount:
     """The account of callers that need no key: it permits every model and has no limits."""
 
@@ -518,8 +503,7 @@ class AnonymousAccount:
     models = ALL_MODELS
 
     def isolate(self, cache_salt: str) -> str:
-        # Salts of keys begin like this.
-        return _salt("", "", cache_salt) if cache_salt.startswith(_OWN) else cache_salt
+        return salt_without_key(cache_salt)
 
     def permits(self, model: str) -> bool:
         return True

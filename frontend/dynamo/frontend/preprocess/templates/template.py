@@ -33,7 +33,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.frontend.preprocess.templates.budget import MAX_KEYS, NODE_BYTES, BoundExceeded, Budget, OutOfTime
+from dynamo.frontend.preprocess.templates.budget import NODE_BYTES, BoundExceeded, Budget, OutOfTime
+from dynamo.frontend.preprocess.templates.syntax import BODY, CONCAT, COUNTED, MADE, READ, SEARCHED, SLICED, rewrite
 
 MAX_PROMPT_CHARS = 16 << 20
 MAX_STEPS = 2_000_000
@@ -44,7 +45,6 @@ _DIGITS: Final = re.compile("[0-9]+")
 _MAX_INT_BITS: Final = 16_384
 _MAX_DIGITS_TO_ROUND: Final = 400
 _FEW_FIELDS: Final = 8
-_NODES_PER_STEP: Final = 16
 _RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 _WITHOUT_USE: Final = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters for web pages whose cost has no simple bound."""
@@ -59,8 +59,6 @@ _CONSTANT_TIME: Final = frozenset({"attr", "count", "d", "default", "first", "it
 _SHALLOW: Final = frozenset({"batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"})
 _CHEAP_METHODS: Final = frozenset({"get", "items", "keys", "values", "cycle", "changed"})
 _UNSAFE_METHODS: Final = frozenset({"translate", "maketrans", "striptags", "fromkeys", "isdisjoint", "to_bytes"})
-_COUNTED, _READ, _SEARCHED, _MADE, _SLICED, _CONCAT, _BODY = (f"operation_{number}__" for number in range(7))
-"""Names of the filters that syntax is rewritten to."""
 
 
 class _GenerationBlock(Extension):
@@ -94,13 +92,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters = {name: self._charged_filter(name, function) for name, function in self.filters.items()}
         self.tests = {name: self._charged_test(function) for name, function in self.tests.items()}
         self.filters |= {
-            _COUNTED: lambda items: self.budget.each(items),
-            _READ: self._read,
-            _SEARCHED: self._searched,
-            _MADE: self._made,
-            _SLICED: self._sliced,
-            _CONCAT: self._join_texts,
-            _BODY: lambda steps: self.budget.step(steps),
+            COUNTED: lambda items: self.budget.each(items),
+            READ: self._read,
+            SEARCHED: self._searched,
+            MADE: self._made,
+            SLICED: self._sliced,
+            CONCAT: self._join_texts,
+            BODY: lambda steps: self.budget.step(steps),
         }
         self.finalize = self._finalize
         self.concat = self._concat  # type: ignore[method-assign]
@@ -130,7 +128,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
-        _rewrite(template)
+        rewrite(template)
         return template.set_environment(self)  # type: ignore[return-value]
 
     def _read(self, value: object) -> object:
@@ -381,60 +379,6 @@ class _Environment(ImmutableSandboxedEnvironment):
             self.budget.check(total)
             result.append(item)
         return result
-
-
-def _rewrite(template: nodes.Template) -> None:
-    """Make everything that a template does pass through the filters of `_Environment`."""
-    for comparison in list(template.find_all(nodes.Compare)):
-        comparison.expr = _operand(comparison.expr, _READ)
-        for operand in comparison.ops:
-            operand.expr = _operand(operand.expr, _SEARCHED if operand.op in ("in", "notin") else _READ)
-    for item in list(template.find_all(nodes.Getitem)):
-        if isinstance(item.arg, nodes.Slice):
-            item.node = _filtered(item.node, _SLICED)
-        elif not isinstance(item.arg, nodes.Const):
-            item.arg = _filtered(item.arg, _READ)
-    for loop in list(template.find_all(nodes.For)):
-        loop.iter = _filtered(loop.iter, _COUNTED)
-    for kind in (nodes.For, nodes.Macro, nodes.CallBlock):
-        block: Any  # jinja2 declares no common type of those with a body
-        for block in list(template.find_all(kind)):
-            steps = sum(1 for _ in block.find_all(nodes.Node)) // _NODES_PER_STEP
-            if steps:
-                block.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(steps), _BODY), lineno=block.lineno))
-    _replace_children(template)
-
-
-def _replace_children(node: nodes.Node) -> None:
-    """Replace operators and literals in `node` by filters, from the inside out."""
-    for name, value in list(node.iter_fields()):
-        if isinstance(value, list):
-            setattr(node, name, [_replaced(item) if isinstance(item, nodes.Node) else item for item in value])
-        elif isinstance(value, nodes.Node):
-            setattr(node, name, _replaced(value))
-
-
-def _replaced(node: nodes.Node) -> nodes.Node:
-    _replace_children(node)
-    if isinstance(node, nodes.Dict) and sum(not _is_text(pair.key) for pair in node.items) > MAX_KEYS:
-        raise jinja2.TemplateSyntaxError(f"a dict has more than {MAX_KEYS} keys that are not text", node.lineno)
-    if isinstance(node, nodes.Concat):
-        return _filtered(nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
-    if isinstance(node, nodes.List | nodes.Dict) or (isinstance(node, nodes.Tuple) and node.ctx == "load"):
-        return _filtered(node, _MADE)
-    return node
-
-
-def _is_text(node: nodes.Expr) -> bool:
-    return isinstance(node, nodes.Const) and isinstance(node.value, str)
-
-
-def _operand(node: nodes.Expr, name: str) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _filtered(node, name)
-
-
-def _filtered(node: Any, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
 def _shallow_bytes(value: object) -> int:

@@ -111,7 +111,7 @@ async def test_a_sequence_that_has_a_request_is_not_given_up_before_it_is_served
 
 
 @in_virtual_time
-async def test_a_free_slot_is_for_the_owner_that_has_the_fewest_whoever_came_first() -> None:
+async def test_a_free_slot_is_for_the_owner_that_has_the_fewest_in_whichever_order_they_came() -> None:
     model = Model()
     held = [model.send("a", id, "s", -1.0) for id in range(1, SLOTS + 1)]
     await settled()

@@ -8,5 +8,6 @@
 | `rate_limiter` | resources that the models of a worker share, as in Triton's rate limiter |
 | `response_order` | the order of responses with `preserve_ordering` |
 | `responses` | the responses of a model's process to one request |
+| `sequence_request` | a request of a sequence, and where its outcome comes |
 | `sequences` | sequence batching: the requests of one sequence run in order, on one instance |
 """

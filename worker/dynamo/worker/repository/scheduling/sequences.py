@@ -50,6 +50,7 @@ from dynamo.worker.repository.scheduling.decoupled import DecoupledRequest, Stre
 from dynamo.worker.repository.scheduling.pipeline import NoProcess
 from dynamo.worker.repository.scheduling.response_order import ResponseOrder
 from dynamo.worker.repository.scheduling.responses import ProcessDied, Rescheduled
+from dynamo.worker.repository.scheduling.sequence_request import SequenceRequest
 
 log = logging.getLogger(__name__)
 
@@ -66,33 +67,6 @@ class UnknownSequence(InvalidRequest):
     retryable = True
 
 
-class _SequenceRequest:
-    """A request that waits for its turn, or runs."""
-
-    __slots__ = ("due", "ends", "enqueued_ns", "has_left", "is_held", "is_running", "outcomes", "request", "starts", "turns")
-
-    def __init__(self, request: ModelRequest) -> None:
-        self.request = request
-        self.starts = bool(request.parameters.get("sequence_start", False))
-        self.ends = bool(request.parameters.get("sequence_end", False))
-        self.has_left = False
-        """Its caller wants no response any more."""
-        self.is_running = False
-        """A decoupled model has it."""
-        self.is_held = False
-        """A decoupled model wants it again, and its caller has too many responses to read."""
-        self.outcomes: asyncio.Queue[ModelResult | DynamoError | DecoupledRequest] = asyncio.Queue()
-        """The response or the error; of a decoupled model, whenever it has begun, where the responses come."""
-        self.turns: list[DecoupledRequest] = []
-        """Calls of a decoupled model that have begun and are not read to their end."""
-        self.enqueued_ns = 0
-        self.due = 0.0
-
-    def give(self, outcome: ModelResult | DynamoError | DecoupledRequest) -> None:
-        if not self.has_left:
-            self.outcomes.put_nowait(outcome)
-
-
 class _Sequence:
     __slots__ = ("expiry", "has_end", "id", "is_implicit", "is_running", "jobs", "lane", "owner", "state")
 
@@ -102,7 +76,7 @@ class _Sequence:
         """The API key that has begun it; empty: none."""
         self.is_implicit = is_implicit
         """Begun by a request without an id, whose sequence no other request joins, whatever id it has."""
-        self.jobs: deque[_SequenceRequest] = deque()
+        self.jobs: deque[SequenceRequest] = deque()
         """Requests that wait, in order."""
         self.lane: _Lane | None = None
         """None: it waits for a slot, or has ended."""
@@ -122,7 +96,7 @@ class _Sequence:
         return inf if self.expiry is None or self.expiry.cancelled() else self.expiry.when()
 
 
-_Row: TypeAlias = tuple[_Sequence, _SequenceRequest] | None
+_Row: TypeAlias = tuple[_Sequence, SequenceRequest] | None
 """A row of a batch; None: without a request."""
 
 
@@ -243,7 +217,7 @@ class SequenceModel:
 
     # Requests on their way
 
-    def _admit(self, request: ModelRequest) -> tuple[_Sequence, _SequenceRequest]:
+    def _admit(self, request: ModelRequest) -> tuple[_Sequence, SequenceRequest]:
         id = request.parameters.get("sequence_id", 0)
         owner = request.context.headers.get(SEQUENCE_OWNER, "")
         is_implicit = self._settings.is_iterative and not id
@@ -256,7 +230,7 @@ class SequenceModel:
             raise InvalidRequest(
                 f"inference request to model '{self._name}' must specify batch-size 1 due to requirements of sequence batcher"
             )
-        job = _SequenceRequest(request)
+        job = SequenceRequest(request)
         sequence = self._sequences.get((is_implicit, owner, id))
         if sequence is not None and sequence.has_end:
             sequence = None
@@ -281,12 +255,12 @@ class SequenceModel:
     def _is_taken(self, id: int, owner: str) -> bool:
         return (False, owner, id) in self._sequences or any(lane.has_namesake(id, owner) for lane in self._lanes)
 
-    def _enqueue(self, sequence: _Sequence, job: _SequenceRequest) -> None:
+    def _enqueue(self, sequence: _Sequence, job: SequenceRequest) -> None:
         job.enqueued_ns = time.perf_counter_ns()
         job.due = asyncio.get_running_loop().time() + self._settings.delay_s
         sequence.jobs.append(job)
 
-    def _reschedule(self, sequence: _Sequence, job: _SequenceRequest) -> None:
+    def _reschedule(self, sequence: _Sequence, job: SequenceRequest) -> None:
         """Have a request that the model has released wait for its next turn, as one in the middle of its sequence."""
         sequence.is_running = job.is_running = False
         job.starts = job.ends = False
@@ -298,14 +272,14 @@ class SequenceModel:
         else:
             job.is_held = True
 
-    def _has_read(self, sequence: _Sequence, job: _SequenceRequest, turn: DecoupledRequest) -> None:
+    def _has_read(self, sequence: _Sequence, job: SequenceRequest, turn: DecoupledRequest) -> None:
         job.turns.remove(turn)
         if job.is_held:
             job.is_held = False
             self._reschedule(sequence, job)
             self._advance()
 
-    def _leave(self, sequence: _Sequence, job: _SequenceRequest) -> None:
+    def _leave(self, sequence: _Sequence, job: SequenceRequest) -> None:
         """The caller of a request wants no more responses, or there are none."""
         job.has_left = True
         for turn in job.turns:
@@ -476,7 +450,7 @@ class SequenceModel:
             job.turns.append(turn)
             job.give(turn)
 
-    def _rescheduled(self, sequence: _Sequence, job: _SequenceRequest) -> None:
+    def _rescheduled(self, sequence: _Sequence, job: SequenceRequest) -> None:
         self._reschedule(sequence, job)
         asyncio.get_running_loop().call_soon(self._advance)  # when the others of its batch are there, too
 
@@ -485,7 +459,7 @@ class SequenceModel:
         for row in rows:
             yield self._empty_row(template) if row is None else self._prepared(*row)
 
-    def _prepared(self, sequence: _Sequence, job: _SequenceRequest) -> ModelRequest:
+    def _prepared(self, sequence: _Sequence, job: SequenceRequest) -> ModelRequest:
         """Return a request with its control inputs and the state of its sequence."""
         if job.starts:
             sequence.state = self._states.initial()
@@ -501,7 +475,7 @@ class SequenceModel:
         inputs |= self._controls.of_empty_row() | self._states.initial()
         return msgspec.structs.replace(template, inputs=inputs, parameters={}, id="")
 
-    def _finished(self, sequence: _Sequence, job: _SequenceRequest) -> None:
+    def _finished(self, sequence: _Sequence, job: SequenceRequest) -> None:
         sequence.is_running = job.is_running = job.is_held = False
         if job.ends or (self._settings.is_iterative and not sequence.jobs):
             self._end(sequence)
