@@ -20,13 +20,13 @@ from dynamo.frontend.api.openai.batches.files import FileObject, Files
 from dynamo.frontend.api.openai.batches.result_lines import result_line
 from dynamo.frontend.api.openai.store.background import BackgroundResponses
 from dynamo.frontend.api.openai.store.events import ResponseObject
-from dynamo.frontend.fleet import event_bus
 from dynamo.frontend.fleet.event_bus import EventBus
 from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.security.accounts import KeyAccount
 from dynamo.frontend.security.ledger import Ledger, UsageCounts
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.echo import EchoTensors
+from tests.simulation import process
 from tests.simulation.__main__ import summary
 from tests.simulation.clients import Outcome
 from tests.simulation.faults import etcd_without_quorum, events_too_many
@@ -108,7 +108,7 @@ def test_a_frontend_that_cannot_read_all_events_does_without_them_and_serves_on(
             await super().watch()
 
     plan = Plan(seconds=15.0, workers=2, frontends=1, faults=3, clients=3)
-    with mock.patch.object(event_bus, "EventBus", Counted):
+    with mock.patch.object(process, "EventBus", Counted):
         results = [run_history(seed, plan, [(1.0, events_too_many)]) for seed in range(4)]
     assert drops, "some of them have a router that follows events"
     assert [violation for result in results for violation in result.violations] == []

@@ -174,7 +174,7 @@ class FrontendMetrics:
         self._facts["instances"].labels(model.label).set(0)
 
     def refused(self, endpoint: str, error: BaseException, request_type: RequestType = RequestType.UNARY) -> None:
-        """Count a request that failed at its protocol's edge, before `ModelMetrics.start`."""
+        """Count a request that failed at its protocol's edge, before its `RequestTimer`."""
         self.for_unknown_model().add_outcome(endpoint, request_type, code_of(error))
 
     def key_used(self, key: str, model: str, usage: UsageCounts) -> None:

@@ -16,7 +16,7 @@ from dynamo.common.generation import Summary
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.observability.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
-from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, RequestType
+from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, RequestTimer, RequestType
 from dynamo.frontend.port_metrics import GrpcServerMetrics, connection_metrics
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.observability.metrics import WorkerMetrics
@@ -50,10 +50,10 @@ def filled_registry() -> CollectorRegistry:
     model.decided("kv", 0.1)
     model.canary("passed")
     model.set_left_out(0)
-    request = model.start("tensor", RequestType.UNARY)
+    request = RequestTimer(model, "tensor", RequestType.UNARY)
     request.tokens(2)
     request.finish(Cancelled(), input_tokens=1)
-    model.start("tensor", RequestType.UNARY).finish(Overloaded("busy"))
+    RequestTimer(model, "tensor", RequestType.UNARY).finish(Overloaded("busy"))
     model.migrated(ongoing=True)
     model.recovered("died")
     model.overlap.observe(1)
