@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dynamo.frontend.preprocess.tools.markers import Markers
-from dynamo.frontend.preprocess.tools.reader import MAX_HELD_CHARS, MAX_NAME_CHARS, PartBuffer
+from dynamo.frontend.preprocess.tools.reader import MAX_NAME_CHARS, MAX_SCANNED_CHARS, PartBuffer
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
@@ -22,11 +22,16 @@ _HEAD = re.compile(
 
 
 class JsonEnd:
-    """Finds the end of a JSON object or array; does not validate it otherwise."""
+    """Finds the end of a JSON object or array; does not validate it otherwise.
 
-    def __init__(self, opened: str = "", markers: Markers | None = None) -> None:
-        """`opened`: the brackets that are already open. `markers` cannot occur in JSON except in its strings."""
-        self._opened = list(opened)
+    A marker outside of strings ends the search. So of two texts that begin after different markers, the search in one ends where
+    the next marker is in a string of the other: all searches in a text that is given back again and again pass it a few times.
+    """
+
+    def __init__(self, markers: Markers, *, in_object: bool = False) -> None:
+        """`markers` cannot occur in JSON except in its strings. `in_object`: the text begins in an object."""
+        self._opened = ["{"] if in_object else []
+        self._open_counts = {"{": 1 if in_object else 0, "[": 0}
         self._in_string = False
         self._escaped = False
         self._stops = _stops(markers)
@@ -35,23 +40,24 @@ class JsonEnd:
         self.marker_in_string = -1
         """Index of the first marker in a string, in the text that was searched last; -1 if there is none."""
 
-    def find(self, text: str, start: int = 0) -> int:
-        """Return the index after the end; -1 if the end is not in `text`, which the next call continues."""
+    def find(self, text: str, start: int, stop_at: int) -> int:
+        """Return the index after the end; -1 if it is not before `stop_at`, where the next call goes on."""
         self.marker_in_string = -1
         position = start
-        if self._escaped and position < len(text):
+        if self._escaped and position < stop_at:
             self._escaped = False
             position += 1
-        while stop := self._stops[self._in_string].search(text, position):
+        while stop := self._stops[self._in_string].search(text, position, stop_at):
             position = stop.end()
             match stop.group():
                 case '"':
                     self._in_string = not self._in_string
                 case "\\" if self._in_string:
-                    self._escaped = position == len(text)
+                    self._escaped = position == stop_at
                     position += 1
                 case "{" | "[" as bracket:
                     self._opened.append(bracket)
+                    self._open_counts[bracket] += 1
                 case "}" | "]" as bracket:
                     self._close("{" if bracket == "}" else "[")
                     if not self._opened:
@@ -66,16 +72,18 @@ class JsonEnd:
 
     def _close(self, bracket: str) -> None:
         """Close the innermost such bracket, and the ones inside it, which models sometimes forget."""
-        if bracket in self._opened:
-            while self._opened.pop() != bracket:
-                pass
+        if not self._open_counts[bracket]:
+            return
+        closed = ""
+        while closed != bracket:
+            closed = self._opened.pop()
+            self._open_counts[closed] -= 1
 
 
 @cache
-def _stops(markers: Markers | None) -> tuple[re.Pattern[str], re.Pattern[str]]:
+def _stops(markers: Markers) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return patterns for the characters that matter outside of strings, and inside."""
-    own = "" if markers is None else f"{markers.pattern}|"
-    return re.compile(own + r"[^\s\w+\-.,:]"), re.compile(own + r'["\\]')
+    return re.compile(markers.pattern + r"|[^\s\w+\-.,:]"), re.compile(markers.pattern + r'|["\\]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,7 @@ class Arguments:
     def __init__(self, parts: PartBuffer, markers: Markers) -> None:
         self._parts = parts
         self._markers = markers
-        self._end = JsonEnd(markers=markers)
+        self._end = JsonEnd(markers)
         self._uncertain = ""
         """Text that may be the beginning of a marker."""
         self._waiting = ""
@@ -108,7 +116,7 @@ class Arguments:
         text = self._uncertain + text
         certain = len(text) if ended else self._markers.certain(text)
         text, self._uncertain = text[:certain], text[certain:]
-        end = self._end.find(text)
+        end = self._end.find(text, 0, len(text))
         if end >= 0 and not self._end.broken:
             self._parts.arguments(self._waiting + text[:end])
             return ArgumentsEnd(text[end:] + self._uncertain, complete=True)
@@ -116,7 +124,7 @@ class Arguments:
         text = self._waiting + text
         if marker < 0:
             marker = end if end >= 0 else len(text)
-        elif end < 0 and len(text) - marker > MAX_HELD_CHARS:
+        elif end < 0 and len(text) - marker > MAX_SCANNED_CHARS:
             marker = len(text)  # too long to hold back: treat it as text
         self._parts.arguments(text[:marker])
         self._waiting = text[marker:]
@@ -141,7 +149,7 @@ class JsonCallReader:
         self._markers = markers
         self._accepts = accepts
         self._held = ""
-        self._end = JsonEnd()
+        self._end = JsonEnd(markers)
         self._scanned = 0
         self._arguments: Arguments | None = None
         self._tail = ""
@@ -170,11 +178,12 @@ class JsonCallReader:
             self._parts.call(name)
             self._arguments = Arguments(self._parts, self._markers)
             return self._read_arguments(self._arguments, rest, ended)
-        end = self._end.find(self._held, self._scanned)
-        self._scanned = len(self._held)
-        if end < 0 and not ended and len(self._held) <= MAX_HELD_CHARS:
+        size = len(self._held)
+        end = self._end.find(self._held, self._scanned, size)
+        self._scanned = size
+        if end < 0 and not ended and size <= MAX_SCANNED_CHARS:
             return ReadStatus.MORE, ""
-        call = None if end < 0 or end > MAX_HELD_CHARS or self._end.broken else _whole_call(self._held[:end])
+        call = None if end < 0 or end > MAX_SCANNED_CHARS or self._end.broken else _whole_call(self._held[:end])
         if call is None or not self._accepts(call[0]):
             return self._no_call()
         self._parts.call(*call)
@@ -187,7 +196,7 @@ class JsonCallReader:
         if not end.complete:
             return ReadStatus.CALL, end.rest
         self._is_tail = True
-        self._end = JsonEnd("{")
+        self._end = JsonEnd(self._markers, in_object=True)
         self._scanned = 0
         return self._read_tail(end.rest, ended)
 
@@ -197,11 +206,12 @@ class JsonCallReader:
         start = self._tail.lstrip()
         if start and start[0] not in ",}":
             return ReadStatus.CALL, self._tail
-        end = self._end.find(self._tail, self._scanned)
-        self._scanned = len(self._tail)
+        certain = len(self._tail) if ended else self._markers.certain(self._tail)
+        end = self._end.find(self._tail, self._scanned, certain)
+        self._scanned = certain
         if end >= 0 and not self._end.broken:
             return ReadStatus.CALL, self._tail[end:]
-        if end >= 0 or ended or len(self._tail) > MAX_HELD_CHARS:
+        if end >= 0 or ended or len(self._tail) > MAX_SCANNED_CHARS:
             return ReadStatus.CALL, self._tail
         return ReadStatus.MORE, ""
 

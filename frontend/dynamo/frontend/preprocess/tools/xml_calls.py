@@ -18,6 +18,8 @@ from dynamo.frontend.preprocess.tools.reader import MAX_HELD_CHARS, MAX_NAME_CHA
 _STRING = "string"
 _STRINGS = frozenset({_STRING})
 _ANY = frozenset({_STRING, "integer", "number", "boolean", "array", "object", "null"})
+_MAX_SCHEMAS = 1000
+"""Most schemas, one inside of another by `anyOf` and `oneOf`, that are looked through for the types of a parameter."""
 _NAME = re.compile(r"""(["']?)(.+?)\1(?:(?<!\s)\s++string=["'](true|false)["'])?""")
 """A name, and what DeepSeek writes after that of an argument: whether the value is a string."""
 
@@ -225,18 +227,24 @@ def _quoted(text: str) -> str:
 
 
 def _types(schema: object) -> frozenset[str]:
-    """Return the JSON types that a schema allows; a string if it names none."""
-    if not isinstance(schema, Mapping):
-        return _STRINGS
-    named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset({named})
-    if isinstance(named, list):
-        return frozenset(name for name in named if isinstance(name, str)) or _STRINGS
+    """Return the JSON types that a schema allows; a string if it names none, and any type if it is too large."""
+    types: set[str] = set()
+    schemas = [schema]
+    for count, schema in enumerate(schemas, 1):
+        named, choices = (schema.get("type"), _choices(schema)) if isinstance(schema, Mapping) else (None, None)
+        if max(len(named) if isinstance(named, list) else 0, count + len(choices or ())) > _MAX_SCHEMAS:
+            return _ANY
+        own = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
+        if own or isinstance(named, list) or not choices:
+            types.update(own or _STRINGS)
+        else:
+            schemas += choices
+    return frozenset(types)
+
+
+def _choices(schema: Mapping[str, Any]) -> list[object] | None:
     choices = schema.get("anyOf", schema.get("oneOf"))
-    if isinstance(choices, list) and choices:
-        return frozenset[str]().union(*(_types(choice) for choice in choices))
-    return _STRINGS
+    return choices if isinstance(choices, list) else None
 
 
 def _json(text: str, types: frozenset[str]) -> str:

@@ -16,11 +16,19 @@ from dynamo.frontend.preprocess.tools.names import tool_names
 from dynamo.frontend.preprocess.tools.reader import MAX_NAME_CHARS, Reader
 
 MAX_LIST_CHARS = 64 * 1024
+MAX_CODE_CHARS = 8 * 1024
+"""Most of a list that is not in its strings. To parse it takes Python 15 ms, in which the event loop does nothing else
+(2026-11-26, one core at 2.6 GHz)."""
 MAX_DEPTH = 32
 """Deepest nesting of brackets in a list of calls."""
 _MARKERS = Markers("<|python_start|>", "<|python_end|>", "<|tool_call_start|>", "<|tool_call_end|>", "<|eom_id|>", "<|eot_id|>")
 _BEGINNING = re.compile(r"\[\s*+([A-Za-z_][\w.]*+)?\s*+(.?)", re.DOTALL)
 _STRUCTURE = re.compile(r"""\\.|["'\[\](){}]|\\\Z""", re.DOTALL)
+_STRING = r"""(?<!\w)(?:'(?:[^'\\\r\n]|\\[^\r\n])*+'|"(?:[^"\\\r\n]|\\[^\r\n])*+")(?!['"])"""
+"""A string without a prefix, on one line."""
+_STRINGS = re.compile(_STRING)
+_HAS_ONLY_SUCH = re.compile(rf"""(?:[^'"]++|{_STRING})*+""")
+"""No other strings are in a text, so that Python finds them where `_STRINGS` does."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -58,7 +66,7 @@ class Pythonic(Reader):
         end = self._scan.find(self._text) if self._may_be_calls() else 0
         if end < 0 and not self._ended and len(self._text) <= MAX_LIST_CHARS:
             return False
-        calls = _calls(self._text[:end]) if 0 < end <= MAX_LIST_CHARS else []
+        calls = _calls(self._text[:end]) if 0 < end <= MAX_LIST_CHARS and _code_chars(self._text[:end]) <= MAX_CODE_CHARS else []
         if calls and all(name in self._names for name, _ in calls):
             for name, arguments in calls:
                 self._parts.call(name, arguments)
@@ -105,6 +113,11 @@ class _ListEnd:
                     return self._position
         self._position = len(text)
         return -1
+
+
+def _code_chars(text: str) -> int:
+    """Return how many characters of a list are not in strings, or in strings that may contain code."""
+    return len(_STRINGS.sub("", text) if _HAS_ONLY_SUCH.fullmatch(text) else text)
 
 
 def _calls(text: str) -> Sequence[tuple[str, str]]:
