@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 from collections.abc import Iterator
 from functools import partial
 
@@ -212,6 +213,45 @@ async def test_no_request_holds_the_event_loop(etcd_server: EtcdServer, nats_ser
         await front.serves("echo-llm", "sim")
         held = await asyncio.to_thread(attack, front)
     assert {name: seconds for name, seconds in held.items() if seconds > MAX_HELD_S} == {}
+
+
+async def test_no_output_holds_the_event_loop(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
+    """A caller can have a model repeat what is hard to parse."""
+    nodes = [
+        worker(etcd_server, nats_server, namespace, "--model", "echo:llm", "--model-name", parser, "--tool-call-parser", parser)
+        for parser in ("mistral", "pythonic")
+    ]
+    async with nodes[0], nodes[1], frontend(etcd_server.endpoint, nats_server.url, namespace) as front:
+        await front.serves("mistral", "pythonic")
+        held = await asyncio.to_thread(attack_with_outputs, front)
+    assert {name: seconds for name, seconds in held.items() if seconds > MAX_HELD_S} == {}
+
+
+def outputs() -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the name of an attack, and the fields of a request that has a model repeat its prompt."""
+    for stream in (False, True):
+        how = ", streamed" if stream else ""
+        yield f"calls that are not closed{how}", {"model": "mistral", "text": "[TOOL_CALLS]{" * 800, "stream": stream}
+        calls = "[" + "f()," * 1900 + "]"
+        yield f"a list of calls in many choices{how}", {"model": "pythonic", "text": calls, "n": 16, "stream": stream}
+
+
+def attack_with_outputs(front: FrontendProcess) -> dict[str, float]:
+    """Return the CPU time for which each output held the event loop. Without bounds they took 0.14 to 0.9 s."""
+    held = {}
+    for name, fields in outputs():
+        text = str(fields.pop("text"))
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "nvext": {"use_raw_prompt": True},
+            "temperature": 1,
+            "max_tokens": len(text),
+            **fields,
+        }
+        request = partial(send, front.http_port, "/v1/chat/completions", json.dumps(body).encode())
+        held[name] = held_s(front, request, {200})
+    return held
 
 
 def attack(front: FrontendProcess) -> dict[str, float]:

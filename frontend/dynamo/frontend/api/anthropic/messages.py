@@ -20,7 +20,7 @@ from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.api.text.model_names import described_model, name_or_only_model
-from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, parse_delta
+from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, one_by_one, parse_delta
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.offload import Offload
@@ -143,7 +143,7 @@ class Messages:
 
 async def _respond(exchange: Exchange, generation: Generation, prepared: PreparedMessages) -> None:
     writer = MessageWriter(prepared.text.model, generation.prompt_tokens, stream=False)
-    await _read_all(generation, prepared, writer, Gathering(exchange.hold), None)
+    await _read_all(exchange, generation, prepared, writer, None)
     await exchange.respond(encode(writer.message(generation.summary)))
 
 
@@ -151,19 +151,23 @@ async def _stream(exchange: Exchange, generation: Generation, prepared: Prepared
     writer = MessageWriter(prepared.text.model, generation.prompt_tokens, stream=True)
     async with exchange.events() as stream:
         # In a task of its own: a token wakes that one, and not each of the coroutines that wait for the end of the stream.
-        await awaited(_read_all(generation, prepared, writer, Gathering(exchange.hold), stream.write))
+        await awaited(_read_all(exchange, generation, prepared, writer, stream.write))
         writer.finish(generation.summary)
         await stream.end(writer.take())
 
 
 async def _read_all(
-    generation: Generation, prepared: PreparedMessages, writer: MessageWriter, gathering: Gathering, write: Any
+    exchange: Exchange, generation: Generation, prepared: PreparedMessages, writer: MessageWriter, write: Any
 ) -> None:
     parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
+    gathering = Gathering(exchange.hold)
     while deltas := await generation.read():
         gathering.add(deltas)
-        for delta in deltas:
-            writer.add(delta, parser)
+        if parser is not None and len(deltas) > 1:
+            await exchange.in_steps(one_by_one(partial(writer.add, parser=parser), deltas))
+        else:
+            for delta in deltas:
+                writer.add(delta, parser)
         if write is not None and (events := writer.take()):
             await write(events)
 

@@ -39,7 +39,7 @@ from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to
 from dynamo.frontend.api.openai.whole import LONG_CHARS, WholeResponse, hold_echo
 from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
-from dynamo.frontend.api.text.rules import new_tool_call_id, parse_delta
+from dynamo.frontend.api.text.rules import new_tool_call_id, one_by_one, parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.parsers import Content, OutputParser, Part, Reasoning, ToolCall, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
@@ -47,6 +47,9 @@ from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import Generation
 from dynamo.frontend.serving.model_catalog import NamedModel
+
+_MANY_CALLS = 1000
+"""Calls in all choices that are not encoded on the event loop."""
 
 
 class ChatCompletions:
@@ -105,7 +108,7 @@ class ChatCompletions:
             collecting = extras.collecting(chunks)
             if details.echo:
                 await write_prompts(stream, generation, collecting, chunks.awaits_prompt)
-            await write_stream(stream, generation, collecting)
+            await write_stream(stream, generation, collecting, exchange.settings.steps if chunks.parses else None)
             last = last_chunk(head, generation.summary, extras.fields(generation), chunks.reasoning_tokens)
             await stream.end(b"".join(extras.final_annotations(generation)) + last)
 
@@ -121,14 +124,22 @@ class ChatCompletions:
         parsers: Sequence[OutputParser | None] = _parsers(prepared, generation) or [None] * prepared.n
         builders = [ChatChoiceBuilder(parser, details) for parser in parsers]
         gathering = Gathering(exchange.hold)
+
+        def add(delta: TextDelta) -> None:
+            builders[delta.index].add(delta)
+            if extras.tokens is not None:
+                extras.tokens += delta.tokens
+
         while deltas := await generation.read():
             gathering.add(deltas)
-            for delta in deltas:
-                builders[delta.index].add(delta)
-                if extras.tokens is not None:
-                    extras.tokens += delta.tokens
+            if parsers[0] is not None and len(deltas) > 1:
+                await exchange.in_steps(one_by_one(add, deltas))
+            else:
+                for delta in deltas:
+                    add(delta)
         whole = WholeResponse(exchange, self._edge.offload)
         is_long = any(len(echo) > LONG_CHARS for echo in details.echo)
+        is_long = is_long or sum(builder.calls for builder in builders) > _MANY_CALLS
         for index, builder in enumerate(builders):
             await whole.add(is_long, builder.choice, index)
         of_prompt = None
@@ -197,6 +208,11 @@ class ChatChoiceBuilder:
         self._ids: list[int] | None = None if details.prompt_ids is None else []
         self._reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
+
+    @property
+    def calls(self) -> int:
+        """Number of tool calls."""
+        return len(self._calls)
 
     def add(self, delta: TextDelta) -> None:
         if self._ids is not None:

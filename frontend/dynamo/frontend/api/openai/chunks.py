@@ -127,6 +127,8 @@ class ChatChunks:
         self._called: set[int] = set()
         self._reasoning = [ReasoningTokenCounter() for _ in parsers]
         self._is_plain = not parsers and details.is_plain
+        self.parses = bool(parsers)
+        """To add deltas takes as long as to parse them."""
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -225,6 +227,17 @@ def finish_reason(reason: FinishReason, *, called: bool) -> str:
     return "tool_calls" if called and reason is FinishReason.STOP else reason.value
 
 
+class _PromptIds:
+    """The tokens of a prompt, which are encoded once for all its choices."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = ids
+
+    @cached_property
+    def encoded(self) -> bytes:
+        return encode(list(self._ids))
+
+
 class CompletionChunks:
     """Turns deltas of a plain completion into events."""
 
@@ -235,11 +248,12 @@ class CompletionChunks:
         texts, alternatives = details.texts, details.alternatives
         self._writers = [] if texts is None else [CompletionLogprobWriter(texts, alternatives) for _ in range(choices)]
         self._echo = dict(enumerate(details.echo))
-        self._prompt_ids: dict[int, Sequence[int]] = {}
+        self._prompt_ids: dict[int, _PromptIds] = {}
         """For the first chunk of each choice."""
         if details.prompt_ids is not None:
             per_prompt = choices // len(details.prompt_ids)
-            self._prompt_ids = {index: details.prompt_ids[index // per_prompt] for index in range(choices)}
+            prompts = [_PromptIds(ids) for ids in details.prompt_ids]
+            self._prompt_ids = {index: prompts[index // per_prompt] for index in range(choices)}
         self._has_ids = details.prompt_ids is not None
         self._is_plain = details.is_plain
 
@@ -276,5 +290,5 @@ class CompletionChunks:
         if not self._has_ids:
             return b""
         prompt = self._prompt_ids.pop(index, None)
-        first = b"" if prompt is None else b',"prompt_token_ids":' + encode(list(prompt))
+        first = b"" if prompt is None else b',"prompt_token_ids":' + prompt.encoded
         return first + b',"token_ids":' + encode(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import msgspec
 from dynamo.common.errors import InvalidRequest, Unsupported
 from dynamo.common.generation import Summary
 from dynamo.common.process.background import awaited
+from dynamo.common.process.steps import Steps
 from dynamo.common.process.work import Work
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.exchange import Exchange
@@ -99,21 +101,31 @@ class Chunks(Protocol):
     def add(self, deltas: Sequence[TextDelta], events: list[bytes]) -> None: ...
 
 
-async def write_stream(stream: EventStream, source: TextSource, chunks: Chunks) -> None:
+async def write_stream(stream: EventStream, source: TextSource, chunks: Chunks, steps: Steps | None = None) -> None:
     """Write each delta as its own event, and all that are ready in one write.
 
-    In a task of its own: a token wakes that one, and not each of the coroutines that wait for the end of the stream.
+    In a task of its own: a token wakes that one, and not each of the coroutines that wait for the end of the stream. `steps`
+    is for many deltas, whose parsing may take long; None: they are not parsed.
     """
-    await awaited(_write_deltas(stream, source, chunks))
+    await awaited(_write_deltas(stream, source, chunks, steps))
 
 
-async def _write_deltas(stream: EventStream, source: TextSource, chunks: Chunks) -> None:
+async def _write_deltas(stream: EventStream, source: TextSource, chunks: Chunks, steps: Steps | None) -> None:
     add = chunks.add
     while deltas := await source.read():
         events: list[bytes] = []
-        add(deltas, events)
+        if steps is not None and deltas[1:]:  # no call for each token
+            await steps.run(_one_by_one(chunks, deltas, events))
+        else:
+            add(deltas, events)
         if events:
             await stream.write(b"".join(events))
+
+
+def _one_by_one(chunks: Chunks, deltas: Sequence[TextDelta], events: list[bytes]) -> Work[None]:
+    for delta in deltas:
+        chunks.add([delta], events)
+        yield 0
 
 
 async def write_prompts(stream: EventStream, source: TextSource, chunks: Chunks, awaits_prompt: Callable[[], bool]) -> None:
@@ -123,6 +135,7 @@ async def write_prompts(stream: EventStream, source: TextSource, chunks: Chunks,
             events: list[bytes] = []
             chunks.add([delta], events)
             await stream.write(b"".join(events))
+            await asyncio.sleep(0)  # a client that reads fast lets no write wait
 
 
 def wants_usage(request: TextGenerationRequest) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import LlmInfo, ModelCard
+from dynamo.common.process.work import Work
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.parsers import OutputParser, OutputParsers, ParserKind, Part, first_call_only
 from dynamo.frontend.preprocess.text import ReasoningLimit, TextDelta, TextRequest
@@ -90,6 +91,13 @@ def parse_delta(parser: OutputParser, delta: TextDelta) -> list[Part]:
     if delta.finish_reason is not None:
         parts += parser.finish()
     return parts
+
+
+def one_by_one(add: Callable[[TextDelta], object], deltas: Sequence[TextDelta]) -> Work[None]:
+    """Call `add` with each delta: many that come at once, such as the last ones of many choices, may take long to parse."""
+    for delta in deltas:
+        add(delta)
+        yield 0
 
 
 def new_tool_call_id(prefix: str = "call_") -> str:

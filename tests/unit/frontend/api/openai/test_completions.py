@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -178,6 +179,24 @@ def test_choices_begin_with_their_prompts_one_by_one(details: Details) -> None:
         waits.append(chunks.awaits_prompt())
         chunks.add([TextDelta(index, "a", (1,))], [])
     assert [*waits, chunks.awaits_prompt()] == [True, True, False]
+
+
+def test_the_tokens_of_a_prompt_are_encoded_once_for_all_its_choices() -> None:
+    class Ids(tuple[int, ...]):
+        encoded = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.encoded += 1
+            return super().__iter__()
+
+    prompts = [Ids([5, 6]), Ids([7])]
+    chunks = CompletionChunks(Head(id="i", kind="k", created=1, model="m", usage=False), 2 * 128, Details(prompt_ids=prompts))
+    events: list[bytes] = []
+    for index in range(2 * 128):
+        chunks.add([TextDelta(index, "a", (1,))], events)
+    text = b"".join(events)
+    assert text.count(b'"prompt_token_ids":[5,6]') == text.count(b'"prompt_token_ids":[7]') == 128
+    assert [ids.encoded for ids in prompts] == [1, 1]
 
 
 def test_many_log_probabilities_are_encoded_some_at_a_time() -> None:

@@ -14,6 +14,8 @@ import msgspec
 from dynamo.common.errors import Code, DynamoError, EngineError
 from dynamo.common.generation import FinishReason
 from dynamo.common.process.background import awaited
+from dynamo.common.process.steps import Steps
+from dynamo.common.process.work import Work
 from dynamo.frontend.api.capacity import Occupancy
 from dynamo.frontend.api.declaration import Charge
 from dynamo.frontend.api.http.event_stream import EventStream
@@ -72,6 +74,8 @@ class _ResponseWork:
     """What the response is stored with; None: it is not stored."""
     added: Sequence[Item]
     """What is added to the conversation, before the response's own items."""
+    steps: Steps
+    """For what takes long to parse."""
     give_back: Callable[[], None] = _no_room
     """Gives back the room that is kept for `added`."""
 
@@ -112,6 +116,7 @@ class Responses:
             account=exchange.account,
             items=items,
             added=added,
+            steps=exchange.settings.steps,
         )
         if request.background:
             assert exchange.occupancy is not None, "requests to models are counted"
@@ -231,7 +236,8 @@ class Responses:
                 if request.wants_logprobs:
                     texts = TokenTexts((await edge.plane.text_model(work.account, model.name)).tokenizer)
                 parser = make_parser(prepared.parsers, prepared.tools, generation.prompt_end)
-                yield generation, _Feeder(work.response(model.name), request, parser, texts, Gathering(call.hold))
+                gathering = Gathering(call.hold)
+                yield generation, _Feeder(work.response(model.name), request, parser, texts, gathering, work.steps)
 
     async def _complete(self, work: _ResponseWork, generation: Generation, feeder: _Feeder) -> ResponseObject:
         """Return the whole response, stored if it is to be."""
@@ -302,7 +308,7 @@ async def _write_parts(stream: EventStream, generation: Generation, feeder: _Fee
     """Write the events before the last ones; return why the response has ended."""
     reason, writer = None, feeder.writer
     while deltas := await generation.read():
-        reason = feeder.add(deltas) or reason
+        reason = (feeder.add(deltas) if len(deltas) == 1 else await feeder.add_many(deltas)) or reason
         await stream.write_pieces(writer.take())
     return reason
 
@@ -313,7 +319,7 @@ async def _read_all(
     """Return the whole response; `on_events` gets the events before the last one."""
     reason, writer = None, feeder.writer
     while deltas := await generation.read():
-        reason = feeder.add(deltas) or reason
+        reason = (feeder.add(deltas) if len(deltas) == 1 else await feeder.add_many(deltas)) or reason
         if on_events is not None:
             on_events(writer.take())
     response = writer.finish(_finished(reason), generation.summary, clock())
@@ -332,9 +338,11 @@ class _Feeder:
         parser: OutputParser | None,
         texts: TokenTexts | None,
         gathering: Gathering,
+        steps: Steps,
     ) -> None:
         """`texts` is for log probabilities; None: there are none. `gathering`: the last event has the whole response."""
         self._gathering = gathering
+        self._steps = steps
         self.writer = ResponseWriter(response, stream=bool(request.stream), is_created=bool(request.background))
         self._parser = parser
         self._texts = texts
@@ -342,6 +350,17 @@ class _Feeder:
         self._shows_reasoning = request.include_reasoning is not False
         self._logprobs: list[TokenLogprob] = []
         """Log probabilities of tokens whose text the parser holds back."""
+
+    async def add_many(self, deltas: list[TextDelta]) -> FinishReason | None:
+        """Do what `add` does, in steps if that may take long."""
+        return self.add(deltas) if self._parser is None else await self._steps.run(self._add_one_by_one(deltas))
+
+    def _add_one_by_one(self, deltas: list[TextDelta]) -> Work[FinishReason | None]:
+        reason = None
+        for delta in deltas:
+            reason = self.add([delta]) or reason
+            yield 0
+        return reason
 
     def add(self, deltas: list[TextDelta]) -> FinishReason | None:
         """Return the reason if the deltas end the response. Raises Overloaded."""
