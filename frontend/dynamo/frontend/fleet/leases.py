@@ -1,4 +1,8 @@
-"""Work that one process of the fleet does at a time: the one that puts a key into etcd first does it, until its lease ends."""
+"""Work that one process of the fleet does at a time: the one that puts a key into etcd first does it, until its lease ends.
+
+A key may be lost while its lease goes on, as where etcd is restored from a snapshot. So the holder watches its keys: it puts back
+one that is absent, and leaves alone one that is another process's by now.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,11 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from dynamo.common.errors import DynamoError
-from dynamo.common.etcd import Etcd, LeaseSession
+from dynamo.common.etcd import Deleted, Etcd, Events, LeaseLost, LeaseSession, Put, Reset
+from dynamo.common.etcd.follow import follow
 from dynamo.common.process.background import running
 
 log = logging.getLogger(__name__)
@@ -63,13 +69,57 @@ class Leases:
 
     async def _release(self, name: str) -> None:
         try:
-            if self._taken.get(name, 0) == self._lease != 0:  # otherwise it may be another's
-                await self._etcd.delete(self._prefix + name)
+            if self._is_held(name):
+                await self._delete(self._prefix + name)
         except BaseException:
             self._has_failed.set()
             raise
         self._taken.pop(name, None)
         self._unreleased.discard(name)
+
+    async def _delete(self, key: str) -> None:
+        """Delete a key unless it is another process's: it may be, if ours alone was lost."""
+        for kv in (await self._etcd.range(key)).kvs:
+            if kv.value == self._holder:
+                await self._etcd.remove(key, mod_revision=kv.mod_revision)
+
+    async def keep(self) -> None:
+        """Put back keys that are lost though their lease is not, until cancelled; notice those that are another process's."""
+        await follow("leases", partial(self._etcd.watch, self._prefix), self._apply)
+
+    async def _apply(self, change: Reset | Events) -> None:
+        match change:
+            case Reset(kvs):
+                doubtful = {*self._taken} - {self._name_of(kv.key) for kv in kvs if kv.value == self._holder}
+            case Events(events):
+                gone = [event.key if isinstance(event, Deleted) else event.kv.key for event in events if not self._is_own(event)]
+                doubtful = {self._name_of(key) for key in gone}
+        for name in doubtful:
+            await self._check(name)
+
+    def _is_own(self, event: Put | Deleted) -> bool:
+        return isinstance(event, Put) and event.kv.value == self._holder
+
+    def _name_of(self, key: str) -> str:
+        return key.removeprefix(self._prefix)
+
+    async def _check(self, name: str) -> None:
+        """Put back the key of a name that is taken, if it is absent; call `on_lost` if it is another process's."""
+        async with self._lock:
+            if not self._is_held(name):
+                return
+            try:
+                if await self._etcd.replace(self._prefix + name, self._holder, mod_revision=0, lease=self._taken[name]):
+                    return
+            except LeaseLost:
+                return  # which the session notices
+            del self._taken[name]
+        log.warning("the lease of %s is another process's now, though it was not given back", name)
+        self.lost()
+
+    def _is_held(self, name: str) -> bool:
+        """Return whether a name was taken under the lease that is held; otherwise it may be another process's."""
+        return self._taken.get(name, 0) == self._lease != 0
 
     async def release_again(self) -> None:
         """Release what could not be released, as while etcd was away, until cancelled."""
@@ -98,5 +148,6 @@ async def open_leases(etcd: Etcd, prefix: str) -> AsyncIterator[Leases]:
     async with (
         etcd.session(_TTL_S, on_lost=leases.lost) as leases.session,
         running(leases.release_again(), "leases to give back"),
+        running(leases.keep(), "keys of leases"),
     ):
         yield leases
