@@ -17,13 +17,15 @@ T = TypeVar("T")
 _Stamp: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
 
 _LOOK_AGAIN_S = 1.0
+"""Files that were written within this time are not read before the next look: more may be written."""
 
 
 class Watched(Generic[T]):
     """A value that is read from files. `current` looks at the files at most once a second; nothing runs in between.
 
-    Files that become unreadable while the process runs (one half of a certificate and its key was replaced, a typing error) are
-    logged and change nothing. Safe to use from several threads.
+    Files that have changed are read when they are the same at two looks, or were last written more than a second ago. Files that
+    become unreadable while the process runs (one half of a certificate and its key was replaced, a typing error) are logged and
+    change nothing. Safe to use from several threads.
     """
 
     def __init__(
@@ -32,15 +34,20 @@ class Watched(Generic[T]):
         paths: Sequence[str | Path],
         read: Callable[[], T],
         *,
+        check: Callable[[T, T], None] = lambda before, after: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Read the files at once. `what` names the files in the log; `read` raises ConfigError."""
+        """Read the files at once. `what` names the files in the log; `read` raises ConfigError.
+
+        `check` raises ConfigError for a value, its second argument, that may not take the place of the one before.
+        """
         self._what = what
         self._paths = paths
         self._read = read
+        self._check = check
         self._clock = clock
         self._lock = threading.Lock()
-        self._stamp = self._look()  # before reading, so that a change in between is noticed next time
+        self._stamp = self._looked = self._look()  # before reading, so that a change in between is noticed next time
         self._value = read()
         self._looked_at = clock()
 
@@ -59,12 +66,14 @@ class Watched(Generic[T]):
         if now - self._looked_at < _LOOK_AGAIN_S:  # another thread has just looked
             return
         self._looked_at = now
-        stamp = self._look()
-        if stamp == self._stamp:
+        before, self._looked = self._looked, self._look()
+        if self._looked == self._stamp or (self._looked != before and _is_recent(self._looked)):
             return
-        self._stamp = stamp
+        self._stamp = self._looked
         try:
-            self._value = self._read()
+            value = self._read()
+            self._check(self._value, value)
+            self._value = value
         except ConfigError as error:
             log.error("%s changed and cannot be used, so the old one stays: %s", self._what, error)
         else:
@@ -72,6 +81,11 @@ class Watched(Generic[T]):
 
     def _look(self) -> _Stamp:
         return tuple(_stamp(path) for path in self._paths)
+
+
+def _is_recent(stamp: _Stamp) -> bool:
+    """Return whether a file may still be being written or replaced: it was written a moment ago, or is missing."""
+    return any(file is None or file[0] > (time.time() - _LOOK_AGAIN_S) * 1e9 for file in stamp)
 
 
 def _stamp(path: str | Path) -> tuple[int, int, int] | None:

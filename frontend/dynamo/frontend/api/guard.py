@@ -22,7 +22,7 @@ from dynamo.frontend.api.declaration import Charge, Declaration
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount
 from dynamo.frontend.security.derived_accounts import WithoutRequests
-from dynamo.frontend.security.keys import ApiKey, KeyRing, read_keys
+from dynamo.frontend.security.keys import ApiKey, KeyRing, check_blank, read_keys
 from dynamo.frontend.security.ledger import Ledger
 from dynamo.frontend.security.sharing import Fleet, KeyUse
 from dynamo.frontend.security.surfaces import SCOPES, Restriction, Surface
@@ -240,7 +240,7 @@ def make_guards(config: FrontendConfig, ledger: Ledger | None = None) -> tuple[G
 def watch_keys(path: Path) -> Watched[KeyRing]:
     """Raises ConfigError."""
     path = path.expanduser()
-    return Watched(f"the key file {path}", (path,), lambda: read_keys(path))
+    return Watched(f"the key file {path}", (path,), lambda: read_keys(path), check=check_blank)
 
 
 def _log_access(config: FrontendConfig, keys: Watched[KeyRing] | None) -> None:

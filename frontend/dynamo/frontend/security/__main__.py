@@ -157,6 +157,8 @@ def _add(arguments: argparse.Namespace) -> None:
         expires=arguments.expires,
     )
     before = file.read_text(encoding="utf-8") if file.exists() else ""
+    if before.strip() == "[]":
+        before = ""
     if before and not before.endswith("\n"):
         before += "\n"
     try:

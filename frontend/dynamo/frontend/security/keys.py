@@ -91,8 +91,10 @@ class ApiKey:
 class KeyRing:
     """The keys of a file."""
 
-    def __init__(self, keys: Sequence[ApiKey] = ()) -> None:
+    def __init__(self, keys: Sequence[ApiKey] = (), *, is_blank: bool = False) -> None:
+        """`is_blank`: the file is empty, and does not even say that there are no keys."""
         self.keys = tuple(keys)
+        self.is_blank = is_blank
         self.by_name = {key.name: key for key in keys}
         self._by_id = {key.id: key for key in keys if key.id}
         self._without_id = tuple(key for key in keys if not key.id)
@@ -174,10 +176,17 @@ def read_keys(path: Path) -> KeyRing:
         raise ConfigError(f"the key file {path} cannot be used: {error}") from error
 
 
+def check_blank(before: KeyRing, after: KeyRing) -> None:
+    """Refuse an empty file in the place of one with keys: it is more often one that is being written. Raises ConfigError."""
+    if after.is_blank and before.keys:
+        raise ConfigError("it is empty; a file without keys contains []")
+
+
 def parse_keys(text: str) -> KeyRing:
     """Parse a list of keys in YAML; an empty text is a ring without keys. Raises ValueError."""
     try:
-        entries = msgspec.convert(yaml.load(text, _KeyFileLoader) or [], list[_KeyEntry], strict=False)  # noqa: S506 - a BaseLoader
+        content = yaml.load(text, _KeyFileLoader)  # noqa: S506 - a BaseLoader
+        entries = msgspec.convert(content or [], list[_KeyEntry], strict=False)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" (line {mark.line + 1})" if mark is not None else ""
@@ -194,7 +203,7 @@ def parse_keys(text: str) -> KeyRing:
         for value in values:
             if values.count(value) > 1:
                 raise ValueError(f"the {what} '{value}' is given twice")
-    return KeyRing(keys)
+    return KeyRing(keys, is_blank=content is None)
 
 
 def parse_expiry(text: str) -> float:

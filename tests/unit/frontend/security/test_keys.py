@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from dynamo.common.config import ConfigError
 from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
 from dynamo.common.security.files import Watched
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount, Ticket
-from dynamo.frontend.security.keys import ApiKey, Limits, entry_for, make_key, parse_keys, read_keys
+from dynamo.frontend.security.keys import ApiKey, Limits, check_blank, entry_for, make_key, parse_keys, read_keys
 from dynamo.frontend.security.surfaces import SCOPES, Scope, Surface, parse_restrictions
 from tests.support.memory import kept_bytes, kept_objects
 
@@ -395,6 +396,11 @@ def test_new_limits_give_no_key_a_fresh_budget() -> None:
 # Files that change
 
 
+def written_long_ago(file: Path) -> None:
+    """Have a file read at the next look."""
+    os.utime(file, (time.time() - 3600, time.time() - 3600))
+
+
 class Versions:
     """A `read` that gives the file's text; "bad" cannot be used."""
 
@@ -419,9 +425,63 @@ def test_a_file_is_read_anew_when_it_changes_and_not_else(tmp_path: Path) -> Non
     assert watched.current() == "one"
     assert read.reads == 1
     file.write_text("two!")
+    written_long_ago(file)
     assert watched.current() == "one", "it looks at most once a second"
     clock.now += 2
     assert watched.current() == "two!"
+
+
+@pytest.mark.parametrize("begun", ["", "three and"])
+def test_a_file_that_is_being_written_is_not_read_before_it_is_the_same_at_two_looks(tmp_path: Path, begun: str) -> None:
+    file, clock = tmp_path / "f", Clock()
+    file.write_text("one")
+    watched = Watched("the file", (file,), Versions(file), clock=clock)
+
+    def write(text: str) -> None:
+        file.write_text(text)
+        os.utime(file, (time.time() + 3600, time.time() + 3600))  # written a moment ago, however slow the test is
+
+    write(begun)
+    clock.now += 2
+    assert watched.current() == "one"
+    write("three and a half")
+    clock.now += 2
+    assert watched.current() == "one"
+    clock.now += 2
+    assert watched.current() == "three and a half"
+
+
+def test_a_file_that_is_missing_for_a_moment_is_not_looked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, clock = tmp_path / "f", Clock()
+    file.write_text("one")
+    watched = Watched("the file", (file,), Versions(file), clock=clock)
+    file.unlink()
+    clock.now += 2
+    assert watched.current() == "one"
+    file.write_text("two!")
+    written_long_ago(file)
+    clock.now += 2
+    assert watched.current() == "two!"
+    assert "cannot be used" not in caplog.text
+
+
+def test_an_empty_key_file_does_not_take_the_place_of_one_with_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, clock = tmp_path / "keys.yaml", Clock()
+    file.write_text("# none yet\n")
+    watched = Watched("the keys", (file,), lambda: read_keys(file), check=check_blank, clock=clock)
+
+    def names_after(text: str) -> list[str]:
+        file.write_text(text)
+        written_long_ago(file)
+        clock.now += 2
+        return [*watched.current().by_name]
+
+    assert names_after("") == []
+    assert names_after(entry_for("k" * 40, "a")) == ["a"]
+    assert names_after("") == ["a"]
+    assert names_after("# none\n") == ["a"]
+    assert caplog.text.count("it is empty; a file without keys contains []") == 2
+    assert names_after("[]\n") == []
 
 
 def test_a_link_to_another_file_is_a_change(tmp_path: Path) -> None:
@@ -434,6 +494,7 @@ def test_a_link_to_another_file_is_a_change(tmp_path: Path) -> None:
     watched = Watched("the file", (data / "f",), Versions(data / "f"), clock=clock)
     (tmp_path / "new").symlink_to("two")
     (tmp_path / "new").replace(data)
+    written_long_ago(data / "f")
     clock.now += 2
     assert watched.current() == "two"
 
@@ -443,11 +504,13 @@ def test_what_cannot_be_used_changes_nothing_and_is_logged(tmp_path: Path, caplo
     file.write_text("one")
     watched = Watched("the file", (file,), Versions(file), clock=clock)
     file.write_text("bad")
+    written_long_ago(file)
     for _ in range(3):
         clock.now += 2
         assert watched.current() == "one"
     assert caplog.text.count("the old one stays: it is bad") == 1
     file.write_text("three")
+    written_long_ago(file)
     clock.now += 2
     assert watched.current() == "three"
 

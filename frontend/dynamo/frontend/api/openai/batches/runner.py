@@ -81,12 +81,16 @@ STOP_S = 2.5
 CREATED_WITHIN_S = 120
 """After a batch waits, its record is written; otherwise it will never be."""
 _REFUSED = frozenset({429, 503, 529})
+_KEY_REFUSED = frozenset({401, 403})
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _RESULTS_PER_STEP = 1000
 """Results of lines that were not carried out, written before other requests have their turn."""
 _RETRIES = 20
 """While the fleet refuses a line. For the limits of its key it waits until they have room, or the batch expires."""
 _PRIORITY = b"-1000"
+KEY_WAIT_S = 60.0
+"""How long lines wait whose API key is refused, before that is their result: a key file that is being replaced may lack it."""
+KEY_POLL_S = 1.0
 _ENDED = "frontends_ended"
 _NO_ROOM = "what the batch, or the API key, may store leaves no room for the result"
 
@@ -130,6 +134,8 @@ class BatchRunner:
         """Owners of the batches that are carried out here, by the batches' ids."""
         self._attempts: dict[str, int] = {}
         """Earlier attempts at the segments that are carried out here, by the batches' ids."""
+        self._refused_since: dict[str, float] = {}
+        """Since when the API keys of batches that are carried out here are refused, on the loop's clock, by the batches' ids."""
         self._last_start: dict[str, int] = {}
         """For each owner with waiting batches, which of all starts here was its last one."""
         self._starts = 0
@@ -235,6 +241,7 @@ class BatchRunner:
         finally:
             self._unleased.discard(id)
             self._attempts.pop(id, None)
+            self._refused_since.pop(id, None)
             del self._running[id], self._owners[id]
             await self._release(id)
 
@@ -286,7 +293,7 @@ class BatchRunner:
             # Its file ends them, or to put its results together.
             return await self._failed(owner, batch, [Problem(_LEFT_OUT[_ENDED], code=_ENDED)])
         try:
-            account = self._account(owner, self._operations[batch.endpoint].declared.surface)
+            account = await self._account_of(owner, batch)
             async with self._reading.slot(account):
                 lines = await self._lines_of(owner, batch, hold)
         except InvalidBatch as error:
@@ -329,6 +336,28 @@ class BatchRunner:
             return batch
         hold(sum(segment.size_bytes for segment in done.values()))  # the files, beside what they are made of
         return await self._finish(owner, batch, lines, done, left_out)
+
+    async def _account_of(self, owner: str, batch: Batch) -> Account:
+        """Return the account of a batch's key, once that is not refused. Raises Unauthenticated, Forbidden."""
+        while True:
+            account, wait_s = self._find_account(owner, batch)
+            if not wait_s:
+                return account or self._account(owner, self._operations[batch.endpoint].declared.surface)
+            await asyncio.sleep(wait_s)
+
+    def _find_account(self, owner: str, batch: Batch) -> tuple[Account | None, float]:
+        """Return the account of a batch's key now, None if it is refused, and for how long to wait for it then.
+
+        It is another account than before if the key file lacked the key meanwhile.
+        """
+        now = asyncio.get_running_loop().time()
+        try:
+            account = self._account(owner, self._operations[batch.endpoint].declared.surface)
+        except (Unauthenticated, Forbidden):
+            since = self._refused_since.setdefault(batch.id, now)
+            return None, max(0.0, min(KEY_POLL_S, since + KEY_WAIT_S - now))
+        self._refused_since.pop(batch.id, None)
+        return account, 0.0
 
     async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[BatchLine]:
         content = await self._files.content(owner, batch.input_file_id, hold)
@@ -480,10 +509,17 @@ class BatchRunner:
                     return LineOutcome(result_line(batch.id, line, None, "batch_cancelled"), is_good=False, is_abandoned=True)
                 if not await room.is_left():
                     return LineOutcome(result_line(batch.id, line, None, "output_too_large"), is_good=False, is_abandoned=True)
-                line_account = LineAccount(account, end_turn)
+                newest, wait_s = self._find_account(account.name, batch)
+                if wait_s:
+                    turns.refused(wait_s)
+                    continue
+                line_account = LineAccount(newest or account, end_turn)
                 timeout_s = max(1, batch.expires_at - self._batches.now)
                 request_id = line_id(batch.id, line)
                 exchange, response = await self._call(line_account, operation, bytes(line.body), request_id, timeout_s)
+                if exchange.status in _KEY_REFUSED and (wait_s := self._find_account(account.name, batch)[1]):
+                    turns.refused(wait_s)
+                    continue
                 if exchange.limited_s:
                     turns.refused(exchange.limited_s)
                 else:

@@ -523,6 +523,85 @@ async def test_the_output_has_the_order_of_the_lines_and_errors_lie_apart() -> N
     assert priorities == {"-1000"}
 
 
+class AwayKey:
+    """The account of a key; `is_away`: the key file lacks it. It is another account afterwards, as `Accounts` has it."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self.refusals = 0
+        self._account = self._new()
+
+    def find(self, name: str, surface: Surface) -> Account:
+        self._follow()
+        if self.is_away:
+            self.refusals += 1
+            raise Unauthenticated("there is no such API key any more")
+        if self._account.withdrawn:
+            self._account = self._new()
+        return self._account
+
+    def _new(self) -> KeyAccount:
+        return KeyAccount(ApiKey(name="", salt=b"", digest=b""), follow=self._follow)
+
+    def _follow(self) -> None:
+        if self.is_away:
+            self._account.withdrawn = True
+
+
+async def test_lines_wait_while_their_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "KEY_POLL_S", 0.001)
+    key, prompts = AwayKey(), list[int]()
+
+    async def handle(exchange: Exchange) -> None:
+        prompts.append(await prompt_of(exchange))
+        if len(prompts) == 30:
+            key.is_away = True
+        with exchange.account.admit("m", object()):  # refuses this one, too
+            await exchange.respond(b"{}")
+
+    key.is_away = True
+    async with running(handle, key.find) as r:
+        batch = await r.create(lines_of(100))
+        r.runner.poke()
+        await until(lambda: key.refusals > 3)
+        assert prompts == [], "a batch whose key is refused does not begin"
+        key.is_away, key.refusals = False, 0
+        await until(lambda: key.refusals > 10)
+        assert len(prompts) == 30
+        key.is_away = False
+        done = await r.ended(batch)
+    assert done.request_counts == RequestCounts(100, 100, 0)
+    assert (len(prompts), {*prompts}) == (101, {*range(100)})
+
+
+async def test_lines_fail_whose_key_has_been_refused_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "KEY_POLL_S", 0.001)
+    monkeypatch.setattr(runner_module, "KEY_WAIT_S", 0.01)
+    key = AwayKey()
+
+    async def handle(exchange: Exchange) -> None:
+        key.is_away = await prompt_of(exchange) == 19
+        exchange.account.admit("m", object()).close()
+        await exchange.respond(b"{}")
+
+    async with running(handle, key.find) as r:
+        done = await r.ended(await r.create(lines_of(100)))
+        errors = await r.results(done.error_file_id)
+    assert done.request_counts == RequestCounts(100, 19, 81)
+    assert {error["response"]["status_code"] for error in errors} == {401}
+
+
+async def test_a_batch_fails_whose_key_has_been_refused_for_long_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "KEY_POLL_S", 0.001)
+    monkeypatch.setattr(runner_module, "KEY_WAIT_S", 0.01)
+    key = AwayKey()
+    key.is_away = True
+    async with running(lambda exchange: None, key.find) as r:
+        done = await r.ended(await r.create(lines_of(1)))
+    assert (done.status, done.errors and done.errors.data[0].message) == ("failed", "there is no such API key any more")
+    assert key.refusals > 1
+
+
 async def test_files_of_batches_are_read_beside_the_threads_for_large_requests() -> None:
     async def handle(exchange: Exchange) -> None:
         await exchange.respond(b"{}")
@@ -1432,7 +1511,9 @@ async def test_a_batch_that_could_not_be_made_is_neither_shown_nor_waits_for_eve
                 await asyncio.sleep(0)
 
 
-async def test_a_batch_without_its_key_or_its_file_fails() -> None:
+async def test_a_batch_without_its_key_or_its_file_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "KEY_WAIT_S", 0.0)
+
     def withdrawn(name: str, surface: Surface) -> Account:
         raise Unauthenticated("there is no API key 'x' any more")
 
