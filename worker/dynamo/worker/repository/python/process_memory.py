@@ -149,8 +149,13 @@ class ProcessMemory:
 
     def close(self) -> None:
         """The process has ended."""
+        self._send = _send_nothing
         self._kept.clear()
         self.take_back(list(self._rooms))
         if self._outputs is not None:
             self._outputs.remove()
             self._outputs.close()
+
+
+def _send_nothing(message: wire.Message) -> None:
+    """Stand in for `send` after the end, so that nothing refers to the process."""

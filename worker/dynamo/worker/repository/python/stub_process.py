@@ -79,8 +79,9 @@ class StubProcess:
         self.closed = asyncio.Event()
         self._name = name
         self._process = process
+        self._shared = progress
         self._progress = memoryview(progress).cast("Q")
-        """Words that are shared with the process, see `wire.BEGUN`."""
+        """Words that are shared with the process, see `wire.BEGUN`, until it has ended."""
         self._handlers = handlers
         self._numbers = itertools.count(1)
         self._ready: asyncio.Future[wire.Ready] | None = None
@@ -464,14 +465,18 @@ class StubProcess:
         self._executions.clear()
         if self._memory is not None:
             self._memory.close()
+        self._progress.release()
+        self._shared.close()  # and its descriptor
         if self._ready is not None and not self._ready.done():
             self._ready.set_result(wire.Ready(error=text))
         for call in self._calls.values():
             call.task.cancel()
         if self._watch is not None:
             self._watch.cancel()
-        self._on_death(self)
-        self._on_return(unbegun)
+        on_death, on_return = self._on_death, self._on_return
+        self.serve(_nothing, _drop, _drop)
+        on_death(self)
+        on_return(unbegun)
 
     def _take_unbegun(self) -> list[Execution]:
         """Return the executions that have not begun, without the first if no other request can have ended the process."""

@@ -70,6 +70,9 @@ class Link:
             self._loop.remove_writer(self._connection)
             self._connection.close()
             self._unsent.clear()
+            # They refer to the owner, which refers to this: so it is gone without the garbage collector.
+            self._on_message, self._on_end = _ignore, _ignore
+            self._messages.close()
             self._wake()
 
     def _write(self) -> None:
@@ -120,5 +123,10 @@ class Link:
             self._end(f"sent what cannot be read: {error}")
 
     def _end(self, why: str) -> None:
+        on_end = self._on_end
         self.close()
-        self._on_end(why)
+        on_end(why)
+
+
+def _ignore(*_: object) -> None:
+    """Stand in for the callbacks after the end."""

@@ -363,6 +363,10 @@ class MessageReader:
         self._unwanted = 0
         """Bytes of a body that come next and are dropped."""
 
+    def close(self) -> None:
+        """Let go of the buffer and of `admit`; nothing is read any more."""
+        self._admit, self._scratch, self._large = admit_all, memoryview(b""), None
+
     def space(self) -> memoryview:
         """Return the buffer for the next bytes of the socket. It is never empty."""
         return (self._scratch if self._large is None else self._large[1])[self._filled :]
