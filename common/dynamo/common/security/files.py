@@ -35,16 +35,20 @@ class Watched(Generic[T]):
         read: Callable[[], T],
         *,
         check: Callable[[T, T], None] = lambda before, after: None,
+        run: Callable[[Callable[[], None]], object] = lambda read: read(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the files at once. `what` names the files in the log; `read` raises ConfigError.
 
-        `check` raises ConfigError for a value, its second argument, that may not take the place of the one before.
+        `check` raises ConfigError for a value, its second argument, that may not take the place of the one before. `run` calls
+        the function that reads files which have changed: `in_thread` if that takes long.
         """
         self._what = what
         self._paths = paths
         self._read = read
         self._check = check
+        self._run = run
+        self._is_reading = False
         self._clock = clock
         self._lock = threading.Lock()
         self._stamp = self._looked = self._look()  # before reading, so that a change in between is noticed next time
@@ -63,13 +67,17 @@ class Watched(Generic[T]):
         return self._value
 
     def _renew(self, now: float) -> None:
-        if now - self._looked_at < _LOOK_AGAIN_S:  # another thread has just looked
+        if self._is_reading or now - self._looked_at < _LOOK_AGAIN_S:  # another thread has just looked
             return
         self._looked_at = now
         before, self._looked = self._looked, self._look()
         if self._looked == self._stamp or (self._looked != before and _is_recent(self._looked)):
             return
         self._stamp = self._looked
+        self._is_reading = True
+        self._run(self._read_again)
+
+    def _read_again(self) -> None:
         try:
             value = self._read()
             self._check(self._value, value)
@@ -78,9 +86,19 @@ class Watched(Generic[T]):
             log.error("%s changed and cannot be used, so the old one stays: %s", self._what, error)
         else:
             log.info("%s changed and was read again", self._what)
+        finally:
+            self._is_reading = False
 
     def _look(self) -> _Stamp:
         return tuple(_stamp(path) for path in self._paths)
+
+
+def in_thread(read: Callable[[], None]) -> None:
+    """Call `read` beside the event loop."""
+    try:
+        threading.Thread(target=read, name="files that changed", daemon=True).start()
+    except RuntimeError:  # there may be no more threads now
+        read()
 
 
 def _is_recent(stamp: _Stamp) -> bool:

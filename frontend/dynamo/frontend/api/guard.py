@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dynamo.common.errors import DynamoError, Forbidden, InvalidRequest, Unauthenticated
 from dynamo.common.logs import AUDIT
-from dynamo.common.security.files import Watched
+from dynamo.common.security.files import Watched, in_thread
 from dynamo.frontend.api.declaration import Charge, Declaration
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount
@@ -217,10 +217,9 @@ class Accounts:
         if ring is self._ring:
             return
         self._ring = ring
-        kept = {key.name: key for key in ring.keys}
         for name, account in list(self._by_name.items()):
-            if name in kept:
-                account.renew(kept[name])
+            if (key := ring.by_name.get(name)) is not None:
+                account.renew(key)
             else:
                 account.withdrawn = True
                 del self._by_name[name]
@@ -240,7 +239,7 @@ def make_guards(config: FrontendConfig, ledger: Ledger | None = None) -> tuple[G
 def watch_keys(path: Path) -> Watched[KeyRing]:
     """Raises ConfigError."""
     path = path.expanduser()
-    return Watched(f"the key file {path}", (path,), lambda: read_keys(path), check=check_blank)
+    return Watched(f"the key file {path}", (path,), lambda: read_keys(path), check=check_blank, run=in_thread)
 
 
 def _log_access(config: FrontendConfig, keys: Watched[KeyRing] | None) -> None:

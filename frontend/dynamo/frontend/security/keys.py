@@ -23,6 +23,7 @@ import hashlib
 import hmac
 import re
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
@@ -42,6 +43,12 @@ MAX_LIMIT = 1_000_000_000
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000
 MAX_PRIORITY = 2**31 - 1
 """The largest priority, and with a minus the smallest, that any request may have."""
+MAX_FILE_BYTES = 8 << 20
+"""Of a key file, which has 200 to 500 for a key."""
+MAX_DEPTH = 16
+"""Lists and mappings in one another that a key file may have."""
+_LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+"""libyaml, where PyYAML was built with it, or else the one in Python."""
 _MAX_CHARS = 512
 _PREFIX = "dyn"
 _HEX = re.compile(r"(?:[0-9a-f]{2})+")
@@ -156,20 +163,14 @@ class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         )
 
 
-class _KeyFileLoader(yaml.BaseLoader):
-    """Leaves dates and numbers as text, which msgspec reads; refuses a field that is given twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        fields = [self.construct_object(field) for field, _ in node.value]
-        if len(set(map(str, fields))) != len(fields):
-            raise ValueError(f"line {node.start_mark.line + 1}: a field is given twice")
-        return super().construct_mapping(node, deep)
-
-
 def read_keys(path: Path) -> KeyRing:
     """Raises ConfigError, which never shows a hash."""
     try:
-        return parse_keys(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
+        return parse_keys(data.decode())
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -185,7 +186,7 @@ def check_blank(before: KeyRing, after: KeyRing) -> None:
 def parse_keys(text: str) -> KeyRing:
     """Parse a list of keys in YAML; an empty text is a ring without keys. Raises ValueError."""
     try:
-        content = yaml.load(text, _KeyFileLoader)  # noqa: S506 - a BaseLoader
+        content = _load(text)
         entries = msgspec.convert(content or [], list[_KeyEntry], strict=False)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -200,10 +201,59 @@ def parse_keys(text: str) -> KeyRing:
         except ValueError as error:
             raise ValueError(f"key '{entry.name}': {error}") from None
     for what, values in (("name", [key.name for key in keys]), ("id", [key.id for key in keys if key.id])):
-        for value in values:
-            if values.count(value) > 1:
+        for value, count in Counter(values).most_common(1):
+            if count > 1:
                 raise ValueError(f"the {what} '{value}' is given twice")
-    return KeyRing(keys, is_blank=content is None)
+    return KeyRing(keys, is_blank=not content and content != [])
+
+
+def _load(text: str) -> Any:
+    """Return what a text in YAML says, with dates and numbers as text, which msgspec reads; None if it is empty.
+
+    This is `yaml.load` for texts that anyone may write: it does not recurse, by which that ends in an error, or in libyaml the
+    process, and lets other threads run meanwhile. Raises YAMLError, and ValueError also for a field that is given twice.
+    """
+    documents: list[Any] = []
+    opened: list[tuple[list[Any], str | None]] = [(documents, None)]
+    """Lists and mappings around the place, each with its anchor; a mapping is a list of fields and values in turn."""
+    anchors: dict[str, Any] = {}
+    value: Any
+    for event in yaml.parse(text, _LOADER):
+        line = event.start_mark.line + 1 if event.start_mark is not None else 0
+        match event:
+            case yaml.SequenceStartEvent() | yaml.MappingStartEvent():
+                if len(opened) > MAX_DEPTH:
+                    raise ValueError(f"line {line}: there are lists in lists, more than {MAX_DEPTH} deep")
+                opened.append(([], event.anchor))
+                continue
+            case yaml.SequenceEndEvent():
+                value, anchor = opened.pop()
+            case yaml.MappingEndEvent():
+                items, anchor = opened.pop()
+                value = _to_mapping(items, line)
+            case yaml.ScalarEvent():
+                value, anchor = event.value, event.anchor
+            case yaml.AliasEvent():
+                if event.anchor not in anchors:
+                    raise ValueError(f"line {line}: there is no anchor '{event.anchor}'")
+                value, anchor = anchors[event.anchor], None
+            case _:
+                continue
+        opened[-1][0].append(value)
+        if anchor is not None:
+            anchors[anchor] = value
+    if len(documents) > 1:
+        raise ValueError("it is more than one document")
+    return documents[0] if documents else None
+
+
+def _to_mapping(items: Sequence[Any], line: int) -> dict[str, Any]:
+    fields = items[::2]
+    if not all(isinstance(field, str) for field in fields):
+        raise ValueError(f"line {line}: a field's name is not text")
+    if len(set(fields)) < len(fields):
+        raise ValueError(f"line {line}: a field is given twice")
+    return dict(zip(fields, items[1::2], strict=True))
 
 
 def parse_expiry(text: str) -> float:

@@ -6,8 +6,9 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,20 @@ from hypothesis import strategies as st
 from dynamo.common.config import ConfigError
 from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
 from dynamo.common.security.files import Watched
+from dynamo.frontend.api import guard
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount, Ticket
-from dynamo.frontend.security.keys import ApiKey, Limits, check_blank, entry_for, make_key, parse_keys, read_keys
+from dynamo.frontend.security.keys import (
+    MAX_FILE_BYTES,
+    ApiKey,
+    KeyRing,
+    Limits,
+    check_blank,
+    entry_for,
+    make_key,
+    parse_expiry,
+    parse_keys,
+    read_keys,
+)
 from dynamo.frontend.security.surfaces import SCOPES, Scope, Surface, parse_restrictions
 from tests.support.memory import kept_bytes, kept_objects
 
@@ -104,6 +117,13 @@ def entry(**changed: object) -> str:
         ("- {name: a, name: b, hash: x}", "a field is given twice"),
         (entry() + entry(), "the name 'a' is given twice"),
         (entry(id="x") + entry(id="x", name="b"), "the id 'x' is given twice"),
+        ("[" * 100_000, "line 1: there are lists in lists, more than 16 deep"),
+        ("- " * 100_000, "line 1: there are lists in lists, more than 16 deep"),
+        ("{? " * 100_000, "line 1: there are lists in lists, more than 16 deep"),
+        ("- {[a]: b}", "line 1: a field's name is not text"),
+        ("- *a", "line 1: there is no anchor 'a'"),
+        ("[]\n---\n[]", "it is more than one document"),
+        (" " * (MAX_FILE_BYTES + 1), "it has more than 8388608 bytes"),
     ],
 )
 def test_a_file_with_a_mistake_is_refused_with_its_place_and_without_a_hash(tmp_path: Path, text: str, words: str) -> None:
@@ -116,6 +136,24 @@ def test_a_file_with_a_mistake_is_refused_with_its_place_and_without_a_hash(tmp_
     assert str(file) in sentence
     assert "a" * 64 not in sentence
     assert "\n" not in sentence
+
+
+def test_what_libyaml_reads_is_read_without_it_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    one, other = entry_for("k" * 40, "one", expires="2030-01-31"), entry_for("l" * 40, "other")
+    file.write_text(one.replace("[infer]", "&all [infer, admin]") + other.replace("[infer]", "*all") + "# the end\n")
+    lines = (
+        "import sys",
+        "sys.modules['yaml._yaml'] = None",
+        "from pathlib import Path",
+        "from dynamo.frontend.security import keys",
+        "assert keys.yaml.__with_libyaml__ is False",
+        "print([(key.name, sorted(map(str, key.scopes)), key.expires_at) for key in keys.read_keys(Path(sys.argv[1])).keys])",
+    )
+    without = subprocess.run([sys.executable, "-c", "\n".join(lines), file], capture_output=True, text=True, check=True)
+    keys = [(key.name, sorted(map(str, key.scopes)), key.expires_at) for key in read_keys(file).keys]
+    assert keys == [("one", ["admin", "infer"], parse_expiry("2030-01-31")), ("other", ["admin", "infer"], None)]
+    assert without.stdout.strip() == str(keys)
 
 
 @given(st.text(max_size=200))
@@ -482,6 +520,51 @@ def test_an_empty_key_file_does_not_take_the_place_of_one_with_keys(tmp_path: Pa
     assert names_after("# none\n") == ["a"]
     assert caplog.text.count("it is empty; a file without keys contains []") == 2
     assert names_after("[]\n") == []
+
+
+def test_a_file_that_takes_long_is_read_beside_the_caller(tmp_path: Path) -> None:
+    file, clock = tmp_path / "f", Clock()
+    file.write_text("one")
+    begun: list[Callable[[], None]] = []
+    watched = Watched("the file", (file,), Versions(file), clock=clock, run=begun.append)
+
+    def after(text: str) -> str:
+        file.write_text(text)
+        written_long_ago(file)
+        clock.now += 2
+        return watched.current()
+
+    assert (after("two!"), after("three"), len(begun)) == ("one", "one", 1)
+    begun.pop()()
+    assert (watched.current(), len(begun)) == ("three", 1), "it changed again before that was read"
+    begun.pop()()
+    assert (after("bad"), len(begun)) == ("three", 1)
+    begun.pop()()
+    assert (after("four"), len(begun)) == ("three", 1)
+    begun.pop()()
+    assert (watched.current(), len(begun)) == ("four", 0)
+
+
+def test_a_key_file_that_changes_is_read_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, has_read = tmp_path / "keys.yaml", threading.Event()
+    file.write_text("[]")
+    readers: list[str] = []
+
+    def read(path: Path) -> KeyRing:
+        readers.append(threading.current_thread().name)
+        try:
+            return read_keys(path)
+        finally:
+            has_read.set()
+
+    monkeypatch.setattr(guard, "read_keys", read)
+    watched = guard.watch_keys(file)
+    file.write_text(entry_for("k" * 40, "a"))
+    written_long_ago(file)
+    has_read.clear()
+    while not has_read.wait(0.05):
+        watched.current()
+    assert readers[0] == threading.current_thread().name != readers[1]
 
 
 def test_a_link_to_another_file_is_a_change(tmp_path: Path) -> None:
