@@ -1056,7 +1056,7 @@ class RetryOptions:
     reconnect_grace_s: float = 5.0
     """After our NATS connection came back: how long instances that seem gone are waited for."""
     disconnected_wait_s: float = 30.0
-    """How long a request, whatever its deadline, waits for a NATS connection that is away."""
+    """How long a request without a deadline waits for a NATS connection that is away; others wait until their deadlines."""
     refusal_pause_s: float = 1.0
     """An instance that refused as unavailable, e.g. because it drains, is left out for so long if there are others."""
 

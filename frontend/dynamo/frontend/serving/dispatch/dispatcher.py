@@ -389,9 +389,9 @@ class DispatchedStream:
     async def _wait(self, now: float) -> None:
         """Let time pass while the connection comes back."""
         shared, attempts = self._shared, self._attempts
-        if attempts.gives_up_at is None:
-            attempts.gives_up_at = now + shared.policy.longest_wait_s
-        until = attempts.gives_up_at if self._deadline is None else min(attempts.gives_up_at, self._deadline)
+        until = self._deadline
+        if until is None:
+            until = attempts.gives_up_at = attempts.gives_up_at or now + shared.policy.longest_wait_s
         if not shared.link.is_connected:
             with contextlib.suppress(TimeoutError):  # the next decision says which bound was reached
                 async with asyncio.timeout_at(until):

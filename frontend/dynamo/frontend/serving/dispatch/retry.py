@@ -76,14 +76,14 @@ class Attempt:
     """Our own connection is away or silent, or came back so recently that those of the instances may not have."""
     deadline: float | None = None
     gives_up_at: float | None = None
-    """When the request stops waiting for the connection; None: it has not waited yet."""
+    """When a request without a deadline stops waiting for the connection; None: it has not waited yet."""
 
 
 class RetryPolicy:
     def __init__(self, options: RetryOptions) -> None:
         self._max_attempts = options.max_attempts
         self.longest_wait_s = options.disconnected_wait_s
-        """How long a request waits for the connection, over all its attempts."""
+        """How long a request without a deadline waits for the connection, over all its attempts."""
 
     def decide(self, error: DynamoError, attempt: Attempt, now: float) -> Verdict:
         """Return what follows after `attempt` failed with `error`."""

@@ -495,12 +495,21 @@ async def test_requests_wait_for_the_connection_and_are_then_served() -> None:
 
 
 @in_virtual_time
-async def test_requests_wait_for_the_connection_no_longer_than_their_deadline() -> None:
-    b = bench(failing_on({}))
+@pytest.mark.parametrize("deadline", [10.0, 100.0])
+async def test_requests_wait_for_the_connection_until_their_deadline(deadline: float) -> None:
+    b = bench(failing_on({}), settings=ServingOptions(retry=RetryOptions(disconnected_wait_s=30.0)))
     b.link.cut()
     with pytest.raises(DeadlineExceeded):
-        await b.call(Call(account=ANONYMOUS, request_id="r", deadline=10.0))
-    assert asyncio.get_running_loop().time() == 10.0
+        await b.call(Call(account=ANONYMOUS, request_id="r", deadline=deadline))
+    assert asyncio.get_running_loop().time() == deadline
+
+
+@in_virtual_time
+async def test_a_request_is_served_when_the_connection_is_back_just_before_its_deadline() -> None:
+    b = bench(failing_on({}))
+    b.link.cut()
+    asyncio.get_running_loop().call_later(90.0, b.link.restore)
+    assert await b.call(Call(account=ANONYMOUS, request_id="r", deadline=100.0)) == b"response"
 
 
 @in_virtual_time
