@@ -44,7 +44,7 @@ MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000
 MAX_PRIORITY = 2**31 - 1
 """The largest priority, and with a minus the smallest, that any request may have."""
 MAX_FILE_BYTES = 8 << 20
-"""Of a key file, which has 200 to 500 for a key."""
+"""The largest key file; a key takes 200 to 500 bytes of it."""
 MAX_DEPTH = 16
 """Lists and mappings in one another that a key file may have."""
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
@@ -210,8 +210,8 @@ def parse_keys(text: str) -> KeyRing:
 def _load(text: str) -> Any:
     """Return what a text in YAML says, with dates and numbers as text, which msgspec reads; None if it is empty.
 
-    This is `yaml.load` for texts that anyone may write: it does not recurse, by which that ends in an error, or in libyaml the
-    process, and lets other threads run meanwhile. Raises YAMLError, and ValueError also for a field that is given twice.
+    `yaml.load` recurses, and by a deeply nested text the one of libyaml ends the process; nor does that let other threads run
+    meanwhile. Raises YAMLError, and ValueError also for a field that is given twice.
     """
     documents: list[Any] = []
     opened: list[tuple[list[Any], str | None]] = [(documents, None)]

@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `batch` | a batch, its lines, and where both lie in JetStream |
+| `batch_key` | the API key of a batch, which may be refused for a moment |
 | `files` | files in JetStream, bound to the API key that made them |
 | `index` | what each key has of one kind of records, decoded and in order |
 | `lines` | how lines use the account of their key |

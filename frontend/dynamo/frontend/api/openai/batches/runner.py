@@ -48,17 +48,17 @@ from dynamo.frontend.api.openai.batches.batch import (
     parse_lines,
     result_file_id,
 )
+from dynamo.frontend.api.openai.batches.batch_key import BatchKey, FindAccount
 from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount, LineOutcome, LineRequest
 from dynamo.frontend.api.openai.batches.long_texts import joined
 from dynamo.frontend.api.openai.batches.result_lines import line_id, result_line
 from dynamo.frontend.api.openai.batches.result_room import ResultRoom
-from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment
+from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment, is_full
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.security.accounts import Account
-from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.queue.fair_slots import FairSlots
 
 log = logging.getLogger(__name__)
@@ -81,21 +81,15 @@ STOP_S = 2.5
 CREATED_WITHIN_S = 120
 """After a batch waits, its record is written; otherwise it will never be."""
 _REFUSED = frozenset({429, 503, 529})
-_KEY_REFUSED = frozenset({401, 403})
 FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _RESULTS_PER_STEP = 1000
 """Results of lines that were not carried out, written before other requests have their turn."""
 _RETRIES = 20
 """While the fleet refuses a line. For the limits of its key it waits until they have room, or the batch expires."""
 _PRIORITY = b"-1000"
-KEY_WAIT_S = 60.0
-"""How long lines wait whose API key is refused, before that is their result: a key file that is being replaced may lack it."""
-KEY_POLL_S = 1.0
 _ENDED = "frontends_ended"
 _NO_ROOM = "what the batch, or the API key, may store leaves no room for the result"
 
-FindAccount = Callable[[str, Surface], Account]
-"""Returns the account of a key by its name. Raises Unauthenticated if there is no such key, Forbidden if it lacks the scope."""
 _LEFT_OUT = {
     "output_too_large": f"the results have more than {MAX_RESULT_BYTES} bytes, or more than the API key may store; "
     "put the other requests into another batch",
@@ -134,8 +128,6 @@ class BatchRunner:
         """Owners of the batches that are carried out here, by the batches' ids."""
         self._attempts: dict[str, int] = {}
         """Earlier attempts at the segments that are carried out here, by the batches' ids."""
-        self._refused_since: dict[str, float] = {}
-        """Since when the API keys of batches that are carried out here are refused, on the loop's clock, by the batches' ids."""
         self._last_start: dict[str, int] = {}
         """For each owner with waiting batches, which of all starts here was its last one."""
         self._starts = 0
@@ -241,7 +233,6 @@ class BatchRunner:
         finally:
             self._unleased.discard(id)
             self._attempts.pop(id, None)
-            self._refused_since.pop(id, None)
             del self._running[id], self._owners[id]
             await self._release(id)
 
@@ -293,7 +284,8 @@ class BatchRunner:
             # Its file ends them, or to put its results together.
             return await self._failed(owner, batch, [Problem(_LEFT_OUT[_ENDED], code=_ENDED)])
         try:
-            account = await self._account_of(owner, batch)
+            key = BatchKey(self._account, owner, self._operations[batch.endpoint].declared.surface)
+            account = await key.account()
             async with self._reading.slot(account):
                 lines = await self._lines_of(owner, batch, hold)
         except InvalidBatch as error:
@@ -310,7 +302,7 @@ class BatchRunner:
         results_bytes = sum(segment.size_bytes for segment in done.values())
         if results_bytes != owned.results_bytes:  # what kept the last ones could not count them
             batch = await self._count(owner, batch, results_bytes, [segment.counts for segment in done.values()])
-        left_out = "output_too_large" if _is_full(done) else ""
+        left_out = "output_too_large" if is_full(done, MAX_RESULT_BYTES) else ""
         if owned.ended >= MAX_ENDED_FRONTENDS:
             left_out = _ENDED
         for number in range(-(-len(lines) // SEGMENT_LINES)):
@@ -328,36 +320,14 @@ class BatchRunner:
                 left = MAX_RESULT_BYTES - sum(segment.size_bytes for segment in done.values())
                 async with AsyncExitStack() as counted:  # as stored, until the batch says so
                     room = ResultRoom(self._batches, owner, left, hold, counted)
-                    done[number] = await self._segment(account, owned, number, lines, room)
+                    done[number] = await self._segment(account, key, owned, number, lines, room)
                     results_bytes += done[number].size_bytes
                     batch = await self._count(owner, batch, results_bytes, [segment.counts for segment in done.values()])
-                left_out = "output_too_large" if _is_full(done) else ""
+                left_out = "output_too_large" if is_full(done, MAX_RESULT_BYTES) else ""
         if batch.status in ENDED:
             return batch
         hold(sum(segment.size_bytes for segment in done.values()))  # the files, beside what they are made of
         return await self._finish(owner, batch, lines, done, left_out)
-
-    async def _account_of(self, owner: str, batch: Batch) -> Account:
-        """Return the account of a batch's key, once that is not refused. Raises Unauthenticated, Forbidden."""
-        while True:
-            account, wait_s = self._find_account(owner, batch)
-            if not wait_s:
-                return account or self._account(owner, self._operations[batch.endpoint].declared.surface)
-            await asyncio.sleep(wait_s)
-
-    def _find_account(self, owner: str, batch: Batch) -> tuple[Account | None, float]:
-        """Return the account of a batch's key now, None if it is refused, and for how long to wait for it then.
-
-        It is another account than before if the key file lacked the key meanwhile.
-        """
-        now = asyncio.get_running_loop().time()
-        try:
-            account = self._account(owner, self._operations[batch.endpoint].declared.surface)
-        except (Unauthenticated, Forbidden):
-            since = self._refused_since.setdefault(batch.id, now)
-            return None, max(0.0, min(KEY_POLL_S, since + KEY_WAIT_S - now))
-        self._refused_since.pop(batch.id, None)
-        return account, 0.0
 
     async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[BatchLine]:
         content = await self._files.content(owner, batch.input_file_id, hold)
@@ -427,7 +397,7 @@ class BatchRunner:
         )
 
     async def _segment(
-        self, account: Account, owned: Owned, number: int, lines: Sequence[BatchLine], room: ResultRoom
+        self, account: Account, key: BatchKey, owned: Owned, number: int, lines: Sequence[BatchLine], room: ResultRoom
     ) -> Segment:
         """Carry out a segment, keep its results, and return them. Raises Unavailable if others have done so, and Overloaded."""
         batch, first = owned.batch, number * SEGMENT_LINES
@@ -441,7 +411,7 @@ class BatchRunner:
             if owned.ends_frontends(position):
                 return _not_again(batch, line)
             alone = partial(self._alone, account, owned, position, one_at_a_time) if is_suspect else nullcontext
-            return self._line(account, batch, line, turns, room, alone)
+            return self._line(account, key, batch, line, turns, room, alone)
 
         tasks = [awaited(carried_out(index, line)) for index, line in enumerate(own, first)]
         try:
@@ -494,6 +464,7 @@ class BatchRunner:
     async def _line(
         self,
         account: Account,
+        key: BatchKey,
         batch: Batch,
         line: BatchLine,
         turns: AdmissionTurns,
@@ -509,7 +480,7 @@ class BatchRunner:
                     return LineOutcome(result_line(batch.id, line, None, "batch_cancelled"), is_good=False, is_abandoned=True)
                 if not await room.is_left():
                     return LineOutcome(result_line(batch.id, line, None, "output_too_large"), is_good=False, is_abandoned=True)
-                newest, wait_s = self._find_account(account.name, batch)
+                newest, wait_s = key.find()
                 if wait_s:
                     turns.refused(wait_s)
                     continue
@@ -517,17 +488,15 @@ class BatchRunner:
                 timeout_s = max(1, batch.expires_at - self._batches.now)
                 request_id = line_id(batch.id, line)
                 exchange, response = await self._call(line_account, operation, bytes(line.body), request_id, timeout_s)
-                if exchange.status in _KEY_REFUSED and (wait_s := self._find_account(account.name, batch)[1]):
-                    turns.refused(wait_s)
-                    continue
-                if exchange.limited_s:
-                    turns.refused(exchange.limited_s)
+                if limited_s := exchange.limited_s or key.wait_after(exchange.status):
+                    turns.refused(limited_s)
                 else:
                     turns.ended()
             status = exchange.status or 500
-            if status not in _REFUSED or self._batches.now + (exchange.limited_s or pause_s) >= batch.expires_at:
+            is_refused = bool(limited_s) or status in _REFUSED
+            if not is_refused or self._batches.now + (limited_s or pause_s) >= batch.expires_at:
                 break
-            if not exchange.limited_s:
+            if not limited_s:
                 retries += 1
                 if retries == _RETRIES:
                     break
@@ -577,10 +546,3 @@ async def _not_again(batch: Batch, line: BatchLine) -> LineOutcome:
     """Return the outcome of a line at which too many frontends ended."""
     why = f"{MAX_ENDED} frontends ended while they carried out this request"
     return LineOutcome(result_line(batch.id, line, None, _ENDED, why), is_good=False)
-
-
-def _is_full(done: Mapping[int, Segment]) -> bool:
-    """Return whether results did not fit: lines were not carried out, though the batch was not cancelled."""
-    return sum(segment.size_bytes for segment in done.values()) > MAX_RESULT_BYTES or not all(
-        segment.is_complete for segment in done.values()
-    )

@@ -5,6 +5,7 @@ The record says who wrote it, so that a frontend whose write got no response in 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import aclosing
 from io import BytesIO
 
@@ -88,3 +89,9 @@ async def writer_of(content: RecordContent) -> str:
 
 def _counts_at(record: bytes, position: int) -> _Counts:
     return _counts.decode(record[position + len(_COUNTS) : -1])
+
+
+def is_full(done: Mapping[int, Segment], max_bytes: int) -> bool:
+    """Return whether results did not fit: lines were not carried out, though the batch was not cancelled."""
+    size_bytes = sum(segment.size_bytes for segment in done.values())
+    return size_bytes > max_bytes or not all(segment.is_complete for segment in done.values())

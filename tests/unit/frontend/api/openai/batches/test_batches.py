@@ -24,6 +24,7 @@ from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.batches import batch as batch_module
+from dynamo.frontend.api.openai.batches import batch_key
 from dynamo.frontend.api.openai.batches import files as files_module
 from dynamo.frontend.api.openai.batches import index as index_module
 from dynamo.frontend.api.openai.batches import runner as runner_module
@@ -39,10 +40,11 @@ from dynamo.frontend.api.openai.batches.batch import (
     TakenOver,
     parse_lines,
 )
+from dynamo.frontend.api.openai.batches.batch_key import FindAccount
 from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
-from dynamo.frontend.api.openai.batches.runner import BatchRunner, FindAccount
+from dynamo.frontend.api.openai.batches.runner import BatchRunner
 from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment
 from dynamo.frontend.api.openai.store.owners import owner_token
 from dynamo.frontend.api.openai.store.quota import COUNTED_S, StoredBytes
@@ -549,7 +551,7 @@ class AwayKey:
 
 
 async def test_lines_wait_while_their_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "KEY_POLL_S", 0.001)
+    monkeypatch.setattr(batch_key, "POLL_S", 0.001)
     key, prompts = AwayKey(), list[int]()
 
     async def handle(exchange: Exchange) -> None:
@@ -575,8 +577,8 @@ async def test_lines_wait_while_their_key_is_refused(monkeypatch: pytest.MonkeyP
 
 
 async def test_lines_fail_whose_key_has_been_refused_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "KEY_POLL_S", 0.001)
-    monkeypatch.setattr(runner_module, "KEY_WAIT_S", 0.01)
+    monkeypatch.setattr(batch_key, "POLL_S", 0.001)
+    monkeypatch.setattr(batch_key, "WAIT_S", 0.01)
     key = AwayKey()
 
     async def handle(exchange: Exchange) -> None:
@@ -592,8 +594,8 @@ async def test_lines_fail_whose_key_has_been_refused_for_long(monkeypatch: pytes
 
 
 async def test_a_batch_fails_whose_key_has_been_refused_for_long_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "KEY_POLL_S", 0.001)
-    monkeypatch.setattr(runner_module, "KEY_WAIT_S", 0.01)
+    monkeypatch.setattr(batch_key, "POLL_S", 0.001)
+    monkeypatch.setattr(batch_key, "WAIT_S", 0.01)
     key = AwayKey()
     key.is_away = True
     async with running(lambda exchange: None, key.find) as r:
@@ -1512,7 +1514,7 @@ async def test_a_batch_that_could_not_be_made_is_neither_shown_nor_waits_for_eve
 
 
 async def test_a_batch_without_its_key_or_its_file_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "KEY_WAIT_S", 0.0)
+    monkeypatch.setattr(batch_key, "WAIT_S", 0.0)
 
     def withdrawn(name: str, surface: Surface) -> Account:
         raise Unauthenticated("there is no API key 'x' any more")
