@@ -342,7 +342,7 @@ async def open_frontend(
         settings = HttpSettings(options=config.http, capacity=occupied)
         protocols = protocol_operations(plane, readiness, TextOptions(), kserve=kserve, background=background)
         by_path = {operation.path: operation for operation in protocols if operation.method == "POST"}
-        runner = BatchRunner(files, batches, FreeLeases(), by_path, settings, guard.account_named, metrics)
+        runner = BatchRunner(files, batches, FreeLeases(), by_path, settings, guard.account_named, metrics, key_wait_s=0.0)
         control = SimpleNamespace(
             thresholds=ThresholdTable(), decisions=DecisionLog(), follows_loads=True, set_thresholds=lambda model, wanted: None
         )

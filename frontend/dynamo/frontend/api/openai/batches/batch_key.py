@@ -21,8 +21,9 @@ FindAccount = Callable[[str, Surface], Account]
 class BatchKey:
     """The key of one batch, for as long as that is carried out."""
 
-    def __init__(self, find: FindAccount, owner: str, surface: Surface) -> None:
+    def __init__(self, find: FindAccount, owner: str, surface: Surface, wait_s: float = WAIT_S) -> None:
         self._find = find
+        self._wait_s = wait_s
         self._owner = owner
         self._surface = surface
         self._refused_since: float | None = None
@@ -47,7 +48,7 @@ class BatchKey:
         except (Unauthenticated, Forbidden):
             if self._refused_since is None:
                 self._refused_since = now
-            return None, max(0.0, min(POLL_S, self._refused_since + WAIT_S - now))
+            return None, max(0.0, min(POLL_S, self._refused_since + self._wait_s - now))
         self._refused_since = None
         return account, 0.0
 

@@ -48,7 +48,7 @@ from dynamo.frontend.api.openai.batches.batch import (
     parse_lines,
     result_file_id,
 )
-from dynamo.frontend.api.openai.batches.batch_key import BatchKey, FindAccount
+from dynamo.frontend.api.openai.batches.batch_key import WAIT_S, BatchKey, FindAccount
 from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
 from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount, LineOutcome, LineRequest
 from dynamo.frontend.api.openai.batches.long_texts import joined
@@ -113,8 +113,10 @@ class BatchRunner:
         settings: HttpSettings,
         account: FindAccount,
         metrics: FrontendMetrics,
+        key_wait_s: float = WAIT_S,
     ) -> None:
-        """`operations` are those of the endpoints that lines may name."""
+        """`operations` are those of the endpoints that lines may name. `key_wait_s`: see `BatchKey`."""
+        self._key_wait_s = key_wait_s
         self._files = files
         self._batches = batches
         self._leases = leases
@@ -284,7 +286,7 @@ class BatchRunner:
             # Its file ends them, or to put its results together.
             return await self._failed(owner, batch, [Problem(_LEFT_OUT[_ENDED], code=_ENDED)])
         try:
-            key = BatchKey(self._account, owner, self._operations[batch.endpoint].declared.surface)
+            key = BatchKey(self._account, owner, self._operations[batch.endpoint].declared.surface, self._key_wait_s)
             account = await key.account()
             async with self._reading.slot(account):
                 lines = await self._lines_of(owner, batch, hold)

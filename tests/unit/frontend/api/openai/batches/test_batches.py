@@ -466,6 +466,7 @@ async def running(
     quota: StoredBytes | None = None,
     records: FakeRecords | None = None,
     settings: HttpSettings | None = None,
+    key_wait_s: float = batch_key.WAIT_S,
 ) -> AsyncIterator[Running]:
     operation = Operation(path=URL, declared=TEXT, errors=OPENAI_ERRORS, handle=_begun(handle))
     metrics = FrontendMetrics(CollectorRegistry())
@@ -476,7 +477,7 @@ async def running(
         store: Any = RecordsOfProcess(r.records, r.is_alive)
         r.files = Files(store, "ns", lambda: now[0], quota)
         r.batches = Batches(store, "ns", lambda: now[0], quota)
-        r.runner = BatchRunner(r.files, r.batches, r.leases, {URL: operation}, settings, account, metrics)
+        r.runner = BatchRunner(r.files, r.batches, r.leases, {URL: operation}, settings, account, metrics, key_wait_s)
         return asyncio.create_task(r.runner.run())
 
     r = Running(records or FakeRecords(), now, start)
@@ -578,7 +579,6 @@ async def test_lines_wait_while_their_key_is_refused(monkeypatch: pytest.MonkeyP
 
 async def test_lines_fail_whose_key_has_been_refused_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_key, "POLL_S", 0.001)
-    monkeypatch.setattr(batch_key, "WAIT_S", 0.01)
     key = AwayKey()
 
     async def handle(exchange: Exchange) -> None:
@@ -586,7 +586,7 @@ async def test_lines_fail_whose_key_has_been_refused_for_long(monkeypatch: pytes
         exchange.account.admit("m", object()).close()
         await exchange.respond(b"{}")
 
-    async with running(handle, key.find) as r:
+    async with running(handle, key.find, key_wait_s=0.01) as r:
         done = await r.ended(await r.create(lines_of(100)))
         errors = await r.results(done.error_file_id)
     assert done.request_counts == RequestCounts(100, 19, 81)
@@ -595,10 +595,9 @@ async def test_lines_fail_whose_key_has_been_refused_for_long(monkeypatch: pytes
 
 async def test_a_batch_fails_whose_key_has_been_refused_for_long_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_key, "POLL_S", 0.001)
-    monkeypatch.setattr(batch_key, "WAIT_S", 0.01)
     key = AwayKey()
     key.is_away = True
-    async with running(lambda exchange: None, key.find) as r:
+    async with running(lambda exchange: None, key.find, key_wait_s=0.01) as r:
         done = await r.ended(await r.create(lines_of(1)))
     assert (done.status, done.errors and done.errors.data[0].message) == ("failed", "there is no such API key any more")
     assert key.refusals > 1
@@ -1513,16 +1512,14 @@ async def test_a_batch_that_could_not_be_made_is_neither_shown_nor_waits_for_eve
                 await asyncio.sleep(0)
 
 
-async def test_a_batch_without_its_key_or_its_file_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_key, "WAIT_S", 0.0)
-
+async def test_a_batch_without_its_key_or_its_file_fails() -> None:
     def withdrawn(name: str, surface: Surface) -> Account:
         raise Unauthenticated("there is no API key 'x' any more")
 
     async def handle(exchange: Exchange) -> None:
         raise AssertionError("nothing is carried out")
 
-    async with running(handle, withdrawn) as r:
+    async with running(handle, withdrawn, key_wait_s=0.0) as r:
         keyless = await r.ended(await r.create(lines_of(1)))
     async with running(handle) as r:
         fileless = await r.ended(await r.batches.create("", URL, "file-" + "0" * 32, None))
