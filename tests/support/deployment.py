@@ -54,7 +54,7 @@ class KeyFile:
         return key
 
     def remove_all(self) -> None:
-        self._write("")
+        self._write("[]\n")
 
     def _write(self, text: str) -> None:
         draft = self.path.with_suffix(".new")
