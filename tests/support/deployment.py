@@ -23,6 +23,7 @@ from dynamo.worker.app import Worker, open_worker
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens
 from tests.support.servers import EtcdServer, NatsServer
+from tests.support.statuses import STATUSES
 
 SERVICE = "/inference.GRPCInferenceService/"
 TENSOR: Mapping[str, Any] = {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1], "data": [1]}]}
@@ -72,19 +73,6 @@ class Refusal:
     headers: Mapping[str, str]
 
 
-_STATUSES = {
-    grpc.StatusCode.OK: 200,
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.UNAUTHENTICATED: 401,
-    grpc.StatusCode.PERMISSION_DENIED: 403,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
-    grpc.StatusCode.INTERNAL: 500,
-    grpc.StatusCode.UNIMPLEMENTED: 501,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class InProcessDeployment:
     frontend: Frontend
@@ -109,7 +97,7 @@ class InProcessDeployment:
             await call
         except grpc.aio.AioRpcError as error:
             trailing = {str(name): str(value) for name, value in error.trailing_metadata() or ()}
-            return Refusal(_STATUSES[error.code()], error.details() or "", trailing)
+            return Refusal(STATUSES[error.code()], error.details() or "", trailing)
         trailing = {str(name): str(value) for name, value in await call.trailing_metadata() or ()}
         return Refusal(200, "", trailing)
 

@@ -81,6 +81,7 @@ from tests.support.fake_records import FakeRecords
 from tests.support.fakes import ENDPOINT, FakeClient, FakeDirectory, FakeLink, FakeStream, echo_tensor, instance, tensor_card
 from tests.support.http_edge import FixedRules, Speaker, TextFiles, chat_card, connected, send_delta
 from tests.support.served import Asking
+from tests.support.statuses import STATUSES
 from tests.support.storing import stored_responses
 from tests.support.waiting import WAIT_S
 
@@ -672,7 +673,7 @@ class GrpcEntry(Entry):
             if handler.cancelled():
                 return Outcome(499)
             raise
-        return Outcome(_STATUSES[context.code], bytes(response or b"".join(context.written)))
+        return Outcome(STATUSES[context.code], bytes(response or b"".join(context.written)))
 
 
 async def _handled(method: GrpcOperation, context: GrpcContext) -> Any:
@@ -687,21 +688,6 @@ async def _handled(method: GrpcOperation, context: GrpcContext) -> Any:
     await context.has_written.wait()
     watching.cancel()
     await asyncio.wait([watching])
-
-
-_STATUSES = {
-    grpc.StatusCode.OK: 200,
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.UNAUTHENTICATED: 401,
-    grpc.StatusCode.PERMISSION_DENIED: 403,
-    grpc.StatusCode.NOT_FOUND: 404,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
-    grpc.StatusCode.ALREADY_EXISTS: 400,
-    grpc.StatusCode.INTERNAL: 500,
-    grpc.StatusCode.UNIMPLEMENTED: 501,
-    grpc.StatusCode.UNAVAILABLE: 503,
-    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
-}
 
 
 class GrpcContext:

@@ -32,6 +32,7 @@ from dynamo.frontend.api.http.openapi import openapi_operations
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.kserve.server import KserveServer
+from dynamo.frontend.api.openai.operations import read_request_template
 from dynamo.frontend.api.openai.store.background import BackgroundResponses
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import CapacityOptions, HttpOptions, OverloadStatus, ServingOptions, TextOptions
@@ -216,11 +217,14 @@ async def open_http_edge(
         readiness.attach(plane)
         own = OutputParsers({}, {}) if parsers is None else parsers
         stored = None if background is None else background(metrics)
+        template = None if text is None else read_request_template(text.request_template)
         operations = [
             *health_operations(readiness, connected()),
             *process_operations(),
             *model_operations(plane, readiness, 1.0),
-            *protocol_operations(plane, readiness, text or TextOptions(), own, background=stored, kserve=kserve),
+            *protocol_operations(
+                plane, readiness, text or TextOptions(), own, background=stored, kserve=kserve, template=template
+            ),
         ]
         operations += openapi_operations(operations)
         counted = Capacity(capacity)

@@ -8,8 +8,9 @@ from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.kserve.rest.operations import kserve_operations
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.openai.edge import Edge
-from dynamo.frontend.api.openai.operations import openai_operations, read_request_template
+from dynamo.frontend.api.openai.operations import openai_operations
 from dynamo.frontend.api.openai.store.background import BackgroundResponses
+from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.config import TextOptions
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
@@ -24,17 +25,16 @@ def protocol_operations(
     parsers: OutputParsers = PARSER_REGISTRY,
     kserve: KserveServer | None = None,
     background: BackgroundResponses | None = None,
+    template: RequestTemplate | None = None,
 ) -> list[Operation]:
-    """Raises ConfigError for a request template that cannot be read."""
     limits = text.limits
     offload = Offload()
-    template = read_request_template(text.request_template)
     return [
         *openai_operations(
             Edge(
                 plane=plane,
                 limits=limits,
-                template=template,
+                template=template or RequestTemplate(),
                 parsers=parsers,
                 offload=offload,
                 background=background,

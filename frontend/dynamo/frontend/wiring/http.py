@@ -38,9 +38,11 @@ from dynamo.frontend.api.openai.batches.batch import Batches
 from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
+from dynamo.frontend.api.openai.operations import read_request_template
 from dynamo.frontend.api.openai.store.background import BackgroundResponses
 from dynamo.frontend.api.openai.store.quota import StoredBytes
 from dynamo.frontend.api.openai.store.stored import StoredResponses
+from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.router.select import effective_mode
 from dynamo.frontend.wiring.parts import PortParts
@@ -61,14 +63,18 @@ _STARTING = Reached(**dict.fromkeys((field.name for field in fields(Reached)), c
 class HttpApi:
     """The operations of the HTTP port, and what is carried out for them beside requests."""
 
-    def __init__(self, parts: PortParts, settings: HttpSettings, guard: Guard, links: Links, reached: Reached) -> None:
+    def __init__(
+        self, parts: PortParts, settings: HttpSettings, guard: Guard, links: Links, template: RequestTemplate, reached: Reached
+    ) -> None:
         config, metrics = parts.config, parts.metrics.frontend
         quota, namespace = StoredBytes(guard.stored_bytes), config.namespace
         records, by_default = reached.responses, config.responses.store
         stored = StoredResponses(records, reached.response_changes, namespace, metrics, by_default=by_default, quota=quota)
         self.background = BackgroundResponses(stored)
         kserve = replace(parts.kserve, settings=reached.settings)
-        protocols = protocol_operations(reached.plane, parts.readiness, config.text, kserve=kserve, background=self.background)
+        protocols = protocol_operations(
+            reached.plane, parts.readiness, config.text, kserve=kserve, background=self.background, template=template
+        )
         by_path = {operation.path: operation for operation in protocols if operation.method == "POST"}
         files = Files(reached.batches, namespace, quota=quota)
         batches = Batches(reached.batches, namespace, quota=quota)
@@ -102,7 +108,7 @@ async def open_http(parts: PortParts, guard: Guard, links: Links) -> AsyncIterat
     settings = HttpSettings(
         options=config.http, overload=config.overload_status, capacity=parts.capacity, unknown_fields=unknown_fields
     )
-    make_api = partial(HttpApi, parts, settings, guard, links)
+    make_api = partial(HttpApi, parts, settings, guard, links, read_request_template(config.text.request_template))
     app = HttpApp(make_api(_STARTING).operations, settings, HttpGuard(guard, config.http), metrics.frontend.refused)
     async with AsyncExitStack() as stack:
         metrics_port = None

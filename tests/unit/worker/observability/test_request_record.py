@@ -1,4 +1,4 @@
-"""What a request of a worker leaves besides its counts: a span with children, a trace in Triton's format, or both."""
+"""The record of a worker's request, and its two sinks: a span with children, and a trace in Triton's format."""
 
 from __future__ import annotations
 

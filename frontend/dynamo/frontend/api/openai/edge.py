@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ from dynamo.frontend.api.openai.store.stored import StoredResponses
 from dynamo.frontend.api.openai.to_text import RequestTemplate
 from dynamo.frontend.api.text.generations import TextSource
 from dynamo.frontend.api.text.model_names import name_or_only_model
+from dynamo.frontend.api.text.rules import one_by_one
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parsers import OutputParsers
@@ -115,17 +117,15 @@ async def _write_deltas(stream: EventStream, source: TextSource, chunks: Chunks,
     while deltas := await source.read():
         events: list[bytes] = []
         if steps is not None and deltas[1:]:  # no call for each token
-            await steps.run(_one_by_one(chunks, deltas, events))
+            await steps.run(one_by_one(partial(_add_one, chunks, events), deltas))
         else:
             add(deltas, events)
         if events:
             await stream.write(b"".join(events))
 
 
-def _one_by_one(chunks: Chunks, deltas: Sequence[TextDelta], events: list[bytes]) -> Work[None]:
-    for delta in deltas:
-        chunks.add([delta], events)
-        yield 0
+def _add_one(chunks: Chunks, events: list[bytes], delta: TextDelta) -> None:
+    chunks.add([delta], events)
 
 
 async def write_prompts(stream: EventStream, source: TextSource, chunks: Chunks, awaits_prompt: Callable[[], bool]) -> None:
@@ -133,7 +133,7 @@ async def write_prompts(stream: EventStream, source: TextSource, chunks: Chunks,
     while awaits_prompt() and (deltas := await source.read()):
         for delta in deltas:
             events: list[bytes] = []
-            chunks.add([delta], events)
+            _add_one(chunks, events, delta)
             await stream.write(b"".join(events))
             await asyncio.sleep(0)  # a client that reads fast lets no write wait
 
