@@ -12,7 +12,7 @@
 | `http` | what protocols over HTTP share: the server, its operations, an exchange |
 | `kserve` | KServe v2 with Triton's extensions, over gRPC and, in `rest`, HTTP |
 | `openai` | the OpenAI API, and what `vllm serve` adds to it |
-| `operations` | the HTTP operations of all protocols |
+| `operations` | the HTTP operations that need the data plane alone |
 | `rpc` | what protocols over gRPC share: the servers and their operations |
 | `statuses` | the one table from errors to the statuses of gRPC and HTTP |
 | `text` | the rules of text requests, whatever their protocol |

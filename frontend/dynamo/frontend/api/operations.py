@@ -1,4 +1,4 @@
-"""The HTTP operations of all protocols: text in the forms of OpenAI and Anthropic, and KServe v2."""
+"""The HTTP operations that need the data plane alone: text in the forms of OpenAI and Anthropic, and KServe v2."""
 
 from __future__ import annotations
 

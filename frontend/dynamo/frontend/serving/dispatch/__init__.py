@@ -7,5 +7,5 @@
 | `disaggregation` | one instance computes the prompt, another one generates the response |
 | `dispatcher` | sends a request to an instance, and to another one where `retry` says that it is safe |
 | `prefix_reuse` | how much of the prompts each instance had cached |
-| `retry` | what follows a failed attempt: a decision without I/O, and a budget over all requests |
+| `retry` | what follows a failed attempt: a decision without I/O, and a budget for each model and API key |
 """

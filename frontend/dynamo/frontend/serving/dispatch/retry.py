@@ -6,7 +6,8 @@ A failed attempt is repeated
 2. only on another instance or, where there is none, on one that got or sent only a part of it, and never if the caller named the
    instance;
 3. only inside the deadline, `max_attempts` and the retry budget, of which a refusal that cost no work takes nothing;
-4. only once after an instance died while it held the request, which may be what killed it, also if a response had begun.
+4. only once after an instance died while it held the request, since the request may be what killed it. After a second death it
+   fails; deaths after a response had begun count as well.
 
 A client that repeats such a request would end two instances each time, so what two instances died of in a row is refused for
 `QUARANTINE_S`. Only requests with the same schema or grammar count as the same, whatever their prompts (`Work.fingerprint`):

@@ -15,8 +15,8 @@
 | `model_files` | the files in a JSON request to load a model, in base64 |
 | `operations` | the operations of KServe v2 over HTTP |
 | `paths` | which model a path below /v2 names |
-| `repository` | triton's model repository extension over HTTP |
+| `repository` | Triton's model repository extension over HTTP |
 | `requests` | a request in JSON, with or without binary tensors, as the ModelInferRequest that gRPC would carry |
 | `responses` | a ModelInferResponse as JSON, followed by the tensors that were requested in binary |
-| `settings` | triton's extensions for trace settings, log settings and shared memory over HTTP |
+| `settings` | Triton's extensions for trace settings, log settings and shared memory over HTTP |
 """
