@@ -28,7 +28,7 @@ from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.fleet.peers.bookings import shared_bookings
-from dynamo.frontend.fleet.peers.fair_shares import shared_fairness
+from dynamo.frontend.fleet.peers.waiting_keys import shared_fairness
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.table import LoadTable

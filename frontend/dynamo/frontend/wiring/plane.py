@@ -32,10 +32,10 @@ from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.frontend.fleet.leases import Leases, open_leases
-from dynamo.frontend.fleet.peers.fair_shares import shared_fairness
 from dynamo.frontend.fleet.peers.limits import shared_limits
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
 from dynamo.frontend.fleet.peers.usage import UsageStore, open_usage
+from dynamo.frontend.fleet.peers.waiting_keys import shared_fairness
 from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.fleet.worker_streams import open_worker_streams
 from dynamo.frontend.names.table import NameTable, open_names

@@ -7,6 +7,6 @@
 | `limits` | what each uses of the limits of API keys |
 | `response_changes` | changes of stored responses, for those that follow them |
 | `shared_state` | busy thresholds and places of sessions |
-| `fair_shares` | which API keys wait |
 | `usage` | the usage ledger in JetStream |
+| `waiting_keys` | which API keys wait |
 """

@@ -3,7 +3,7 @@
 Each frontend is fair between the keys that wait in its own queues (`fair_queue`). But the frontend whose request ends is the
 first to notice that an instance has capacity. So one with many requests would take all of it, and a key that waits at another
 would starve. Therefore frontends publish which keys wait in each queue, and what they have served of each key lately
-(`fleet.peers.fair_shares`). If its next request is of a key that the fleet has served more than a key that waits elsewhere, a
+(`fleet.peers.waiting_keys`). If its next request is of a key that the fleet has served more than a key that waits elsewhere, a
 frontend holds the request back, and leaves the capacity to the other frontend. Every `HOLD_S` it tries all the same; if the
 other one has not used the capacity by then, it holds nothing back for `IGNORE_S`.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dynamo.common.model_card import Role
 from dynamo.common.process.decaying import DecayingCounter
-from dynamo.frontend.fleet.peers.fair_shares import MAX_KEYS, KeyShare, QueueShares
+from dynamo.frontend.fleet.peers.waiting_keys import MAX_KEYS, KeyShare, QueueShares
 
 HOLD_S = 0.2
 """For so long a request leaves the room that there may be to others, then it tries: those may be unable to use it."""

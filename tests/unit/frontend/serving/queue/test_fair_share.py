@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import Overloaded
-from dynamo.frontend.fleet.peers.fair_shares import shared_fairness
+from dynamo.frontend.fleet.peers.waiting_keys import shared_fairness
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.security.accounts import Account, KeyAccount
