@@ -75,6 +75,7 @@ def _datatypes() -> Mapping[str, DataType]:
 
 
 DATATYPES = _datatypes()
+FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
 _BY_CONFIG_TYPE = {datatype.config_type: datatype for datatype in DATATYPES.values()}
 _BY_NUMPY = {datatype.dtype.newbyteorder("="): datatype for datatype in DATATYPES.values() if datatype.name != "BF16"}
 

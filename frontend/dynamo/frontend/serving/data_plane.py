@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -51,6 +51,7 @@ from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation
 from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream, Dispatcher
 from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel
 from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
+from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN, tokens_of
 from dynamo.frontend.serving.queue.admission import AdmissionQueue
 from dynamo.frontend.serving.queue.fair_share import FairShares
 from dynamo.frontend.serving.request_scope import RequestScope
@@ -180,19 +181,17 @@ class DataPlane:
         request: TensorRequest,
         call: Call,
         source: TensorSource | None = None,
-        count: Callable[[Buffer], int] | None = None,
     ) -> Buffer:
-        """Return the serialized ModelInferResponse. Raises DynamoError.
-
-        `source`: where the tensors of the request are read. `count` returns the tokens that a response says the prompt has.
-        """
+        """Return the serialized ModelInferResponse. Raises DynamoError. `source`: where the tensors of the request are read."""
+        if model.counts_tokens:
+            call = _with_estimate(call, request, source)
         with RequestScope(model, call, self._tracing) as scope:
             if model.card.decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
             stream = await self.dispatched(model, request, scope, source)
             response = await stream.result()
-            if count is not None:
-                scope.counted(count(response))
+            if model.counts_tokens:
+                scope.counted(tokens_of(response))
             scope.succeed()
             return response
 
@@ -200,6 +199,8 @@ class DataPlane:
         self, model: NamedModel, request: TensorRequest, call: Call, source: TensorSource | None = None
     ) -> TensorResponses:
         """The responses of any tensor model, decoupled or not. `source`: see `infer`. Entering and reading raise DynamoError."""
+        if model.counts_tokens:
+            call = _with_estimate(call, request, source)
         return TensorResponses(self, model, request, RequestScope(model, call, self._tracing), source)
 
     async def dispatched(
@@ -412,9 +413,11 @@ class TensorResponses:
             return []
         try:
             if not self._model.card.decoupled:
-                responses = [await stream.result()]
+                response = await stream.result()
+                if self._model.counts_tokens:
+                    scope.counted(tokens_of(response))
                 scope.succeed()
-                return responses
+                return [response]
             responses = await stream.read()
         except DynamoError as error:
             scope.fail(error)
@@ -424,6 +427,14 @@ class TensorResponses:
         else:
             scope.succeed()
         return responses
+
+
+def _with_estimate(call: Call, request: TensorRequest, source: TensorSource | None) -> Call:
+    """Return a call of a model that counts tokens with an estimate of them, unless its protocol made a better one."""
+    if call.expected_tokens:
+        return call
+    size = len(request.raw) if source is None else source.size_bytes
+    return msgspec.structs.replace(call, expected_tokens=1 + size // BYTES_PER_TOKEN)
 
 
 def _length(content: object, depth: int = 3) -> int:

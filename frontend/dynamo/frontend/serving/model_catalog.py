@@ -18,6 +18,7 @@ from dynamo.common.names import InstanceId
 from dynamo.common.tensors.check import RequestChecker
 from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.serving.call import Instances
+from dynamo.frontend.serving.prompt_tokens import counts_tokens
 
 
 class ModelDirectory(Instances, Protocol):
@@ -65,6 +66,8 @@ class NamedModel:
     checker: RequestChecker
     is_served: bool
     """Whether it has instances."""
+    counts_tokens: bool = False
+    """Whether the tokens of a request are charged by what the model says; see `prompt_tokens`."""
     has_prefill: bool = False
     """Whether some of them compute prompts for others."""
 
@@ -124,7 +127,7 @@ class ModelCatalog:
         is_served = card.name in self._served
         has_prefill = any(instance.card.role is Role.PREFILL for instance in self._directory.newest_first(name))
         metrics = self._metrics.for_model(card.name)
-        model = NamedModel(name, version, card, metrics, RequestChecker(card), is_served, has_prefill)
+        model = NamedModel(name, version, card, metrics, RequestChecker(card), is_served, counts_tokens(card), has_prefill)
         if is_served:  # a model without instances is forgotten after a time, which is no change of the directory
             self._looked_up[name, version] = model
         return model

@@ -23,6 +23,7 @@ import orjson
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.process.work import Work, finish
 from dynamo.common.tensors.tensors import (
+    FLOATS,
     MAX_DIMS,
     Array,
     Buffer,
@@ -50,13 +51,10 @@ _FLAG = bool | Annotated[int, msgspec.Meta(ge=0, le=1)]
 @cache
 def _form(datatype: str, depth: int) -> tuple[Any, msgspec.json.Decoder[Any]]:
     """Return the type of `data` nested `depth` deep, and a decoder for it. There are 14 datatypes and 18 depths."""
-    form: Any = {"BOOL": _FLAG, "BYTES": str}.get(datatype, float if datatype in _FLOATS else int)
+    form: Any = {"BOOL": _FLAG, "BYTES": str}.get(datatype, float if datatype in FLOATS else int)
     for _ in range(depth):
         form = list[form]
     return form, msgspec.json.Decoder(form)
-
-
-_FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
 
 
 # From JSON
@@ -76,7 +74,7 @@ def encode(values: list[Any], kind: DataType, what: str, start: int = 0) -> Buff
         return encode_bytes(values)
     if kind.name == "BOOL":
         return bytes(values)
-    array = _floats(values, kind, what, start) if kind.name in _FLOATS else _integers(values, kind, what, start)
+    array = _floats(values, kind, what, start) if kind.name in FLOATS else _integers(values, kind, what, start)
     return from_numpy(array, kind.name)[1]
 
 
@@ -108,7 +106,7 @@ def decode(data: object, kind: DataType, depth: int, what: str) -> Any:
         if not isinstance(data, msgspec.Raw):
             return msgspec.convert(data, form)
         try:
-            if kind.name in _FLOATS:  # of which orjson takes no kind long
+            if kind.name in FLOATS:  # of which orjson takes no kind long
                 with contextlib.suppress(orjson.JSONDecodeError):
                     return msgspec.convert(orjson.loads(memoryview(data)), form)
             return decoder.decode(data)
@@ -294,7 +292,7 @@ def _numbers(raw: Buffer, kind: DataType, count: int) -> bytes:
     if kind.name == "BF16":
         array = bf16_to_float32(array)
     text = orjson.dumps(array, option=orjson.OPT_SERIALIZE_NUMPY)
-    return _with_words(text, array) if kind.name in _FLOATS else text
+    return _with_words(text, array) if kind.name in FLOATS else text
 
 
 def _texts(elements: Sequence[bytes], what: str, start: int) -> list[str]:

@@ -23,13 +23,13 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.process.work import Work, finish
 from dynamo.common.tensors.request import TensorRequest
-from dynamo.common.tensors.tensors import encode_bytes
+from dynamo.common.tensors.tensors import FLOATS, encode_bytes
 from dynamo.frontend.api.declaration import Reads
 from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.pooling.text_tensors import ids_to_tensor
-from dynamo.frontend.api.openai.pooling.vectors import BRIEF_BYTES, FLOATS, from_tensors, rows_to_json, tokens_of, with_rows
+from dynamo.frontend.api.openai.pooling.vectors import BRIEF_BYTES, from_tensors, rows_to_json, with_rows
 from dynamo.frontend.api.openai.requests import EmbeddingRequest
 from dynamo.frontend.api.openai.response_objects import Embedding, Embeddings, EmbeddingUsage
 from dynamo.frontend.api.openai.to_text import prompts_of
@@ -37,11 +37,10 @@ from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.api.text.rules import check_chars
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.model_catalog import NamedModel
+from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN
 from dynamo.protos.inference_pb2 import ModelInferRequest
 
 TOKENS_INPUT = "token_ids"
-_CHARS_PER_TOKEN = 4
-"""Characters per token of common text, for an estimate; the model counts."""
 _BRIEF_INPUTS = 16 * 1024
 """So many characters, or token ids with their padding, are made a tensor at once."""
 
@@ -71,7 +70,7 @@ class EmbeddingsEndpoint:
         tensors = await exchange.in_steps(building) if len(inputs) * max(map(len, inputs)) > _BRIEF_INPUTS else finish(building)
         call = msgspec.structs.replace(call, expected_tokens=expected_tokens(inputs))
         async with exchange.attended():
-            response = await self._edge.plane.infer(model, tensors, call, count=tokens_of)
+            response = await self._edge.plane.infer(model, tensors, call)
             is_long = len(response) > BRIEF_BYTES
             exchange.hold(len(response))
             reading = from_tensors(response, len(inputs))
@@ -95,7 +94,7 @@ def _inputs(request: EmbeddingRequest, most: int) -> list[str | list[int]]:
 
 
 def expected_tokens(inputs: Sequence[str | list[int]]) -> int:
-    return sum(1 + len(item) // _CHARS_PER_TOKEN if isinstance(item, str) else len(item) for item in inputs)
+    return sum(1 + len(item) // BYTES_PER_TOKEN if isinstance(item, str) else len(item) for item in inputs)
 
 
 def to_tensors(inputs: Sequence[str | list[int]], model: str, card: ModelCard, max_bytes: int) -> Work[TensorRequest]:

@@ -26,7 +26,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.process.work import Work
 from dynamo.common.tensors.request import TensorRequest
-from dynamo.common.tensors.tensors import Buffer, encode_bytes
+from dynamo.common.tensors.tensors import FLOATS, Buffer, encode_bytes
 from dynamo.frontend.api.declaration import Reads
 from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.request_reader import RequestReader
@@ -49,7 +49,7 @@ from dynamo.frontend.api.openai.pooling.text_task_objects import (
     TaskRequest,
 )
 from dynamo.frontend.api.openai.pooling.text_tensors import pairs_head, repeated_query
-from dynamo.frontend.api.openai.pooling.vectors import FLOATS, Vectors, from_tensors, rows_to_json, tokens_of, with_rows
+from dynamo.frontend.api.openai.pooling.vectors import Vectors, from_tensors, rows_to_json, with_rows
 from dynamo.frontend.api.openai.response_objects import EmbeddingUsage
 from dynamo.frontend.api.openai.to_text import prompts_of
 from dynamo.frontend.api.text.model_names import name_or_only_model
@@ -152,7 +152,7 @@ class TextTask(Generic[R]):
 
         async def infer(tensors: TensorRequest, tokens: int) -> Buffer:
             estimated = msgspec.structs.replace(call, expected_tokens=tokens)
-            response = await edge.plane.infer(model, tensors, estimated, count=tokens_of)
+            response = await edge.plane.infer(model, tensors, estimated)
             exchange.hold(len(response))
             return response
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import msgspec
@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.process.work import Work
 from dynamo.common.tensors.request import parse_response
-from dynamo.common.tensors.tensors import Array, Buffer, bf16_to_float32, element_count, to_numpy, typed_to_raw
+from dynamo.common.tensors.tensors import FLOATS, Array, Buffer, bf16_to_float32, element_count, to_numpy, typed_to_raw
 from dynamo.frontend.api.http.json_pieces import Spliced
-from dynamo.protos.inference_pb2 import ModelInferResponse
+from dynamo.frontend.serving.prompt_tokens import tokens_in
 
 Vectors: TypeAlias = NDArray[np.float32]
 """One row per text."""
 
-FLOATS = frozenset(("FP16", "BF16", "FP32", "FP64"))
-TOKENS_OUTPUT = "prompt_tokens"
 BRIEF_BYTES = 64 * 1024
 """A response of this size is read and written at once."""
 _WRITTEN = 3 << 12
@@ -39,7 +37,7 @@ def from_tensors(encoded: Buffer, count: int) -> Work[tuple[Vectors, int]]:
     """
     head, raws = parse_response(encoded)
     vectors: Vectors | None = None
-    tokens = _tokens(head, raws)
+    tokens = tokens_in(head, raws)
     try:
         for index, output in enumerate(head.outputs):
             elements = element_count(output.shape)
@@ -52,23 +50,6 @@ def from_tensors(encoded: Buffer, count: int) -> Work[tuple[Vectors, int]]:
     if vectors is None or vectors.shape[1] == 0:
         raise EngineError("the model's response has no vectors")
     return vectors, tokens
-
-
-def tokens_of(encoded: Buffer) -> int:
-    """Return how many tokens the texts of a request have, as its ModelInferResponse says; 0: it does not. Raises EngineError."""
-    return _tokens(*parse_response(encoded))
-
-
-def _tokens(head: ModelInferResponse, raws: Sequence[Buffer]) -> int:
-    try:
-        for index, output in enumerate(head.outputs):
-            if output.name == TOKENS_OUTPUT and "INT" in output.datatype:
-                elements = element_count(output.shape)
-                raw = raws[index] if index < len(raws) else typed_to_raw(output.contents, output.datatype, elements)
-                return max(0, int(to_numpy(raw, output.datatype, (elements,)).sum()))
-    except (InvalidRequest, ValueError) as error:
-        raise EngineError(f"the model's response does not say how many tokens its texts have: {error}") from None
-    return 0
 
 
 def _converted(array: Array, datatype: str) -> Work[Vectors]:
