@@ -264,13 +264,13 @@ async def test_requests_beyond_the_batch_size_wait(started: Started) -> None:
 
     async def watched(seed: int) -> int:
         tokens = 0
-        async for item in engine.generate(make_request(started.noise(seed, 20), 60), Context("test")):
+        async for item in engine.generate(make_request(started.noise(seed, 20), 24), Context("test")):
             loads.append(engine.load())
             tokens += 0 if isinstance(item, Summary) else len(item.tokens)
         return tokens
 
     async with asyncio.timeout(WAIT_S):
-        assert await asyncio.gather(*(watched(seed) for seed in range(SEQUENCES + 2))) == [60] * (SEQUENCES + 2)
+        assert await asyncio.gather(*(watched(seed) for seed in range(SEQUENCES + 2))) == [24] * (SEQUENCES + 2)
     assert max(load.running for load in loads) == SEQUENCES
     [full, *_] = [load for load in loads if load.running == SEQUENCES]
     assert full.waiting == 2
