@@ -1,4 +1,4 @@
-"""`dynamo_frontend_*` and `grpc_server_*`: how requests ended, as metrics under the names that dashboards use.
+"""`dynamo_frontend_*`: how requests ended, as metrics under the names that dashboards use.
 
 Label children are looked up once per model or method and kept, so that a request costs a handful of additions, and a token
 no more than a bisection in a local list.
@@ -114,6 +114,11 @@ class FrontendMetrics:
         self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
         self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
         self.overlap = self._histogram("router_overlap_blocks", "Leading blocks the chosen instance held.", by_model, BLOCKS)
+        self.left_out_blocks = self._counter(
+            "router_left_out_blocks",
+            "KV blocks that are not followed: instances published more than their cards allow.",
+            ("model",),
+        )
         self.ttft_ratio = self._histogram(
             "router_ttft_ratio", "Measured time to first token, as a multiple of the predicted one.", by_model, MISPREDICTIONS
         )
@@ -468,6 +473,11 @@ class RouterMetrics:
 
     def predicted(self, model: str, predicted_s: float, seconds: float) -> None:
         self._metrics.for_model(model).predicted(predicted_s, seconds)
+
+    def left_out(self, model: str, blocks: int) -> None:
+        """Count blocks that an instance published beyond what is kept of it."""
+        metrics = self._metrics
+        metrics.left_out_blocks.labels(metrics.for_model(model).label).inc(blocks)
 
     def refused(self, request: RouteRequest) -> None:
         """Counted as the request's failure."""

@@ -43,7 +43,7 @@ async def open_router(
     decisions = DecisionLog(everything=logging.getLogger("dynamo.frontend.router.explain").isEnabledFor(logging.DEBUG))
     async with AsyncExitStack() as stack:
         state = await stack.enter_async_context(open_shared_state(links.nats, config.namespace, origin, thresholds))
-        router = await stack.enter_async_context(_picking_router(config, links, client, origin, thresholds))
+        router = await stack.enter_async_context(_picking_router(config, links, client, origin, thresholds, metrics))
         router = SequenceRouter(router)
         if options.session_affinity_ttl_s is not None:
             router = sessions = SessionRouter(
@@ -61,7 +61,12 @@ async def open_router(
 
 @asynccontextmanager
 async def _picking_router(
-    config: FrontendConfig, links: Links, client: RequestClient, origin: str, thresholds: ThresholdTable
+    config: FrontendConfig,
+    links: Links,
+    client: RequestClient,
+    origin: str,
+    thresholds: ThresholdTable,
+    metrics: RouterMetrics,
 ) -> AsyncIterator[Router]:
     """Open the router of the chosen mode, which follows instances and, if configured, the bookings of other frontends."""
     clock, events = asyncio.get_running_loop().time, links.events
@@ -80,7 +85,9 @@ async def _picking_router(
         if follower is not None and config.router.durable_kv_events:
             threshold, reset = config.router.snapshot_threshold, config.router.reset_states
             history = KvHistory(KvStream(links.nats), snapshot_threshold=threshold, reset=reset)
-        feed = await stack.enter_async_context(open_kv_feed(events, links.directory, query, follower, loads, history))
+        feed = await stack.enter_async_context(
+            open_kv_feed(events, links.directory, query, follower, loads, history, metrics.left_out)
+        )
         events.on_dropped(feed.suspend)
         events.on_resumed(feed.resume)
         if config.router.replica_sync:

@@ -104,6 +104,14 @@ def test_decisions_are_counted_with_what_they_found() -> None:
     assert value("dynamo_component_router_kv_hit_rate_bucket", le="0.0") == 1
 
 
+def test_blocks_that_are_not_followed_are_counted_by_model() -> None:
+    registry = CollectorRegistry()
+    router = RouterMetrics(FrontendMetrics(registry))
+    router.left_out("talker", 3)
+    router.left_out("talker", 4)
+    assert registry.get_sample_value("dynamo_frontend_router_left_out_blocks_total", {"model": "talker"}) == 7
+
+
 class _Refusing:
     """As much of a call's context as refusing it takes."""
 

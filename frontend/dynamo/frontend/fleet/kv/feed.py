@@ -1,6 +1,6 @@
 """Keeps a KV router in step with the caches and loads that instances publish.
 
-Each instance numbers its updates without holes, and a `fleet.kv_follow.Follower` per model and instance says what may be applied
+Each instance numbers its updates without holes, and a `fleet.kv.follow.Follower` per model and instance says what may be applied
 and when something is missing: a hole, a new instance, a load report that speaks of updates never seen. Then the feed queries the
 instance: for the updates it missed, or for a snapshot of everything. So an index is exact again a round trip after the next
 update or report, whatever was lost, also while there was no connection. An instance that is gone is cleared.
@@ -20,9 +20,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 import msgspec
 
@@ -46,9 +45,11 @@ from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.model_card import LlmInfo
 from dynamo.common.names import Endpoint, InstanceId, instance_of
 from dynamo.common.process.background import Tasks, running_tasks
-from dynamo.frontend.fleet.event_bus import Closable
+from dynamo.frontend.fleet.directory import Directory
+from dynamo.frontend.fleet.event_bus import Closable, EventBus
 from dynamo.frontend.fleet.kv.follow import Follower
 from dynamo.frontend.fleet.kv.history import Key, KvHistory
+from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.table import LoadTable
 
 log = logging.getLogger(__name__)
@@ -76,40 +77,6 @@ _FEWEST_KEPT, _MOST_KEPT = 1 << 17, 1 << 23
 _KEPT_WITHOUT_TOTAL = 1 << 22
 """For an instance whose card does not say how many blocks it caches."""
 _updates_decoder = msgspec.msgpack.Decoder(list[KvUpdate] | None)
-
-
-class Caches(Protocol):
-    """What the feed keeps up to date; `router.kv.KvRouter` is one."""
-
-    def apply(self, model: str, instance: InstanceId, update: KvUpdate) -> None: ...
-
-    def replace(self, model: str, instance: InstanceId, snapshot: KvSnapshot) -> None: ...
-
-    def held_blocks(self, model: str, instance: InstanceId) -> int:
-        """Return how many blocks of an instance are kept."""
-        ...
-
-    def set_current(self, is_current: bool) -> None:
-        """Say whether the caches are current: whether no update is missing but those on their way."""
-        ...
-
-
-class FeedDirectory(Protocol):
-    """The part of `fleet.directory.Directory` that the feed needs."""
-
-    def registered(self) -> Collection[Instance]: ...
-
-    def on_registrations(self, callback: Callable[[Sequence[Instance], Sequence[Instance]], None]) -> None: ...
-
-    def mark_up(self, instance: InstanceId) -> None: ...
-
-
-class FeedBus(Protocol):
-    """The part of `fleet.event_bus.EventBus` that the feed needs."""
-
-    async def connected(self) -> None: ...
-
-    async def subscribe(self, subject: str, on_message: OnMessage) -> Closable: ...
 
 
 class _Source:
@@ -182,12 +149,13 @@ class KvFeed:
 
     def __init__(
         self,
-        bus: FeedBus,
-        directory: FeedDirectory,
+        bus: EventBus,
+        directory: Directory,
         query: Query,
-        caches: Caches | None,
+        caches: KvRouter | None,
         loads: LoadTable,
         history: KvHistory | None,
+        on_left_out: Callable[[str, int], None],
         tasks: Tasks,
     ) -> None:
         self._bus = bus
@@ -196,6 +164,7 @@ class KvFeed:
         self._caches = caches
         self._loads = loads
         self._history = history
+        self._on_left_out = on_left_out
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._sources: dict[Key, _Source] = {}
@@ -204,8 +173,6 @@ class KvFeed:
         """The language models of each registered instance."""
         self._unreadable_updates = Unreadable("a KV update")
         self._excess = Unreadable("a part of a KV update")
-        self.dropped_blocks = 0
-        """Blocks that were not stored since their instance has too many."""
         self._steps = asyncio.Lock()
         """One step in a turn of the event loop, of whichever instance."""
         self._unreadable_reports = Unreadable("a load report")
@@ -396,8 +363,8 @@ class KvFeed:
         if len(part.stored) <= room:
             return part
         excess = (len(part.stored) - room) // HASH_BYTES
-        self.dropped_blocks += excess
-        reason = f"of {instance.id:x}, {source.max_blocks} blocks are kept, and {self.dropped_blocks} were dropped of all"
+        self._on_left_out(instance.card.name, excess)
+        reason = f"of {instance.id:x}, {source.max_blocks} blocks are kept, and {excess} more are left out"
         self._excess.drop(instance.endpoint.kv_subject(), reason)
         return KvUpdate(part.number, stored=part.stored[:room])
 
@@ -514,16 +481,20 @@ class KvFeed:
 
 @asynccontextmanager
 async def open_kv_feed(
-    bus: FeedBus,
-    directory: FeedDirectory,
+    bus: EventBus,
+    directory: Directory,
     query: Query,
-    caches: Caches | None,
+    caches: KvRouter | None,
     loads: LoadTable,
     history: KvHistory | None = None,
+    on_left_out: Callable[[str, int], None] = lambda model, blocks: None,
 ) -> AsyncIterator[KvFeed]:
-    """Keep `caches` and `loads` current while the body runs. Without caches, only the loads."""
+    """Keep `caches` and `loads` current while the body runs. Without caches, only the loads.
+
+    `on_left_out`: called with the model and the number of blocks that are not kept, since their instance has too many.
+    """
     async with running_tasks() as tasks:
-        feed = KvFeed(bus, directory, query, caches, loads, history, tasks)
+        feed = KvFeed(bus, directory, query, caches, loads, history, on_left_out, tasks)
         directory.on_registrations(feed.registrations_changed)
         feed.registrations_changed(tuple(directory.registered()), ())
         try:
