@@ -1,4 +1,4 @@
-"""A store of records in memory, with the protocol of `common.messaging.records.RecordStore`."""
+"""A store of records in memory, with the protocol of `common.messaging.jetstream.records.RecordStore`."""
 
 from __future__ import annotations
 

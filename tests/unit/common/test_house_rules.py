@@ -232,10 +232,13 @@ PRESCRIBED = {
 """Names that two classes of one process have, each with the interface that prescribes it."""
 
 
-def test_a_class_name_is_unique_in_its_process() -> None:
-    assert {name for process in ("frontend", "worker") for name in ambiguous_classes(modules_of(process, "common"))} == set(
-        PRESCRIBED
-    )
+def test_a_class_name_is_unique_in_its_process(production: dict[str, ast.Module]) -> None:
+    ambiguous: set[str] = set()
+    for process in ("frontend/", "worker/"):
+        ambiguous |= ambiguous_classes(
+            {file: tree for file, tree in production.items() if file.startswith((process, "common/"))}
+        ).keys()
+    assert ambiguous == PRESCRIBED.keys()
 
 
 def modules_of(*roots: str) -> dict[str, ast.Module]:
@@ -429,3 +432,39 @@ def test_options_that_nothing_reads_are_found() -> None:
         "class C:\n    a: int = option(1)\n    b: int = option(2)\n    c: D = group(D)\n    d: int = 3\nprint(config.b)\nx.a = 1"
     )
     assert unread_options({"x": ast.parse(source)}) == ["x: a", "x: c"]
+
+
+def unresolved(modules: Mapping[str, ast.Module]) -> Iterator[str]:
+    """Yield what docstrings name like `fleet.directory.Directory` where no module whose path ends so defines or imports it."""
+    known: dict[str, list[str]] = {}
+    for file, tree in modules.items():
+        path = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for node in tree.body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            names += [alias.asname or alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                known.setdefault(name, []).append(f".{path}")
+    for file, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                for path, name in re.findall(r"`((?:[a-z_]+\.)+)([A-Z]\w*[a-z]\w*)`", node.value):
+                    is_ours = path.partition(".")[0] not in OTHERS
+                    if is_ours and not any(module.endswith(f".{path}"[:-1]) for module in known.get(name, ())):
+                        yield f"{file}: `{path}{name}`"
+
+
+OTHERS = {"asyncio", "grpc", "inference", "llguidance", "msgspec"}
+"""Libraries, and KServe's protocol, whose classes docstrings name."""
+
+
+def test_a_class_that_a_docstring_names_with_its_module_is_there(production: dict[str, ast.Module]) -> None:
+    assert list(unresolved(production)) == []
+
+
+def test_names_of_classes_that_are_elsewhere_are_found() -> None:
+    sources = {
+        "frontend/dynamo/frontend/fleet/kv/feed.py": "class KvFeed: ...",
+        "frontend/dynamo/frontend/a.py": "'`fleet.kv.feed.KvFeed` `kv.feed.KvFeed` `fleet.feed.KvFeed` `msgspec.Raw` `feed.No`'",
+    }
+    found = [use.partition(": ")[2] for use in unresolved({file: ast.parse(source) for file, source in sources.items()})]
+    assert found == ["`fleet.feed.KvFeed`", "`feed.No`"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter as Totals
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -29,6 +29,8 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from dynamo.common.errors import Code, DynamoError
+from dynamo.common.messaging.nats.connection import Connection
+from dynamo.common.shared_memory.sharing import SharedMemory
 
 M = TypeVar("M", Gauge, Counter, Histogram)
 
@@ -143,15 +145,6 @@ class RuntimeMetrics:
         )
 
 
-class NatsLink(Protocol):
-    """The part of `messaging.connection.Connection` that is measured."""
-
-    @property
-    def last_read_at(self) -> float: ...
-
-    def on_reconnect(self, callback: Callable[[], None]) -> None: ...
-
-
 class LinkMetrics:
     """A process's connections to NATS, the requests that are open, and the event loop that serves them.
 
@@ -172,12 +165,12 @@ class LinkMetrics:
         self._credit = self._gauge("free_credit_bytes", "Bytes that peers may yet be allowed to send at once.", "livemin")
         help_ = "Times a connection to NATS came back."
         self._reconnects = Counter(f"{prefix}_nats_reconnects", help_, of_connection, registry=registry)
-        self._connections: list[tuple[NatsLink, Gauge]] = []
+        self._connections: list[tuple[Connection, Gauge]] = []
         help_ = "How late the event loop ran a timer: all requests of the process waited for so long."
         lag = Histogram(f"{prefix}_event_loop_lag_seconds", help_, tuple(self._labels), registry=registry, buckets=LAG_SECONDS)
         self._lag = _child(lag, self._labels)
 
-    def follow(self, connection: str, nats: NatsLink) -> None:
+    def follow(self, connection: str, nats: Connection) -> None:
         """Measure a connection, which is used for `connection`: `requests` or `events`."""
         labels = {**self._labels, "connection": connection}
         self._connections.append((nats, self._silence.labels(**labels)))
@@ -208,22 +201,6 @@ def _child(metric: M, labels: Mapping[str, str]) -> M:
     return metric.labels(**labels) if labels else metric
 
 
-class LentMemory(Protocol):
-    """The part of `shared_memory.sharing.SharedMemory` that is measured."""
-
-    @property
-    def bytes(self) -> Mapping[str, int]: ...
-
-    @property
-    def fallbacks(self) -> Mapping[str, int]: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    @property
-    def capacity_bytes(self) -> int: ...
-
-
 class SharedMemoryMetrics:
     """Bodies by reference between this process and others of its host. `prefix` and `labels` as in LinkMetrics."""
 
@@ -241,7 +218,7 @@ class SharedMemoryMetrics:
         self._capacity = Gauge(f"{begin}_capacity_bytes", help_, names, registry=registry, multiprocess_mode="livesum")
         self._shown: dict[tuple[Counter, str], int] = {}
 
-    def show(self, memory: LentMemory | None) -> None:
+    def show(self, memory: SharedMemory | None) -> None:
         """Set the gauges, and let the counters follow; None: the process has no shared memory."""
         if memory is None:
             return

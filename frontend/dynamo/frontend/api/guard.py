@@ -193,7 +193,7 @@ class Accounts:
         account = self._by_name[key.name] = KeyAccount(key, self._clock, self._follow, self.fleet, self.ledger, self._salts)
         return account
 
-    # The part of `fleet.limits.LimitTable`
+    # The part of `fleet.peers.limits.LimitTable`
 
     def used(self, names: Iterable[str]) -> list[KeyUse]:
         return [account.use() for name in names if (account := self._by_name.get(name)) is not None]

@@ -9,30 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator
 
 from dynamo.common.adapters import DesiredAdapter, LoadAdapter, adapter_key, decode_adapter, encode_adapter
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import AlreadyExists, Code, DynamoError, InvalidRequest, NotFound, Unavailable, Unsupported, from_wire
 from dynamo.common.etcd import Etcd
-from dynamo.common.model_card import AdapterReport, ModelCard
+from dynamo.common.model_card import AdapterReport
 from dynamo.common.repository import ControlMode, IndexEntry, ModelState, RepositoryInstance
+from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.security.accounts import Account
 
 log = logging.getLogger(__name__)
 
 _VERSION = "1"
-
-
-class AdapterDirectory(Protocol):
-    """The part of `Directory` that is needed."""
-
-    def registered(self) -> Collection[Instance]: ...
-
-    def card(self, name: str) -> ModelCard | None: ...
-
-    def on_change(self, callback: Callable[[], None]) -> None: ...
 
 
 class Adapters:
@@ -41,7 +31,7 @@ class Adapters:
     Two sentences are vLLM's own, since its clients look for them.
     """
 
-    def __init__(self, etcd: Etcd, namespace: str, directory: AdapterDirectory, timeout_s: float) -> None:
+    def __init__(self, etcd: Etcd, namespace: str, directory: Directory, timeout_s: float) -> None:
         """`timeout_s`: the longest that loading or unloading may take."""
         self._etcd = etcd
         self._namespace = namespace

@@ -34,7 +34,7 @@ class Registered(Protocol):
 
 
 class CanaryDispatcher(Protocol):
-    """The part of `dispatch.Dispatcher` that canaries need."""
+    """The part of `serving.dispatch.dispatcher.Dispatcher` that canaries need."""
 
     async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer: ...
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo.common.messaging.buffers import Body
-from dynamo.common.messaging.nats.connection import OnMessage
+from dynamo.common.messaging.nats.connection import Connection, OnMessage
 
 log = logging.getLogger(__name__)
 
@@ -35,24 +35,6 @@ _STEADY_S = 30.0
 
 class Closable(Protocol):
     async def close(self) -> None: ...
-
-
-class EventLink(Protocol):
-    """The part of `messaging.connection.Connection` that is used."""
-
-    @property
-    def max_payload(self) -> int: ...
-
-    @property
-    def last_read_at(self) -> float: ...
-
-    def ping(self) -> asyncio.Future[bool]: ...
-
-    async def connected(self) -> None: ...
-
-    async def subscribe(self, subject: str, on_message: OnMessage) -> Closable: ...
-
-    def publish_nowait(self, subject: str, payload: Body, reply: str = "") -> bool: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +72,7 @@ class EventBus:
     `behind_s`: how old events may be.
     """
 
-    def __init__(self, link: EventLink, behind_s: float = 1.0) -> None:
+    def __init__(self, link: Connection, behind_s: float = 1.0) -> None:
         self.link = link
         self.is_dropped = False
         """Whether nothing is received, because this process was behind."""

@@ -25,7 +25,7 @@ _models_decoder = msgspec.msgpack.Decoder(list[str])
 
 
 class Queries(Protocol):
-    """The part of `dispatch.Dispatcher` that is needed here."""
+    """The part of `serving.dispatch.dispatcher.Dispatcher` that is needed here."""
 
     async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer: ...
 

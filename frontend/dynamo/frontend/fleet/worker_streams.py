@@ -23,7 +23,7 @@ _CHECK_S = 60.0
 
 
 class JetStreamStore(Protocol):
-    """A stream or a bucket; `messaging.store.FileStore` and `messaging.kv_stream.KvStream` are two."""
+    """A stream or a bucket; `messaging.jetstream.store.FileStore` and `messaging.jetstream.kv_stream.KvStream` are two."""
 
     async def ensure(self) -> object:
         """Make it unless it exists. Raises Unavailable."""

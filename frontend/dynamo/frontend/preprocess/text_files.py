@@ -34,7 +34,7 @@ _TEMPLATES_BYTES = 256 * _TEMPLATE_BYTES
 
 
 class TextFileSource(Protocol):
-    """The part of `messaging.store.FileStore` that is used."""
+    """The part of `messaging.jetstream.store.FileStore` that is used."""
 
     async def get(self, key: str) -> bytes:
         """Return the contents of the file with this sha256 (hexadecimal)."""

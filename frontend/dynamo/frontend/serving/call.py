@@ -160,7 +160,7 @@ class Stream(Protocol):
 
 
 class Client(Protocol):
-    """The part of `messaging.client.RequestClient` that dispatching needs."""
+    """The part of `messaging.request_plane.client.RequestClient` that dispatching needs."""
 
     def open(
         self,

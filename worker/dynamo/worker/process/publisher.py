@@ -13,9 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
@@ -31,6 +30,8 @@ from dynamo.common.kv.events import (
     request_key,
 )
 from dynamo.common.kv.hashes import pack_hashes
+from dynamo.common.messaging.jetstream.kv_stream import KvStream
+from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.messaging.request_plane.incoming import Handler
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.process.background import running
@@ -51,45 +52,10 @@ _RETRY_S = 2.0
 _CHECK_S = 60.0
 
 
-class EventBus(Protocol):
-    """The part of `messaging.connection.Connection` that publishing needs."""
-
-    def publish_soon(self, subject: str, payload: bytes, reply: str = "") -> bool: ...
-
-    @property
-    def is_connected(self) -> bool: ...
-
-    @property
-    def max_payload(self) -> int: ...
-
-    @property
-    def reconnected_at(self) -> float:
-        """When the connection last came back, on the loop's clock."""
-        ...
-
-
-class EventRecord(Protocol):
-    """Keeps durable events; `messaging.kv_stream.KvStream` is one."""
-
-    async def ensure(self) -> str:
-        """Create the record unless it exists. Return a mark that changes when it was lost and created anew.
-
-        Raises Unavailable.
-        """
-        ...
-
-    def receipts(self, on_recorded: Callable[[str], None]) -> AbstractAsyncContextManager[str]:
-        """Yield a subject. `on_recorded(X)` is called for each recorded message with the reply `subject.X`.
-
-        Raises Unavailable.
-        """
-        ...
-
-
 class KvPublisher:
     """Publishes events and load of one engine. `accepted` and `stepped` are called on the event loop."""
 
-    def __init__(self, bus: EventBus, endpoint: Endpoint, instance: InstanceId, model: str, engine: TracksKv) -> None:
+    def __init__(self, bus: Connection, endpoint: Endpoint, instance: InstanceId, model: str, engine: TracksKv) -> None:
         self.model = model
         self.engine = engine
         self._bus = bus
@@ -263,7 +229,7 @@ class KvPublishers:
                 publisher.report_idle()
             await asyncio.sleep(IDLE_REPORT_S)
 
-    async def record(self, record: EventRecord) -> None:
+    async def record(self, record: KvStream) -> None:
         """Record all updates, forever. Waits while the record is not available."""
         publishers = list(self._by_model.values())
 
@@ -290,7 +256,7 @@ class KvPublishers:
             publisher.close()
 
 
-async def _record_into(record: EventRecord, incarnation: str, publishers: Sequence[KvPublisher], receipts: str) -> None:
+async def _record_into(record: KvStream, incarnation: str, publishers: Sequence[KvPublisher], receipts: str) -> None:
     """Record updates until the record is replaced by a new one. Raises Unavailable if it cannot be created."""
     loop = asyncio.get_running_loop()
     checked_at = loop.time()
@@ -317,11 +283,11 @@ async def _record_into(record: EventRecord, incarnation: str, publishers: Sequen
 
 @asynccontextmanager
 async def publishing(
-    bus: EventBus,
+    bus: Connection,
     endpoint: Endpoint,
     instance: InstanceId,
     engines: Sequence[tuple[str, TracksKv]],
-    record: EventRecord | None = None,
+    record: KvStream | None = None,
 ) -> AsyncIterator[KvPublishers]:
     """Publish for `engines`, pairs of model and engine, while the body runs; with `record`, durably."""
     publishers = KvPublishers([KvPublisher(bus, endpoint, instance, model, engine) for model, engine in engines])

@@ -12,10 +12,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 from dynamo.common.errors import ShuttingDown, Unavailable, Unsupported
 from dynamo.common.lifecycle import within
+from dynamo.common.messaging.request_plane.server import RequestServer
 from dynamo.worker.engine.base import Sleeps
 from dynamo.worker.serve import ServedModel, Service
 
@@ -25,14 +25,6 @@ _CANCEL_S = 1.0
 """A change that is cancelled gets this long to end."""
 
 
-class Requests(Protocol):
-    """The part of `messaging.server.RequestServer` that a Sleeper needs."""
-
-    async def drained(self) -> None: ...
-
-    def stop_all(self) -> None: ...
-
-
 class Sleeper:
     """Puts all engines of one worker to sleep and wakes them. Changes happen one at a time; each is completed or undone."""
 
@@ -40,7 +32,7 @@ class Sleeper:
         self,
         engines: Sequence[object],
         service: Service,
-        requests: Requests,
+        requests: RequestServer,
         hide: Callable[[bool], Awaitable[bool]],
         drain_timeout_s: float,
     ) -> None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import aclosing
 from typing import Protocol
 
 from dynamo.common.errors import DynamoError
 from dynamo.common.kv.events import KvSnapshot, KvUpdate, read_message
+from dynamo.common.messaging.jetstream.kv_stream import KvStream
 from dynamo.common.names import Endpoint, InstanceId, instance_of
 from dynamo.frontend.fleet.kv.archive import Archive, Archived, archive_decoder, archive_encoder, fold
 
@@ -29,24 +30,6 @@ _READ_S = 1.0
 """Time limit for reading: beyond it, requesting snapshots from the instances is faster. Only what is missing is requested."""
 _SNAPSHOT_S = 40.0
 """Time limit for making a snapshot, below the lifetime of its lock."""
-
-
-class KvHistoryStore(Protocol):
-    """The store of events and snapshots; `messaging.kv_stream.KvStream` is one. Methods raise Unavailable."""
-
-    async def count(self, subject: str) -> int: ...
-
-    def since(self, subject: str, after: int) -> AsyncGenerator[list[tuple[int, str, bytes]], None]: ...
-
-    async def purge(self, subject: str, up_to: int | None = None) -> None: ...
-
-    async def load(self, name: str) -> bytes | None: ...
-
-    async def save(self, name: str, snapshot: bytes) -> None: ...
-
-    async def forget(self, name: str) -> None: ...
-
-    def lock(self, name: str) -> AbstractAsyncContextManager[bool]: ...
 
 
 class CacheReader(Protocol):
@@ -64,7 +47,7 @@ class CacheReader(Protocol):
 class KvHistory:
     """`snapshot_threshold`: recorded events after which a snapshot is due. `reset`: begin by forgetting what is recorded."""
 
-    def __init__(self, record: KvHistoryStore, *, snapshot_threshold: int = 10_000, reset: bool = False) -> None:
+    def __init__(self, record: KvStream, *, snapshot_threshold: int = 10_000, reset: bool = False) -> None:
         self._record = record
         self._threshold = snapshot_threshold
         self._reset = reset

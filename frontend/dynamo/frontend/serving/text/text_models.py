@@ -24,7 +24,7 @@ _LONGEST_WAIT_S = 60.0
 
 
 class DeltaDecoder(Protocol):
-    """The part of `preprocess.pipeline.Detokenizer` that a generation needs."""
+    """The part of `preprocess.tokens.detokenize.Detokenizer` that a generation needs."""
 
     @property
     def done(self) -> bool:
@@ -35,7 +35,7 @@ class DeltaDecoder(Protocol):
 
 
 class Vocabulary(Protocol):
-    """The part of `preprocess.tokenizer.Tokenizer` that protocol edges need."""
+    """The part of `preprocess.tokens.tokenizer.Tokenizer` that protocol edges need."""
 
     async def encode(self, text: str, *, special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of `text`. Raises InvalidRequest, also for more than `max_tokens`."""
