@@ -861,7 +861,8 @@ class KvRouterOptions:
         env=("DYN_TTFT_GOAL",),
         minimum=0,
         metavar="SECONDS",
-        help="With latency: a request that is predicted to get its first token later on every instance is refused as overload.",
+        help="With latency: a request that is predicted to get its first token later on every instance is refused as overload; "
+        "one that would on idle ones, too, only for what waits before it.",
     )
     itl_goal_s: float | None = option(
         None,

@@ -250,16 +250,17 @@ class KvRouter:
             frontends=self.loads.frontends,
         )
         misses: Sequence[float] = ()
+        is_late = False
         if config.has_goals:
             predicted = latency.anticipated(predicted, loads, self.loads.frontends)
             misses = latency.add_misses(predicted, prompt, loads, config.ttft_goal_s, config.itl_goal_s)
-            check_goals(request, config, prompt, loads, overlaps, predicted, latency, fleet.model.demand, fleet.now)
+            is_late = check_goals(request, config, prompt, loads, overlaps, predicted, latency, fleet.model.demand, fleet.now)
         spread: _PrefixSpread | None = None
         if overlaps and not request.is_prefilled:
             spread = _PrefixSpread.find(prompt, loads, overlaps, predicted, latency)
             if spread is not None:
                 fleet.model.credits.discount(spread.prefix, predicted.costs, spread.position, spread.premium_s)
-        return _Costed(predicted.costs, predicted, spread, misses)
+        return _Costed(predicted.costs, predicted, spread, misses, is_late)
 
     def _expect_cached(
         self, request: RouteRequest, fleet: _CandidateView, instance: InstanceId, position: int, predicted: Predictions | None
@@ -424,6 +425,8 @@ class _Costed(msgspec.Struct, frozen=True, gc=False):
     spread: _PrefixSpread | None
     misses: Sequence[float]
     """What goals add to the costs; empty without goals."""
+    is_late: bool = False
+    """Admitted although the prompt alone takes longer than the goal."""
 
 
 class _PrefixSpread(msgspec.Struct, frozen=True, gc=False):
@@ -501,7 +504,7 @@ def _count(
     """Count a placement for the predictions of later ones."""
     fleet.latency.traffic.add(prefill_tokens)
     if costed.misses:
-        fleet.model.demand.place(request.priority, prefill_tokens, fleet.now)
+        fleet.model.demand.place(request.priority, prefill_tokens, fleet.now, is_late=costed.is_late)
     if costed.spread is not None and cost_decides:
         costed.spread.settle(fleet.model.credits, position, costed.costs[position], predicted.idle)
 

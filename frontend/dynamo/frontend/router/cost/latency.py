@@ -269,6 +269,11 @@ class LatencyModel:
         prefilling = tokens_per_s / self.traffic.counted_share / len(loads) * self.steps.times.token
         return msgspec.structs.replace(predicted, prefilling=prefilling)
 
+    def alone_s(self, tokens: int) -> float:
+        """Return the time to first token on an idle instance that has to compute so many tokens of a prompt."""
+        times = self.steps.times
+        return tokens * times.token + self._terms.prefill_step * times.base
+
     def add_misses(
         self, predicted: Predictions, prompt: Prompt, loads: Sequence[Load], ttft_goal_s: float | None, itl_goal_s: float | None
     ) -> Sequence[float]:

@@ -412,9 +412,80 @@ def test_a_refusal_says_which_latency_misses_its_goal() -> None:
     with pytest.raises(Overloaded, match="goals: a token would come every 22 ms on average, not 20"):
         s.send(prompt(1), 1)
     with pytest.raises(
-        Overloaded, match=r"goals: the first token would come after about 10\.25 s, and 0\.70 s of the goal are left"
+        Overloaded, match=r"goals: the first token would come after about 0\.26 s, and 0\.10 s of the goal are left"
     ):
-        s.send(prompt(160), 2, waited_s=0.3)
+        s.send(prompt(4), 2, waited_s=0.9)
+
+
+def test_a_prompt_longer_than_the_goal_is_refused_only_for_what_waits_before_it() -> None:
+    s = Situation(KvRouterOptions(ttft_goal_s=1.0))
+    s.report(A, running=1, queued_prefill_tokens=16_000)
+    decision = s.send(prompt(32), 2)
+    assert decision.instance.id == B
+    assert decision.ttft_s == pytest.approx(2.05, abs=0.01)
+    with pytest.raises(TooLate, match=r"goals: the prompt would wait for about 2\.0\d s, and 1\.00 s of the goal are left"):
+        s.send(prompt(32, 1), 2)
+    s.now += 2.0
+    s.report(B, running=1)
+    assert s.send(prompt(32), 2, waited_s=0.5).ttft_s == pytest.approx(0.0, abs=0.01), "what was served is cached"
+    with pytest.raises(TooLate):
+        s.send(prompt(32, 1), 2, waited_s=1.1)
+
+
+def test_a_prompt_longer_than_the_goal_does_not_wait_for_the_goal_between_tokens() -> None:
+    s = Situation(KvRouterOptions(ttft_goal_s=1.0, itl_goal_s=0.02))
+    s.report(A, running=45)
+    with pytest.raises(TooLate, match="goals: a token would come every"):
+        s.send(prompt(32), 1)
+
+
+@pytest.mark.parametrize(("served", "refused", "admitted"), [(0, 0, 4), (10, 0, 2), (0, 10, 2), (20, 20, 1)])
+def test_prompts_longer_than_the_goal_have_half_of_the_time_that_others_leave_and_a_little_at_least(
+    served: int, refused: int, admitted: int
+) -> None:
+    """Each of them adds 0.15 to their share of the time, and each of the others 0.05."""
+    s = Situation(KvRouterOptions(ttft_goal_s=1.0))
+
+    def serve(tokens: int, **fields: object) -> None:
+        s.send(prompt(tokens // SIZE, s.bookings), 1, **fields)
+        s.router.first_token(str(s.bookings))
+        s.router.finished(str(s.bookings))
+
+    for _ in range(served):
+        serve(8 * SIZE, was_admitted=True)
+    s.report(A, running=1, queued_prefill_tokens=16_000)
+    for _ in range(refused):
+        with pytest.raises(TooLate):
+            serve(8 * SIZE)
+    s.report(A)
+    for _ in range(admitted):
+        serve(24 * SIZE)
+    with pytest.raises(
+        TooLate, match=r"goals: the prompt alone would take 1\.54 s, the goal is 1\.00 s, and such prompts have \d+%"
+    ):
+        serve(24 * SIZE)
+    serve(24 * SIZE, pinned=A, needs_room=True)
+    s.now += 30.0
+    serve(24 * SIZE)
+
+
+def test_less_important_requests_make_no_room_for_prompts_that_are_longer_than_the_goal() -> None:
+    def admits(blocks: int) -> bool:
+        """Whether a less important request is admitted after some of so many blocks were refused."""
+        s = Situation(KvRouterOptions(ttft_goal_s=1.0))
+        s.report(A, running=1, queued_prefill_tokens=10_000)
+        for number in range(20):
+            with pytest.raises(TooLate):
+                s.send(prompt(blocks, number), 1, priority=1)
+        s.report(A, running=1, queued_prefill_tokens=1_000)
+        try:
+            s.send(prompt(1, 20), 1)
+        except Overloaded:
+            return False
+        return True
+
+    assert not admits(12)
+    assert admits(32)
 
 
 def test_a_request_may_have_goals_of_its_own() -> None:
@@ -575,6 +646,17 @@ def test_while_important_requests_are_refused_others_are_too_and_retries_in_line
     assert not refused_after(1, "first in line")
     assert not refused_after(10, "first in line")
     assert refused_after(10, "")
+
+
+def test_less_important_prompts_take_nothing_from_those_that_are_longer_than_the_goal() -> None:
+    demand = Demand()
+    for priority, is_late in ((0, True), (0, False), (1, True), (1, True), (1, False)):
+        demand.place(priority, 1_000, now=1.0, is_late=is_late)
+    demand.refuse(0, 4_000, 1.0, "")
+    demand.refuse(1, 2_000, 1.0, "")
+    least, most = (demand.competition(priority, now=1.0) for priority in (0, 1))
+    assert (least.late, least.others) == (pytest.approx(300), pytest.approx(800))
+    assert (most.late, most.others) == (pytest.approx(200), pytest.approx(300))
 
 
 def test_a_client_that_makes_up_priorities_does_not_make_the_router_remember_all_of_them() -> None:
