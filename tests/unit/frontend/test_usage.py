@@ -153,7 +153,7 @@ def test_metrics_of_keys_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def respond(operation: Operation, query: str) -> tuple[int, bytes]:
     exchange = Exchange(asking := Asking(operation.path, query=query), HttpSettings())
-    exchange.errors = operation.errors
+    exchange.route(operation.declared, operation.errors)
     await exchange.run(operation.handle)
     return asking.status, asking.response
 

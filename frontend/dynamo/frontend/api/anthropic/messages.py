@@ -14,7 +14,8 @@ from dynamo.common.generation import FinishReason, Summary
 from dynamo.common.process.background import awaited
 from dynamo.frontend.api.anthropic.requests import CountRequest, MessagesRequest, PreparedMessages, conversation, to_text
 from dynamo.frontend.api.declaration import TEXT, TOKENS
-from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
+from dynamo.frontend.api.http.errors import ErrorForm
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.statuses import public_message

@@ -6,7 +6,7 @@
 | `app` | the application of the port: finds a request's operation, asks the guard, runs its handler |
 | `compression` | compressed bodies of requests |
 | `cors` | which pages of other sites may use this server from a browser |
-| `errors` | errors in the form that OpenAI clients expect |
+| `errors` | how errors are written, and the form that OpenAI clients expect |
 | `event_stream` | a response as server-sent events |
 | `exchange` | one HTTP request and its response |
 | `guard` | who may use an operation, and the record of what administrators do |

@@ -17,8 +17,8 @@ from functools import partial
 from dynamo.common.errors import Forbidden, InvalidRequest, Overloaded
 from dynamo.common.http.served import ServedRequest
 from dynamo.frontend.api.declaration import Charge, Declaration, OtherSites, shown
-from dynamo.frontend.api.http.errors import OPENAI_ERRORS, PathNotFound
-from dynamo.frontend.api.http.exchange import ErrorForm, Exchange, HttpSettings
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorForm, PathNotFound
+from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.guard import HttpGuard
 from dynamo.frontend.api.http.operation import Operation, within_declared
 from dynamo.frontend.api.http.paths import PathTable, Template
@@ -67,31 +67,29 @@ class HttpApp:
             if self._cors.is_preflight(exchange.method, exchange.headers):
                 error = Forbidden("pages of this origin may not use the API: see --allowed-origins")
                 return await exchange.refuse(error, 403, self._errors_near(exchange.path))
-            exchange.cors = self._cors.headers(exchange.headers)
+            exchange.add_headers(self._cors.headers(exchange.headers))
         try:
             match = self._table.find(exchange.raw_path)
         except InvalidRequest as error:
             return await exchange.refuse(error, 400, self._errors_near(exchange.path))
         if match is None:
             return await self._not_found(exchange)
-        resource, exchange.parameters = match
+        resource, parameters = match
         operation = resource.operations.get(exchange.method)
-        exchange.errors = resource.errors
-        if operation is not None and operation.endpoint:
-            exchange.endpoint = operation.endpoint
-            if self._refused is not None:
-                exchange.on_refused = partial(self._refused, operation.endpoint)
-        if not await self._guard.admits(exchange, resource.declared if operation is None else operation.declared):
+        if operation is None:
+            exchange.route(resource.declared, resource.errors, parameters=parameters)
+        else:
+            on_refused = partial(self._refused, operation.endpoint) if operation.endpoint and self._refused is not None else None
+            exchange.route(operation.declared, operation.errors, operation.endpoint, parameters, on_refused)
+        if not await self._guard.admits(exchange):
             return
         if operation is None:
             not_allowed = InvalidRequest(f"method {exchange.method} is not allowed for '{exchange.path}'")
             return await exchange.refuse(not_allowed, 405, resource.errors, ((b"allow", resource.allow),))
-        exchange.declared = operation.declared
-        exchange.is_request = operation.declared.charge is Charge.REQUESTS
         if operation.declared.surface is Surface.HEALTH:
             return await exchange.run(operation.handle)
         try:
-            exchange.occupancy = occupied = self._settings.capacity.enter()
+            occupied = exchange.occupy()
         except Overloaded as error:
             return await exchange.fail(error)
         try:
@@ -103,8 +101,8 @@ class HttpApp:
             occupied.leave()
 
     async def _not_found(self, exchange: Exchange) -> None:
-        exchange.errors = self._errors_near(exchange.path)
-        if await self._guard.admits(exchange, _UNKNOWN_PATHS):
+        exchange.route(_UNKNOWN_PATHS, self._errors_near(exchange.path))
+        if await self._guard.admits(exchange):
             await exchange.refuse(PathNotFound(exchange.path), 404, exchange.errors)
 
     def _errors_near(self, path: str) -> ErrorForm:

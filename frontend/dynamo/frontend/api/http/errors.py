@@ -1,15 +1,17 @@
-"""Errors in the form that OpenAI clients expect: `{"error": {"message", "type", "param", "code"}}`.
+"""How errors are written, and the form that OpenAI clients expect: `{"error": {"message", "type", "param", "code"}}`.
 
-Operations outside of any protocol, such as `/health`, use this form as well.
+Operations outside of any protocol, such as `/health`, use that form as well.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Struct
 
 from dynamo.common.errors import Code, DynamoError, InvalidRequest, ModelNotFound, NotFound
-from dynamo.frontend.api.http.exchange import ErrorForm
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.preprocess.text import ContextExceeded
 
@@ -30,6 +32,26 @@ _CODES = {
     Code.INTERNAL: "internal_error",
 }
 _encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorForm:
+    """How a protocol writes errors."""
+
+    body: Callable[[BaseException, int], bytes]
+    """JSON, from the failure and its HTTP status."""
+    event: Callable[[BaseException, int], bytes]
+    """The event that ends a stream."""
+    request_id: bytes = b""
+    """The protocol's own header for the request's id, beside `x-request-id`."""
+
+
+def _plain_body(error: BaseException, status: int) -> bytes:
+    return msgspec.json.encode({"error": public_message(error)})
+
+
+PLAIN_ERRORS = ErrorForm(body=_plain_body, event=lambda error, status: b"data: " + _plain_body(error, status) + b"\n\n")
+"""`{"error": "…"}`, which is KServe's form as well."""
 
 
 class PathNotFound(DynamoError):

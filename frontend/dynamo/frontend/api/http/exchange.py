@@ -30,15 +30,16 @@ from dynamo.common.process.work import Work, hold_nothing
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, read_call, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
-from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, MAX_FILE_BYTES, NAME_BYTES, Declaration, Reads
+from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, MAX_FILE_BYTES, NAME_BYTES, Charge, Declaration, Reads
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, UnknownEncoding, decompress_steps, encoding_of
+from dynamo.frontend.api.http.errors import PLAIN_ERRORS, ErrorForm
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
-from dynamo.frontend.api.statuses import http_status, log_failure, public_message, retry_after_s
+from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.router.explanation import Explanation
-from dynamo.frontend.security.accounts import Account, RateLimit
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, RateLimit
 from dynamo.frontend.serving.call import Call, Progress
 
 log = logging.getLogger(__name__)
@@ -52,26 +53,6 @@ _PIECE_BYTES = 256 * 1024
 _JOINED_BYTES = 4 << 20
 """The pieces of a longer body are joined in a thread, which leaves the interpreter to others meanwhile: 0.7 ms for each MiB."""
 _FREED_AT_ONCE = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorForm:
-    """How a protocol writes errors."""
-
-    body: Callable[[BaseException, int], bytes]
-    """JSON, from the failure and its HTTP status."""
-    event: Callable[[BaseException, int], bytes]
-    """The event that ends a stream."""
-    request_id: bytes = b""
-    """The protocol's own header for the request's id, beside `x-request-id`."""
-
-
-def _plain_body(error: BaseException, status: int) -> bytes:
-    return msgspec.json.encode({"error": public_message(error)})
-
-
-PLAIN_ERRORS = ErrorForm(body=_plain_body, event=lambda error, status: b"data: " + _plain_body(error, status) + b"\n\n")
-"""`{"error": "…"}`, which is KServe's form as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +92,9 @@ class Exchange:
     """One request and its response, which is either one `respond` or a stream of `events`."""
 
     declared: Declaration
-    """Declaration of the operation that the request is for. The server sets it; reading it before is an error."""
+    """Declaration of the operation that the request is for: there from `route` on."""
+    account: Account
+    """The account of the caller: there from `admit` on."""
 
     def __init__(self, request: ServedRequest, settings: HttpSettings) -> None:
         self.settings = settings
@@ -121,15 +104,11 @@ class Exchange:
         self.path = request.path
         """Decoded; for messages. What the request is for stands in `parameters`."""
         self.raw_path = request.raw_path
-        self.is_request = False
-        """Whether the operation declares to be charged as a request to a model: it responds once one was admitted."""
         self.parameters: Mapping[str, str] = {}
         """The values of the parameters in the operation's path."""
         self.endpoint = ""
         """The operation's name in metrics."""
         self.errors: ErrorForm = PLAIN_ERRORS
-        self.on_refused: Callable[[BaseException], None] | None = None
-        """Counts the failure of a request that the data plane has not begun."""
         self.status: int | None = None
         """Status of the response, once it has begun."""
         self.began_ns = perf_counter_ns()
@@ -138,7 +117,7 @@ class Exchange:
         """When its body had been read, once it was."""
         self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
         self.scanned: bytes | None = None
-        """The JSON body, which `scanned_body` returned to a handler that leaves the request to another one."""
+        """The JSON body of a request that was passed on; see `take_scanned`."""
         self.body_bytes = 0
         """Length of the request's body, once it was read."""
         self.request_id = ""
@@ -153,21 +132,61 @@ class Exchange:
         """Progress of the request, for calls made from it."""
         self.occupancy: Occupancy | None = None
         """What the request occupies of the capacity of the process until its end; None for requests that do not count."""
-        self.cors: tuple[Header, ...] = ()
-        """Headers of the response that let a page of another site read it."""
-        self._account: Account | None = None
+        self._is_request = False
+        """Whether the operation declares to be charged as a request to a model: it responds once one was admitted."""
+        self._on_refused: Callable[[BaseException], None] | None = None
+        self._added_headers: tuple[Header, ...] = ()
+        self._limited: Account = ANONYMOUS  # whose limits the headers of the response have
         self._request = request
 
-    @property
-    def account(self) -> Account:
-        """The account of the caller. The guard sets it; reading it before is an error."""
-        if self._account is None:
-            raise RuntimeError(f"the guard has not admitted the request for {self.path}")
-        return self._account
+    def add_headers(self, headers: tuple[Header, ...]) -> None:
+        """Let the response have these headers, too."""
+        self._added_headers = headers
 
-    @account.setter
-    def account(self, account: Account) -> None:
-        self._account = account
+    def route(
+        self,
+        declared: Declaration,
+        errors: ErrorForm,
+        endpoint: str = "",
+        parameters: Mapping[str, str] | None = None,
+        on_refused: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """Say what the request is for: an operation that declares this, with the parameters in its path.
+
+        `on_refused` counts the failure of a request that the data plane has not begun.
+        """
+        self.declared, self._is_request = declared, declared.charge is Charge.REQUESTS
+        self.errors, self.endpoint, self._on_refused = errors, endpoint, on_refused
+        if parameters is not None:
+            self.parameters = parameters
+
+    def admit(self, account: Account) -> None:
+        """Let the caller use the operation, by this account."""
+        self.account = self._limited = account
+
+    def occupy(self) -> Occupancy:
+        """Count the request against the capacity of the process until the end of what this returns. Raises Overloaded."""
+        self.occupancy = occupancy = self.settings.capacity.enter()
+        return occupancy
+
+    def identify(self, request_id: str) -> None:
+        """Let the response, and what is logged, have this id."""
+        self.request_id = request_id
+        logged_id.set(request_id)
+
+    def pass_on(self, endpoint: str, body: bytes) -> None:
+        """Leave the request to the handler of another endpoint, which gets `body` as the JSON body that was scanned."""
+        self.endpoint, self.scanned = endpoint, body
+
+    def take_scanned(self) -> bytes:
+        """Return the body of a request that was passed on, which is not kept here any longer."""
+        body, self.scanned = self.scanned, None
+        assert body is not None, "the request was passed on, and its body not taken yet"
+        return body
+
+    def lose_client(self) -> None:
+        """Write no response any more: the client has left."""
+        self.client_left = True
 
     @property
     def peer(self) -> str:
@@ -225,8 +244,7 @@ class Exchange:
         """Return `call` with the id in the request's body, if its headers have none; the response repeats it."""
         if not request_id or usable_id(self.headers.get("x-request-id", "")) or not usable_id(request_id):
             return call
-        self.request_id = request_id
-        logged_id.set(request_id)
+        self.identify(request_id)
         return msgspec.structs.replace(call, request_id=request_id)
 
     def has_begun(self) -> bool:
@@ -337,7 +355,7 @@ class Exchange:
         size = 0
         while True:
             if part is None:
-                self.client_left = True
+                self.lose_client()
                 raise Cancelled()
             self.hold(self.declared.copies * len(part))
             parts.append(part)
@@ -417,8 +435,8 @@ class Exchange:
 
     async def refuse(self, error: BaseException, status: int, form: ErrorForm, headers: tuple[Header, ...] = ()) -> None:
         """Respond with a failure that keeps a request from its handler."""
-        if self.on_refused is not None:
-            self.on_refused(error)
+        if self._on_refused is not None:
+            self._on_refused(error)
         pause_s = retry_after_s(error)
         if pause_s is not None:
             headers = (*headers, _retry_after(pause_s))
@@ -429,8 +447,8 @@ class Exchange:
         if self.client_left:
             log.info("the client of %s left before its response was complete (499), request %s", self.path, self.request_id)
             return
-        if self.on_refused is not None and not self.progress.started:
-            self.on_refused(error)
+        if self._on_refused is not None and not self.progress.started:
+            self._on_refused(error)
         if isinstance(error, RateLimited):
             self.limited_s = error.retry_after_s
         log_failure(error, self.ensure_id(), f"{self.method} {self.path}")
@@ -449,7 +467,7 @@ class Exchange:
 
     def _check_charged(self) -> None:
         """Raise EngineError for a request to a model that none was admitted for, before it gets a response."""
-        if self.is_request and not self.progress.started:
+        if self._is_request and not self.progress.started:
             raise EngineError(_UNCHARGED)
 
     def ensure_id(self) -> str:
@@ -461,12 +479,11 @@ class Exchange:
     def _common(self) -> tuple[Header, ...]:
         """Return the headers that every response has."""
         request_id = (self.request_id or self.ensure_id()).encode()
-        headers: tuple[Header, ...] = ((b"x-request-id", request_id), *self.cors)
+        headers: tuple[Header, ...] = ((b"x-request-id", request_id), *self._added_headers)
         if self.errors.request_id:
             headers += ((self.errors.request_id, request_id),)
-        if self._account is not None:
-            for limit in self._account.rate_limits():
-                headers += _rate_limit(limit)
+        for limit in self._limited.rate_limits():
+            headers += _rate_limit(limit)
         if self.explanation is not None and (explained := self.explanation.to_json()):
             headers += ((EXPLAIN.encode(), explained),)
         return headers
@@ -499,7 +516,7 @@ class Attended:
             raise Cancelled() from None
 
     def _cancel(self) -> None:
-        self._exchange.client_left = True
+        self._exchange.lose_client()
         self._handler.cancel()
 
 

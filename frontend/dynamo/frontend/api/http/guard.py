@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dynamo.common.errors import DynamoError, Forbidden, RateLimited, Unauthenticated
 from dynamo.common.http.web_pages import OwnHosts, is_link, is_of_other_origin
-from dynamo.frontend.api.declaration import Charge, Declaration, OtherSites
+from dynamo.frontend.api.declaration import Charge, OtherSites
 from dynamo.frontend.api.guard import ADMIN, BROWSED, Guard, record, record_refusal
 from dynamo.frontend.api.http.cors import Cors
 from dynamo.frontend.api.http.exchange import Exchange
@@ -34,14 +34,14 @@ class HttpGuard:
         self._hosts = OwnHosts(options.allowed_hosts, options.host)
         self.cors = Cors(options)
 
-    async def admits(self, exchange: Exchange, declared: Declaration) -> bool:
-        """Say whether the caller may use an operation that declares this. If not, the refusal has been sent."""
-        surface = declared.surface
+    async def admits(self, exchange: Exchange) -> bool:
+        """Say whether the caller may use the operation that the request is for. If not, the refusal has been sent."""
+        declared, surface = exchange.declared, exchange.declared.surface
         try:
             is_foreign = is_of_other_origin(exchange.headers, exchange.scheme)
             if is_foreign:
                 self._check_page(exchange, declared.other_sites)
-            account = self._enter(exchange, declared)
+            account = ANONYMOUS if self._guard is None else self._enter(self._guard, exchange)
             if account is ANONYMOUS and surface is not Surface.HEALTH:
                 self._check_host(exchange)
                 if is_foreign and surface in ADMIN and not self.cors.names(exchange.headers):
@@ -49,7 +49,7 @@ class HttpGuard:
         except DynamoError as error:
             await self._refuse(error, surface, exchange)
             return False
-        exchange.account = account
+        exchange.admit(account)
         if declared.charge is Charge.REQUESTS and account is not ANONYMOUS:
             try:
                 account.check_limits()
@@ -75,14 +75,14 @@ class HttpGuard:
                 f"without API keys this server is used by its own names, and {host[:200]!r} is not among --allowed-host"
             )
 
-    def _enter(self, exchange: Exchange, declared: Declaration) -> Account:
+    def _enter(self, guard: Guard, exchange: Exchange) -> Account:
         """Return the account of the caller. Raises DynamoError for one that may not use the operation."""
-        surface = declared.surface
-        if self._guard is None or not self._guard.guards(surface):
+        declared, surface = exchange.declared, exchange.declared.surface
+        if not guard.guards(surface):
             return ANONYMOUS
-        self._guard.check_unique(exchange.header_names)
+        guard.check_unique(exchange.header_names)
         is_page = surface in BROWSED and exchange.method in _READING
-        return self._guard.enter(declared, exchange.headers, takes_login=is_page or not _is_of_web_page(exchange))
+        return guard.enter(declared, exchange.headers, takes_login=is_page or not _is_of_web_page(exchange))
 
     async def _refuse(self, error: DynamoError, surface: Surface, exchange: Exchange) -> None:
         if surface in ADMIN:

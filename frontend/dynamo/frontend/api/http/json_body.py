@@ -53,8 +53,7 @@ async def scanned_body(exchange: Exchange) -> bytes:
     Raises as `Exchange.body` does.
     """
     if exchange.scanned is not None:
-        body, exchange.scanned = exchange.scanned, None
-        return body
+        return exchange.take_scanned()
     body = await exchange.body()
     await scan_body(exchange, body)
     return body

@@ -19,7 +19,8 @@ from typing import Any, TypeAlias
 
 from dynamo.frontend.api.calls import TIMEOUT, read_timeout_s
 from dynamo.frontend.api.declaration import Charge, Declaration, within
-from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
+from dynamo.frontend.api.http.errors import ErrorForm
+from dynamo.frontend.api.http.exchange import Exchange
 
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 

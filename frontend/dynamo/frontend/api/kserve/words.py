@@ -7,7 +7,7 @@ import re
 import msgspec
 
 from dynamo.common.errors import InvalidRequest, ModelNotFound
-from dynamo.frontend.api.http.exchange import ErrorForm
+from dynamo.frontend.api.http.errors import ErrorForm
 from dynamo.frontend.api.statuses import public_message
 
 _VERSION = re.compile("0|[1-9][0-9]{0,18}")

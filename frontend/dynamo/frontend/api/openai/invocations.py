@@ -57,8 +57,7 @@ class Invocations:
             raise InvalidRequest(f"the request has the fields of no endpoint, which are: {kinds}")
         if endpoint == "embeddings" and self._classifies(exchange, decode(self._request, body, max_depth).model):
             endpoint = "classify"
-        exchange.endpoint = endpoint
-        exchange.scanned = body
+        exchange.pass_on(endpoint, body)
         await self._handlers[endpoint](exchange)
 
     def _classifies(self, exchange: Exchange, name: str | None) -> bool:

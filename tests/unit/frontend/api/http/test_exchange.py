@@ -12,7 +12,7 @@ from dynamo.common.process.work import Work
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
-from dynamo.frontend.security.accounts import KeyAccount
+from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
 from dynamo.frontend.security.keys import ApiKey, Limits
 from tests.support.served import Asking
 
@@ -22,7 +22,7 @@ async def test_what_is_left_of_a_keys_limits_is_in_the_headers() -> None:
     limits = Limits(requests_per_s=5, tokens_per_minute=600)
     account = KeyAccount(ApiKey(name="team", salt=b"", digest=b"", limits=limits), clock=lambda: now)
     exchange = Exchange(asking := Asking(), HttpSettings())
-    exchange.account = account
+    exchange.admit(account)
     with account.admit("m", object()) as ticket:
         ticket.reserve(100, 20)
         await exchange.respond(b"{}")
@@ -35,6 +35,14 @@ async def test_what_is_left_of_a_keys_limits_is_in_the_headers() -> None:
         "x-ratelimit-remaining-tokens": "480",
         "x-ratelimit-reset-tokens": "12.000s",
     }
+
+
+def test_there_is_no_account_before_the_caller_is_admitted() -> None:
+    exchange = Exchange(Asking(), HttpSettings())
+    with pytest.raises(AttributeError, match="account"):
+        _ = exchange.account
+    exchange.admit(ANONYMOUS)
+    assert exchange.account is ANONYMOUS
 
 
 async def stream(exchange: Exchange, events: int) -> None:
@@ -125,7 +133,7 @@ async def test_work_that_its_own_task_cancels_is_not_taken_for_one_of_a_client_t
 async def test_the_work_of_a_client_that_leaves_ends_within_a_step_and_gives_its_memory_back() -> None:
     watch, capacity = ClientWatch(), Capacity()
     exchange = Exchange(Asking(watch=watch), HttpSettings(capacity=capacity))
-    exchange.occupancy = capacity.enter()
+    occupied = exchange.occupy()
     entered, ended = asyncio.Event(), asyncio.Event()
 
     def endless() -> Work[None]:
@@ -148,14 +156,14 @@ async def test_the_work_of_a_client_that_leaves_ends_within_a_step_and_gives_its
     with pytest.raises(Cancelled):
         await task
     assert ended.is_set()
-    exchange.occupancy.leave()
+    occupied.leave()
     assert capacity.buffered_bytes == 0
 
 
 async def test_memory_that_is_held_for_a_part_of_a_request_is_given_back_however_it_ends() -> None:
     capacity = Capacity()
     exchange = Exchange(Asking(), HttpSettings(capacity=capacity))
-    exchange.occupancy = capacity.enter()
+    occupied = exchange.occupy()
     exchange.hold(5)
     with exchange.holding() as hold:
         hold(10)
@@ -163,7 +171,7 @@ async def test_memory_that_is_held_for_a_part_of_a_request_is_given_back_however
     with pytest.raises(ZeroDivisionError), exchange.holding() as hold:
         hold(1 // 0)
     assert capacity.buffered_bytes == 5
-    exchange.occupancy.leave()
+    occupied.leave()
     assert capacity.buffered_bytes == 0
 
 

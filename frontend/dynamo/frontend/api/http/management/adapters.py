@@ -14,8 +14,8 @@ from msgspec import Struct
 from dynamo.common.adapters import LoadAdapter
 from dynamo.common.errors import AlreadyExists, InvalidRequest
 from dynamo.frontend.api.declaration import Reads, changed
-from dynamo.frontend.api.http.errors import error_event, error_info
-from dynamo.frontend.api.http.exchange import ErrorForm, Exchange
+from dynamo.frontend.api.http.errors import ErrorForm, error_event, error_info
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.security.surfaces import Surface

@@ -13,7 +13,8 @@ from msgspec import Struct
 
 from dynamo.common.errors import NotFound
 from dynamo.frontend.api.declaration import Reads, changed, shown
-from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
+from dynamo.frontend.api.http.errors import PLAIN_ERRORS
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.management.routing import RoutingErrorResponse
 from dynamo.frontend.api.http.operation import Handler, Operation

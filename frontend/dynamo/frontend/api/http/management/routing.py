@@ -20,8 +20,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.calls import read_limit
 from dynamo.frontend.api.declaration import Reads, changed, shown
-from dynamo.frontend.api.http.errors import OPENAI_ERRORS
-from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS, PLAIN_ERRORS
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import read_json
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.router.explain import DecisionLog

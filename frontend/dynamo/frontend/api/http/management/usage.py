@@ -12,7 +12,8 @@ from msgspec import Struct
 
 from dynamo.common.errors import InvalidRequest, Unavailable
 from dynamo.frontend.api.declaration import shown
-from dynamo.frontend.api.http.exchange import PLAIN_ERRORS, Exchange
+from dynamo.frontend.api.http.errors import PLAIN_ERRORS
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.management.routing import RoutingErrorResponse
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.fleet.peers.usage import UsageStore

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable
 
 from dynamo.common.errors import PayloadTooLarge
-from dynamo.common.logs import request_id as logged_id
 from dynamo.common.observability.reception import EdgeProtocol
 from dynamo.common.process.work import finish
 from dynamo.common.tensors.request import TensorRequest
@@ -80,6 +79,5 @@ def begin(
     """Return the call of a request, and set its id for the log and the response's headers."""
     call = server.timed(call, model.card.name, EdgeProtocol.HTTP, exchange.began_ns, exchange.body_read_ns)
     call = call_for(request, model, call, request_type)
-    exchange.request_id = call.request_id
-    logged_id.set(call.request_id)
+    exchange.identify(call.request_id)
     return call

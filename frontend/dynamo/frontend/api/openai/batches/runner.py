@@ -26,7 +26,7 @@ from dynamo.common.errors import DynamoError, Forbidden, Overloaded, PayloadTooL
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord
 from dynamo.common.process.background import Tasks, awaited, outlasting
 from dynamo.frontend.api.calls import TIMEOUT
-from dynamo.frontend.api.declaration import Charge, Reads
+from dynamo.frontend.api.declaration import Reads
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.batches.batch import (
@@ -525,15 +525,15 @@ class BatchRunner:
         ]
         request = LineRequest(operation.path, headers, body)
         exchange = Exchange(request, self._settings)
-        exchange.account, exchange.endpoint, exchange.errors = account, operation.endpoint, operation.errors
-        exchange.declared, exchange.is_request = operation.declared, operation.declared.charge is Charge.REQUESTS
+        exchange.route(operation.declared, operation.errors, operation.endpoint)
+        exchange.admit(account)
 
         async def handle(exchange: Exchange) -> None:
             self._account(account.name, operation.declared.surface)  # the key file may have changed since the batch was begun
             await operation.handle(exchange)
 
         try:
-            exchange.occupancy = occupied = self._settings.capacity.enter()
+            occupied = exchange.occupy()
         except Overloaded as error:
             await exchange.fail(error)
             return exchange, await joined(request.response)

@@ -183,7 +183,8 @@ async def test_a_page_of_a_list_reads_only_what_has_changed() -> None:
     async def page(query: str) -> list[str]:
         operations = BatchOperations(files, batches, lambda: None).operations()
         exchange = Exchange(asking := Asking("/v1/files", query=query), HttpSettings())
-        exchange.account, exchange.declared = KeyAccount(ApiKey(name="a", salt=b"", digest=b"")), operations[1].declared
+        exchange.route(operations[1].declared, operations[1].errors)
+        exchange.admit(KeyAccount(ApiKey(name="a", salt=b"", digest=b"")))
         await operations[1].handle(exchange)
         body = json.loads(asking.response)
         assert body["has_more"]
@@ -222,12 +223,13 @@ async def test_what_keys_have_is_forgotten_once_other_keys_have_much(monkeypatch
 
 async def test_an_upload_is_bounded_by_what_any_body_may_have() -> None:
     records: Any = FakeRecords()
-    operations = BatchOperations(Files(records, "ns"), Batches(records, "ns"), lambda: None)
+    upload = BatchOperations(Files(records, "ns"), Batches(records, "ns"), lambda: None).operations()[0]
     asking = Unanswered("/v1/files", method="POST", headers=[(b"content-length", b"200000")])
     exchange = Exchange(asking, HttpSettings(options=HttpOptions(max_body_bytes=1024)))
-    exchange.account, exchange.declared = ANONYMOUS, operations.operations()[0].declared
+    exchange.route(upload.declared, upload.errors)
+    exchange.admit(ANONYMOUS)
     with pytest.raises(PayloadTooLarge, match="larger than"):
-        await operations.upload(exchange)
+        await upload.handle(exchange)
 
 
 # Downloads
@@ -633,7 +635,8 @@ async def test_a_batch_is_charged_by_the_size_of_its_file() -> None:
 
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         exchange = Exchange(Asking("/v1/batches", method="POST", headers=headers, body=body), HttpSettings())
-        exchange.account, exchange.declared = account, create.declared
+        exchange.route(create.declared, create.errors)
+        exchange.admit(account)
         await create.handle(exchange)
         used = account.use().calls
         taken.append(used and used.taken)
