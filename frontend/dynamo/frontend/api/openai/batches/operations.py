@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import asdict
 from msgspec.structs import replace as changed
 
 from dynamo.common.errors import InvalidRequest
@@ -21,7 +21,7 @@ from dynamo.frontend.api.openai.batches.batch import ENDPOINTS, Batch, Batches
 from dynamo.frontend.api.openai.batches.files import FileObject, Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
 from dynamo.frontend.api.openai.requests import Metadata
-from dynamo.frontend.api.openai.store.pages import limit_of, page, position_after
+from dynamo.frontend.api.openai.store.pages import page
 from dynamo.frontend.security.surfaces import Surface
 
 _OWN = Declaration(
@@ -89,7 +89,8 @@ class BatchOperations:
         await exchange.respond(msgspec.json.encode(made))
 
     async def list_files(self, exchange: Exchange) -> None:
-        await _respond_with(exchange, await self._files.owned_by(exchange.account.name))
+        files = await self._files.owned_by(exchange.account.name)
+        await exchange.respond(msgspec.json.encode(page(files, exchange.query, attrgetter("id"))))
 
     async def show_file(self, exchange: Exchange) -> None:
         file = await self._files.read(exchange.account.name, exchange.parameters["id"])
@@ -117,7 +118,8 @@ class BatchOperations:
         await exchange.respond(msgspec.json.encode(batch))
 
     async def list_batches(self, exchange: Exchange) -> None:
-        await _respond_with(exchange, await self._batches.owned_by(exchange.account.name))
+        batches = await self._batches.owned_by(exchange.account.name)
+        await exchange.respond(msgspec.json.encode(page(batches, exchange.query, attrgetter("id"))))
 
     async def show(self, exchange: Exchange) -> None:
         batch = await self._batches.read(exchange.account.name, exchange.parameters["id"])
@@ -133,13 +135,6 @@ class BatchOperations:
 
         batch = await self._batches.change(exchange.account.name, exchange.parameters["id"], cancelled)
         await exchange.respond(msgspec.json.encode(batch))
-
-
-async def _respond_with(exchange: Exchange, objects: Sequence[FileObject] | Sequence[Batch]) -> None:
-    limit, after = limit_of(exchange.query), exchange.query.get("after")
-    start = 0 if after is None else position_after(after, (each.id for each in objects))
-    items = [asdict(each) for each in objects[start : start + limit + 1]]
-    await exchange.respond(msgspec.json.encode(page(items, limit, None)))
 
 
 def _operation(

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.calls import read_limit
 
 _MAX_ITEMS = 100
+_id_of_item = methodcaller("get", "id")
 
 
-def page(items: Sequence[Mapping[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
-    """Return the items that follow the one with the id `after`, as a list of OpenAI's. Raises InvalidRequest."""
+def page(items: Sequence[Any], query: Mapping[str, str], id_of: Callable[[Any], object] = _id_of_item) -> dict[str, Any]:
+    """Return the page that `limit` and `after` select, as a list of OpenAI's. Raises InvalidRequest."""
+    limit, after, first = limit_of(query), query.get("after"), 0
     if after is not None:
-        items = items[position_after(after, (item.get("id") for item in items)) :]
-    return {**listed(items[:limit]), "has_more": len(items) > limit}
+        # Behind the last one with the id, in case that ids repeat: pages must come to an end.
+        first = max((position for position, item in enumerate(items, 1) if id_of(item) == after), default=0)
+        if not first:
+            raise InvalidRequest(f"'after' is {after[:80]!r}, which is none of the items", param="after")
+    return {**listed(items[first : first + limit], id_of), "has_more": len(items) > first + limit}
 
 
-def position_after(after: str, ids: Iterable[object]) -> int:
-    """Return the position of the first item of the page that follows the item with the id `after`. Raises InvalidRequest."""
-    # The last one, in case that ids repeat: pages must come to an end.
-    position = max((index for index, id in enumerate(ids) if id == after), default=None)
-    if position is None:
-        raise InvalidRequest(f"'after' is {after[:80]!r}, which is none of the items", param="after")
-    return position + 1
-
-
-def listed(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def listed(items: Sequence[Any], id_of: Callable[[Any], object] = _id_of_item) -> dict[str, Any]:
     """Return a list that is not paged."""
-    ends = (items[0].get("id"), items[-1].get("id")) if items else (None, None)
+    ends = (id_of(items[0]), id_of(items[-1])) if items else (None, None)
     return {"object": "list", "data": items, "first_id": ends[0], "last_id": ends[1], "has_more": False}
 
 
@@ -43,4 +40,4 @@ def page_of_query(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) 
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"'order' must be 'asc' or 'desc', got {order[:40]!r}", param="order")
-    return page(items if order == "asc" else items[::-1], limit_of(query), query.get("after"))
+    return page(items if order == "asc" else items[::-1], query)
