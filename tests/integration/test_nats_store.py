@@ -69,7 +69,7 @@ async def test_the_age_of_a_record_is_told_by_the_clock_of_nats_server(
         monkeypatch.setattr(time, "time", lambda: 0.0)  # the clock of this host
         record = await records.get("a")
         assert record is not None
-        ages = [await records.age_s(record) for _ in range(2)]
+        ages = [await records.age_s(record.written_at) for _ in range(2)]
         assert sorted(ages) == ages and abs(ages[0]) < 600
 
 

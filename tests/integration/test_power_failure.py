@@ -22,6 +22,7 @@ from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.openai.batches.batch import Batches
 from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.store.events import ResponseObject
+from dynamo.frontend.api.openai.store.owned import Storage
 from dynamo.frontend.api.openai.store.stored import StoredResponses, new_response_id
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
 from dynamo.frontend.metrics import FrontendMetrics
@@ -84,11 +85,8 @@ async def stores_of(server: NatsServer) -> AsyncIterator[Stores]:
         await until(lambda: responses.is_ready and batches.is_ready)
         changes = ResponseChanges(nats, "ns")
         metrics = FrontendMetrics(CollectorRegistry())
-        yield Stores(
-            StoredResponses(responses, changes, "ns", metrics),
-            Files(batches, "ns"),
-            Batches(batches, "ns"),
-        )
+        kept = Storage(batches, "ns")
+        yield Stores(StoredResponses(Storage(responses, "ns"), changes, metrics), Files(kept), Batches(kept))
 
 
 async def written_until_the_power_goes(servers: Sequence[NatsServer], folder: Path) -> list[tuple[str, str, object]]:

@@ -31,6 +31,7 @@ from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
 from dynamo.frontend.api.openai.store.background import BackgroundResponses, Stages
 from dynamo.frontend.api.openai.store.events import ResponseObject
+from dynamo.frontend.api.openai.store.owned import Storage
 from dynamo.frontend.api.openai.store.stored import StoredResponses, new_response_id
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import TextOptions
@@ -185,12 +186,13 @@ async def open_stores(
         records = await stack.enter_async_context(open_records(nats, "dynamo-batches", ttl_s=86_400.0, max_bytes=_MAX_BYTES))
         leases = await stack.enter_async_context(open_leases(etcd, leases_prefix(namespace, "batches")))
         changes = ResponseChanges(nats, namespace)
-        background = BackgroundResponses(StoredResponses(responses, changes, namespace, metrics, clock=_now))
+        background = BackgroundResponses(StoredResponses(Storage(responses, namespace, _now), changes, metrics))
         readiness = Readiness()
         readiness.attach(plane)
         operations = protocol_operations(plane, readiness, TextOptions(), background=background)
         by_path = {operation.path: operation for operation in operations if operation.method == "POST"}
-        files, batches = Files(records, namespace, _now), Batches(records, namespace, _now)
+        kept = Storage(records, namespace, _now)
+        files, batches = Files(kept), Batches(kept)
 
         def account(name: str, surface: Surface) -> Account:
             return accounts.named(name)

@@ -82,7 +82,7 @@ from tests.support.fakes import ENDPOINT, FakeClient, FakeDirectory, FakeLink, F
 from tests.support.http_edge import FixedRules, Speaker, TextFiles, chat_card, connected, send_delta
 from tests.support.served import Asking
 from tests.support.statuses import STATUSES
-from tests.support.storing import stored_responses
+from tests.support.storing import storage_of, stored_responses
 from tests.support.waiting import WAIT_S
 
 ALLOWED: dict[Scope, set[Surface]] = {
@@ -339,7 +339,7 @@ async def open_frontend(
             await plane.text_model(ANONYMOUS, kind)
         kserve = KserveServer(shared_regions=Regions(folder, max_request_bytes=config.grpc.max_message_bytes))
         background = BackgroundResponses(stored_responses(store, metrics), beat_s=0.01)
-        files, batches = Files(store, "ns"), Batches(store, "ns")
+        files, batches = Files(storage_of(store)), Batches(storage_of(store))
         settings = HttpSettings(options=config.http, capacity=occupied)
         protocols = protocol_operations(plane, readiness, TextOptions(), kserve=kserve, background=background)
         by_path = {operation.path: operation for operation in protocols if operation.method == "POST"}

@@ -112,9 +112,9 @@ class FakeRecords:
             self.renewed += 1
             return self._revision
 
-    async def age_s(self, record: Record) -> float:
+    async def age_s(self, written_at: float) -> float:
         with self._operation():
-            return self.clock() - record.written_at
+            return self.clock() - written_at
 
     async def keys(self, pattern: str) -> list[str]:
         with self._operation():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from dynamo.frontend.api.openai.store.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.owned import Storage
 from dynamo.frontend.api.openai.store.quota import StoredBytes
 from dynamo.frontend.api.openai.store.stored import StoredResponses
 from dynamo.frontend.config import CapacityOptions
@@ -56,18 +58,24 @@ class Storing:
         return response
 
 
+def storage_of(records: Any, clock: Callable[[], float] = time.time, quota: StoredBytes | None = None) -> Storage:
+    """Return the namespace `ns` of records in memory."""
+    return Storage(records, "ns", clock, quota)
+
+
 def stored_responses(
     records: FakeRecords,
     metrics: FrontendMetrics | None = None,
     *,
     nats: FakeConnection | None = None,
     look_s: float = 60.0,
+    by_default: bool = True,
     **options: Any,
 ) -> StoredResponses:
-    """Return responses that are stored in memory, in the namespace `ns`; call it in an event loop."""
-    store: Any = records
+    """Return responses that are stored in memory, with the options of `storage_of`; call it in an event loop."""
     changes = ResponseChanges(nats or FakeConnection(FakeBus()), "ns", look_s=look_s)
-    return StoredResponses(store, changes, "ns", metrics or FrontendMetrics(CollectorRegistry()), **options)
+    metrics = metrics or FrontendMetrics(CollectorRegistry())
+    return StoredResponses(storage_of(records, **options), changes, metrics, by_default=by_default)
 
 
 @asynccontextmanager

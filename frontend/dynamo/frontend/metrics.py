@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dynamo.common.errors import Code
+from dynamo.common.errors import Code, DynamoError
 from dynamo.common.model_card import ModelCard
 from dynamo.common.observability.tally import Amount, Tally
 from dynamo.common.observability.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, code_of, error_type
@@ -217,9 +218,18 @@ class FrontendMetrics:
         """Count a copy to a shadow model: `success`, `error` or `dropped`."""
         self.shadows.labels(model, outcome).inc()
 
-    def stored_response(self, operation: str, outcome: str) -> None:
-        """Count an operation on stored responses: `save`, `read`, `delete` or `cancel`."""
-        self.stored.labels(operation, outcome).inc()
+    @contextmanager
+    def stored_operation(self, operation: str) -> Iterator[None]:
+        """Count an operation on stored responses, as `save`, `read`, `delete` or `cancel`, by its outcome."""
+        outcome = "internal"
+        try:
+            yield
+            outcome = "success"
+        except DynamoError as error:
+            outcome = error.code.value
+            raise
+        finally:
+            self.stored.labels(operation, outcome).inc()
 
     def batch_ended(self, status: str) -> None:
         """Count a batch; `status` is OpenAI's."""

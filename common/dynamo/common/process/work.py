@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 
 Work: TypeAlias = Generator[int, None, T]
 """Yields every few milliseconds at the latest, before memory is taken how many bytes, and returns its result."""
+
+Hold: TypeAlias = Callable[[int], None]
+"""Counts bytes as held, before they are read where they are many. Raises Overloaded."""
 
 
 def hold_nothing(size_bytes: int) -> None:

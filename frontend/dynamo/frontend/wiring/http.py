@@ -40,6 +40,7 @@ from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
 from dynamo.frontend.api.openai.operations import read_request_template
 from dynamo.frontend.api.openai.store.background import BackgroundResponses
+from dynamo.frontend.api.openai.store.owned import Storage
 from dynamo.frontend.api.openai.store.quota import StoredBytes
 from dynamo.frontend.api.openai.store.stored import StoredResponses
 from dynamo.frontend.api.openai.to_text import RequestTemplate
@@ -68,16 +69,15 @@ class HttpApi:
     ) -> None:
         config, metrics = parts.config, parts.metrics.frontend
         quota, namespace = StoredBytes(guard.stored_bytes), config.namespace
-        records, by_default = reached.responses, config.responses.store
-        stored = StoredResponses(records, reached.response_changes, namespace, metrics, by_default=by_default, quota=quota)
+        responses, kept = (Storage(records, namespace, quota=quota) for records in (reached.responses, reached.batches))
+        stored = StoredResponses(responses, reached.response_changes, metrics, by_default=config.responses.store)
         self.background = BackgroundResponses(stored)
         kserve = replace(parts.kserve, settings=reached.settings)
         protocols = protocol_operations(
             reached.plane, parts.readiness, config.text, kserve=kserve, background=self.background, template=template
         )
         by_path = {operation.path: operation for operation in protocols if operation.method == "POST"}
-        files = Files(reached.batches, namespace, quota=quota)
-        batches = Batches(reached.batches, namespace, quota=quota)
+        files, batches = Files(kept), Batches(kept)
         self.batches = BatchRunner(files, batches, reached.batch_leases, by_path, settings, guard.account_named, metrics)
         batched = BatchOperations(files, batches, self.batches.poke).operations()
         self.operations = http_operations(parts, links, reached, [*protocols, *batched])

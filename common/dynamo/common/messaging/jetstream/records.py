@@ -251,11 +251,11 @@ class RecordStore:
                     return
                 yield piece
 
-    async def age_s(self, record: Record) -> float:
+    async def age_s(self, written_at: float) -> float:
         """Return how long ago a record was written, by the clock of the store alone."""
         with self._plain_errors("read"):
             async with asyncio.timeout(_LIMIT_S):
-                return await (await self._values()).now() - record.written_at
+                return await (await self._values()).now() - written_at
 
     async def put(self, key: str, value: bytes, *, last: int | None = None, inline_bytes: int | None = None) -> int | None:
         """Write a record; return its revision. One with more than `inline_bytes`, or `INLINE_BYTES`, lies in the object store.

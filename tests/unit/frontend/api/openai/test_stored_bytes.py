@@ -16,7 +16,7 @@ from dynamo.frontend.api.openai.store.events import ResponseObject
 from dynamo.frontend.api.openai.store.quota import COUNTED_S, StoredBytes
 from dynamo.frontend.api.openai.store.stored import new_response_id
 from tests.support.fake_records import FakeRecords
-from tests.support.storing import stored_responses
+from tests.support.storing import storage_of, stored_responses
 
 
 class _Response(Struct):
@@ -31,12 +31,11 @@ class Frontend:
     """One process, as far as what is stored goes; others may have the same records."""
 
     def __init__(self, files: FakeRecords, responses: FakeRecords, now: list[float], limit: int = 2000) -> None:
-        file_records: Any = files
         self.quota = StoredBytes({"team": limit}.get, lambda: now[0])
-        self.files = Files(file_records, "ns", quota=self.quota)
+        self.files = Files(storage_of(files, quota=self.quota))
         self.responses = stored_responses(responses, quota=self.quota)
         self.conversations = self.responses.conversations
-        self.batches = Batches(file_records, "ns", quota=self.quota)
+        self.batches = Batches(storage_of(files, quota=self.quota))
 
     async def stream(self, owner: str, id: str, size: int) -> None:
         """Store events of a response that have about so many bytes."""
@@ -49,9 +48,20 @@ class Frontend:
         """Store a response of about so many bytes; return its id."""
         id = new_response_id()
         made: Any = _Response(id)
-        items = [{"type": "message", "role": "user", "content": "x" * size}]
-        await self.responses.save(owner, made, items, last=0)
+        await self.responses.save(owner, made, items_of(size), last=0)
         return id
+
+    async def create(self, kind: str, size: int) -> str:
+        """Store what has about so many bytes for the key with a limit; return its id."""
+        if kind == "files":
+            return (await self.files.create("team", "f", "batch", b"x" * size)).id
+        if kind == "conversations":
+            return (await self.conversations.create("team", items_of(size), {})).id
+        return await self.respond("team", size)
+
+
+def items_of(size: int) -> list[dict[str, Any]]:
+    return [{"type": "message", "role": "user", "content": "x" * size}]
 
 
 def frontends() -> tuple[Frontend, Frontend, list[float]]:
@@ -96,22 +106,18 @@ async def test_a_key_that_has_stored_all_it_may_is_served_and_not_stored_unless_
     assert await frontend.responses.may_store("team", True)
 
 
-async def test_what_is_deleted_makes_room_at_once_where_it_is_deleted() -> None:
+@pytest.mark.parametrize("kind", ["files", "conversations", "responses"])
+async def test_what_is_deleted_makes_room_at_once_where_it_is_deleted(kind: str) -> None:
     frontend, _, _ = frontends()
-    file = await frontend.files.create("team", "f", "batch", b"x" * 1500)
+    id = await frontend.create(kind, 1500)
+    if kind == "responses":
+        await frontend.stream("team", id, 1500)
     with pytest.raises(PayloadTooLarge):
         await frontend.files.create("team", "f", "batch", b"x" * 600)
-    await frontend.files.delete("team", file.id)
-    await frontend.files.create("team", "f", "batch", b"x" * 600)
-
-
-async def test_a_response_that_is_deleted_makes_room_at_once_with_its_events() -> None:
-    frontend, _, _ = frontends()
-    id = await frontend.respond("team", 100)
-    await frontend.stream("team", id, 1500)
-    assert not await frontend.responses.may_store("team", None)
-    await frontend.responses.delete("team", id)
-    await frontend.files.create("team", "f", "batch", b"x" * 1900)
+    await {"files": frontend.files, "conversations": frontend.conversations, "responses": frontend.responses}[kind].delete(
+        "team", id
+    )
+    await frontend.files.create("team", "f", "batch", b"x" * 2000)
 
 
 async def test_events_of_streams_count_at_all_frontends_also_above_the_limit() -> None:
@@ -146,32 +152,21 @@ class SlowRecords(FakeRecords):
         return await super().values(pattern)
 
 
-async def test_uploads_at_the_same_time_count_together() -> None:
-    frontend = Frontend(SlowRecords(), SlowRecords(), [0.0])
-    uploads = (frontend.files.create("team", "f", "batch", b"x" * 900) for _ in range(5))
-    results = await asyncio.gather(*uploads, return_exceptions=True)
-    assert [type(result) for result in results].count(PayloadTooLarge) == 3
-    assert sum(file.bytes for file in await frontend.files.owned_by("team")) == 1800
-
-
-@pytest.mark.parametrize("kind", ["conversations", "items", "responses"])
+@pytest.mark.parametrize("kind", ["files", "conversations", "items", "responses"])
 async def test_what_is_created_at_the_same_time_counts_together(kind: str) -> None:
     records = SlowRecords()
     frontend = Frontend(SlowRecords(), records, [0.0])
-    item = {"type": "message", "role": "user", "content": "x" * 540}
     made = [await frontend.conversations.create("team", [], {}) for _ in range(2)]
 
     async def create(number: int) -> None:
-        match kind:
-            case "conversations":
-                await frontend.conversations.create("team", [item], {})
-            case "items":
-                await frontend.conversations.add("team", made[number % 2].id, [item])
-            case _:
-                await frontend.respond("team", 540)
+        if kind == "items":
+            await frontend.conversations.add("team", made[number % 2].id, items_of(600))
+        else:
+            await frontend.create(kind, 600)
 
     results = await asyncio.gather(*map(create, range(5)), return_exceptions=True)
     assert [type(result) for result in results].count(PayloadTooLarge) == 3
+    assert sum(file.bytes for file in await frontend.files.owned_by("team")) == (1200 if kind == "files" else 0)
     assert sum(int(record.value) for key, record in records.records.items() if ".size." in key) <= 2000
     assert sum(len(record.value) for key, record in records.records.items() if ".size." not in key) <= 2000
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
 import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Literal
@@ -19,13 +17,11 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
-from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, RateLimited, Unavailable
-from dynamo.common.messaging.jetstream.records import Record, RecordStore
-from dynamo.common.names import encode
+from dynamo.common.errors import InvalidRequest, PayloadTooLarge, RateLimited, Unavailable
+from dynamo.common.process.work import Hold
 from dynamo.frontend.api.openai.batches.index import Index
 from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment, decode_segment, encode_segment, writer_of
-from dynamo.frontend.api.openai.store.owners import owner_token
-from dynamo.frontend.api.openai.store.quota import StoredBytes
+from dynamo.frontend.api.openai.store.owned import OwnedRecords, Storage
 
 MAX_LINES = 50_000
 MAX_WAITING = 100
@@ -42,7 +38,6 @@ LOST_S = 30.0
 WINDOW_S = 86_400
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _MAX_PROBLEMS = 20
-_ID = re.compile(r"batch_[0-9a-f]{32}")
 _BLOCK_BYTES = 64 * 1024
 """So much of a file is looked at in one call, which keeps the interpreter from other threads."""
 _UNSET = frozenset({b"", b"null", b"false"})
@@ -155,6 +150,14 @@ class Owned(Struct, frozen=True):
     ended: int = 0
     """How many frontends ended while they carried it out, whatever they did for it then."""
 
+    @property
+    def id(self) -> str:
+        return self.batch.id
+
+    @property
+    def created_at(self) -> int:
+        return self.batch.created_at
+
     def is_suspect(self, lines: Lines) -> bool:
         """Return whether some of the lines may be what ends frontends, and all of them are to be carried out one by one."""
         return self.ended >= ALONE_AFTER or any(ended.overlap(lines) for ended in self.ended_at)
@@ -164,20 +167,6 @@ class Owned(Struct, frozen=True):
         return sum(ended.overlap(lines) for ended in self.ended_at) >= MAX_ENDED
 
 
-class _Listed(Struct, frozen=True):
-    batch: Batch
-    stored_bytes: int
-    """What it takes of what its key may store."""
-
-    @property
-    def id(self) -> str:
-        return self.batch.id
-
-    @property
-    def created_at(self) -> int:
-        return self.batch.created_at
-
-
 class Waiting(Struct, frozen=True, kw_only=True):
     """A batch that has not ended."""
 
@@ -185,13 +174,6 @@ class Waiting(Struct, frozen=True, kw_only=True):
     id: str
     since: int
     """Unix time, seconds."""
-
-
-class BatchNotFound(NotFound):
-    """There is no such batch, or it is another key's."""
-
-    def __init__(self, id: str) -> None:
-        super().__init__(f"batch '{id[:80]}' is not found")
 
 
 class TakenOver(Unavailable):
@@ -213,11 +195,6 @@ _lines = msgspec.json.Decoder(BatchLine)
 _flags = msgspec.json.Decoder(_ForbiddenFlags)
 _waiting = msgspec.json.Decoder(Waiting)
 _owned = msgspec.json.Decoder(Owned)
-
-
-def _listed(record: bytes) -> _Listed:
-    owned = _owned.decode(record)
-    return _Listed(owned.batch, len(record) + owned.results_bytes)
 
 
 def parse_lines(content: bytes, endpoint: str, max_line_bytes: int) -> list[BatchLine]:
@@ -297,30 +274,25 @@ def _parse_line(text: memoryview, endpoint: str) -> BatchLine:
 class Batches:
     """The batches of a namespace. All methods raise Unavailable without JetStream."""
 
-    def __init__(
-        self,
-        records: RecordStore,
-        namespace: str,
-        clock: Callable[[], float] = time.time,
-        quota: StoredBytes | None = None,
-    ) -> None:
-        self._quota = quota or StoredBytes()
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._records = storage.records
+        self._quota = storage.quota
         self._quota.count_by(self._bytes_of)
-        self._records = records
-        self._index = Index(records, _listed)
-        self._prefix = encode(namespace, "namespace")
-        self._clock = clock
+        self._batches = OwnedRecords(storage, "batch", "batch_", _owned.decode, folder="batch")
+        self._waiting = OwnedRecords(storage, "batch", "batch_", _waiting.decode, folder="waiting")
+        self._index = Index(storage.records, self._batches)
 
     @property
     def now(self) -> int:
-        return int(self._clock())
+        return int(self._storage.clock())
 
     async def create(self, owner: str, endpoint: str, input_file: str, metadata: dict[str, str] | None) -> Batch:
         """Make a batch, which waits to be carried out. Raises RateLimited, PayloadTooLarge."""
-        if len(await self._records.keys(self._waiting_key(owner, "*"))) >= MAX_WAITING:
+        if len(await self._records.keys(self._waiting.pattern(owner))) >= MAX_WAITING:
             raise RateLimited(f"there are {MAX_WAITING} batches that have not ended; wait for some, or cancel them")
         batch = Batch(
-            id=f"batch_{secrets.token_hex(16)}",
+            id=self._batches.new_id(),
             endpoint=endpoint,
             input_file_id=input_file,
             created_at=self.now,
@@ -331,20 +303,14 @@ class Batches:
         waiting = msgspec.json.encode(Waiting(owner=owner, id=batch.id, since=self.now))
         data = msgspec.json.encode(Owned(owner, batch))
         async with self._quota.room(owner, len(data)):
-            await self._records.put(self._waiting_key(owner, batch.id), waiting, last=0)
-            await self._records.put(self._key(owner, batch.id), data, last=0)
+            await self._records.put(self._waiting.key(owner, batch.id), waiting, last=0)
+            await self._records.put(self._batches.key(owner, batch.id), data, last=0)
             self._quota.add(owner, len(data))
         return batch
 
     async def read(self, owner: str, id: str) -> Batch:
-        """Raises BatchNotFound."""
-        return (await self._load(owner, id))[0].batch
-
-    async def _load(self, owner: str, id: str) -> tuple[Owned, Record]:
-        record = await self._records.get(self._key(owner, id)) if _ID.fullmatch(id) else None
-        if record is None:
-            raise BatchNotFound(id)
-        return _owned.decode(record.value), record
+        """Raises RecordNotFound."""
+        return (await self._batches.load(owner, id)).value.batch
 
     async def may_store(self, owner: str) -> bool:
         """Return whether a key may store more, or that cannot be known."""
@@ -361,7 +327,7 @@ class Batches:
         return self._quota.room(owner, size_bytes)
 
     async def change(self, owner: str, id: str, change: Callable[[Batch], Batch], *, filed_bytes: int = 0) -> Batch:
-        """Replace a batch that has not ended by `change` of it as it is then. Raises BatchNotFound, InvalidRequest.
+        """Replace a batch that has not ended by `change` of it as it is then. Raises RecordNotFound, InvalidRequest.
 
         `filed_bytes` of its results are in files now, and go on to count.
         """
@@ -375,10 +341,10 @@ class Batches:
     async def take_over(self, owner: str, id: str, by: str) -> Owned:
         """Let a frontend carry a batch out, which has its lease; note what another one did for it that has ended meanwhile.
 
-        Raises BatchNotFound, and TakenOver while another one goes on without its lease.
+        Raises RecordNotFound, and TakenOver while another one goes on without its lease.
         """
-        owned, record = await self._load(owner, id)
-        is_silent = owned.is_unleased and await self._records.age_s(record) >= LOST_S
+        record = await self._batches.load(owner, id)
+        is_silent = record.value.is_unleased and await self._records.age_s(record.written_at) >= LOST_S
 
         def taken(owned: Owned) -> Owned:
             if owned.is_unleased and owned.by != by and not is_silent:
@@ -392,25 +358,25 @@ class Batches:
         return await self._change(owner, id, taken)
 
     async def go_on(self, owner: str, id: str, by: str, *, is_unleased: bool) -> None:
-        """Note that a frontend goes on, with or without its lease. Raises BatchNotFound, TakenOver."""
+        """Note that a frontend goes on, with or without its lease. Raises RecordNotFound, TakenOver."""
         await self._change_by(by, owner, id, lambda owned: replace(owned, is_unleased=is_unleased))
 
     async def attempt(self, owner: str, id: str, by: str, lines: Lines | None) -> int:
         """Count an attempt to carry out a segment; return how many there were since one was carried out.
 
-        `lines`: those that are carried out at once from now on. Raises BatchNotFound, TakenOver.
+        `lines`: those that are carried out at once from now on. Raises RecordNotFound, TakenOver.
         """
         begun = None if lines is None else Begun(lines, by)
         changed = await self._change_by(by, owner, id, lambda owned: replace(owned, attempts=owned.attempts + 1, begun=begun))
         return changed.attempts
 
     async def begin(self, owner: str, id: str, by: str, lines: Lines | None) -> None:
-        """Note which lines are carried out at once from now on. Raises BatchNotFound, TakenOver."""
+        """Note which lines are carried out at once from now on. Raises RecordNotFound, TakenOver."""
         begun = None if lines is None else Begun(lines, by)
         await self._change_by(by, owner, id, lambda owned: replace(owned, begun=begun))
 
     async def stop(self, owner: str, id: str, by: str, max_attempts: int | None = None) -> None:
-        """Note that a frontend carries a batch out no more, in good order. Raises BatchNotFound.
+        """Note that a frontend carries a batch out no more, in good order. Raises RecordNotFound.
 
         `max_attempts`: how many attempts at the next segment count, without its own; None: all do.
         """
@@ -445,32 +411,34 @@ class Batches:
 
     async def _change(self, owner: str, id: str, change: Callable[[Owned], Owned], filed_bytes: int = 0) -> Owned:
         for _ in range(_ATTEMPTS):
-            owned, record = await self._load(owner, id)
+            record = await self._batches.load(owner, id)
+            owned = record.value
             changed = owned if owned.batch.status in ENDED else change(owned)
             if changed is owned:
                 return owned
             if changed.batch.status in ENDED:  # its results are in files, or are dropped
                 changed = replace(changed, results_bytes=0)
-            if await self._records.put(self._key(owner, id), msgspec.json.encode(changed), last=record.revision) is not None:
+            data = msgspec.json.encode(changed)
+            if await self._records.put(self._batches.key(owner, id), data, last=record.revision) is not None:
                 self._quota.add(owner, changed.results_bytes - owned.results_bytes + filed_bytes)
                 return changed
         raise InvalidRequest(f"batch '{id}' changes too fast; try again")
 
     async def owned_by(self, owner: str) -> Sequence[Batch]:
         """Return all batches of a key, the newest first."""
-        return [listed.batch for listed in await self._index.of(self._key(owner, "*"))]
+        return [owned.value.batch for owned in await self._index.of(owner)]
 
     async def waiting(self) -> list[Waiting]:
         """Return the batches that have not ended, and some that never came to be."""
-        return [_waiting.decode(record) for record in (await self._records.values(f"{self._prefix}.waiting.>")).values()]
+        return [_waiting.decode(record) for record in (await self._records.values(self._storage.key("waiting.>"))).values()]
 
     async def done(self, owner: str, id: str) -> None:
         """Delete what is kept of a batch that has ended, apart from the batch."""
         for key in await self._records.keys(self._segment_key(id, "*")):
             await self._records.delete(key)
-        await self._records.delete(self._waiting_key(owner, id))
+        await self._records.delete(self._waiting.key(owner, id))
 
-    async def segments(self, id: str, hold: Callable[[int], None]) -> dict[int, Segment]:
+    async def segments(self, id: str, hold: Hold) -> dict[int, Segment]:
         """Return the results that there are, by the number of the segment; `hold` as for `RecordStore.get`."""
         segments: dict[int, Segment] = {}
         for key in await self._records.keys(self._segment_key(id, "*")):
@@ -484,13 +452,13 @@ class Batches:
         """Keep the results of a segment, unless there are some, or another frontend carries the batch out.
 
         Return whether those that are there are these. nats-server may do later what it did not respond to in time: so that is
-        tried again when the store takes writes, until it is known what became of it. Raises BatchNotFound.
+        tried again when the store takes writes, until it is known what became of it. Raises RecordNotFound.
         """
         key, writer = self._segment_key(id, str(number)), secrets.token_hex(8)
         record, failure = await encode_segment(segment, writer), Unavailable("the results are not kept")
         for _ in range(_WRITES):
             try:
-                is_ours = (await self._load(owner, id))[0].by == by
+                is_ours = (await self._batches.load(owner, id)).value.by == by
                 if is_ours and await self._records.put(key, record, last=0) is not None:
                     return True
                 return await self._writer_of(key) == writer
@@ -514,16 +482,10 @@ class Batches:
         return "" if content is None else await writer_of(content)
 
     async def _bytes_of(self, owner: str) -> int:
-        return sum(listed.stored_bytes for listed in await self._index.of(self._key(owner, "*")))
-
-    def _key(self, owner: str, id: str) -> str:
-        return f"{self._prefix}.batch.{owner_token(owner)}.{id}"
-
-    def _waiting_key(self, owner: str, id: str) -> str:
-        return f"{self._prefix}.waiting.{owner_token(owner)}.{id}"
+        return sum(owned.size_bytes + owned.value.results_bytes for owned in await self._index.of(owner))
 
     def _segment_key(self, id: str, number: str) -> str:
-        return f"{self._prefix}.segment.{id}.{number}"
+        return self._storage.key(f"segment.{id}.{number}")
 
 
 def result_file_id(batch: str, kind: str) -> str:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import re
-import secrets
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
-from dynamo.common.errors import DynamoError, InvalidRequest, NotFound, PayloadTooLarge
-from dynamo.common.messaging.jetstream.records import RecordContent, RecordStore
-from dynamo.common.names import encode
+from dynamo.common.errors import DynamoError, InvalidRequest, PayloadTooLarge
+from dynamo.common.messaging.jetstream.records import RecordContent
 from dynamo.common.process.background import awaited
+from dynamo.common.process.work import Hold
 from dynamo.frontend.api.declaration import MAX_FILE_BYTES
 from dynamo.frontend.api.openai.batches.index import Index
-from dynamo.frontend.api.openai.store.owners import owner_token
-from dynamo.frontend.api.openai.store.quota import StoredBytes
+from dynamo.frontend.api.openai.store.owned import OwnedRecords, Storage
 
 MAX_FILES = 10_000
 """Files of one API key, at most."""
 _MAX_LEFT = 1000
 """Contents without a record that are counted at most. Each takes an upload that failed while JetStream took no writes."""
-_ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 class FileObject(Struct, frozen=True, kw_only=True):
@@ -38,32 +33,20 @@ class FileObject(Struct, frozen=True, kw_only=True):
     status: Literal["processed"] = "processed"
 
 
-class FileNotFound(NotFound):
-    """There is no such file, or it is another key's."""
-
-    def __init__(self, id: str) -> None:
-        super().__init__(f"file '{id[:80]}' is not found")
-
-
 _decoder = msgspec.json.Decoder(FileObject)
 
 
 class Files:
     """The files of a namespace. All methods raise Unavailable without JetStream."""
 
-    def __init__(
-        self,
-        records: RecordStore,
-        namespace: str,
-        clock: Callable[[], float] = time.time,
-        quota: StoredBytes | None = None,
-    ) -> None:
-        self._quota = quota or StoredBytes()
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._records = storage.records
+        self._quota = storage.quota
         self._quota.count_by(self._bytes_of)
-        self._records = records
-        self._index = Index(records, _decoder.decode)
-        self._prefix = encode(namespace, "namespace")
-        self._clock = clock
+        self._files = OwnedRecords(storage, "file", "file-", _decoder.decode, folder="file")
+        self._contents = OwnedRecords(storage, "file", "file-", bytes, folder="content")
+        self._index = Index(storage.records, self._files)
         self._left: dict[tuple[str, str], int] = {}
         """Bytes that uploads which failed may have left, by key and file, until they are deleted. Only of keys with a limit."""
 
@@ -71,9 +54,9 @@ class Files:
         """Make a file. Raises PayloadTooLarge, InvalidRequest."""
         if len(content) > MAX_FILE_BYTES:
             raise PayloadTooLarge(f"the file has {len(content)} bytes; at most {MAX_FILE_BYTES} are allowed")
-        if len(await self.owned_by(owner)) >= MAX_FILES:
+        if len(await self._index.of(owner)) >= MAX_FILES:
             raise InvalidRequest(f"there are {MAX_FILES} files already; delete some")
-        id = f"file-{secrets.token_hex(16)}"
+        id = self._files.new_id()
         async with self._quota.room(owner, len(content)):
             try:
                 return await self.put(owner, id, filename, purpose, content)
@@ -88,49 +71,43 @@ class Files:
 
         `counted_bytes` of it count already as stored by the key.
         """
-        file = FileObject(id=id, bytes=len(content), created_at=int(self._clock()), filename=filename, purpose=purpose)
+        file = FileObject(id=id, bytes=len(content), created_at=int(self._storage.clock()), filename=filename, purpose=purpose)
         record = msgspec.json.encode(file)  # before anything is written
-        await self._records.put(self._content_key(owner, file.id), content)
-        await self._records.put(self._key(owner, file.id), record)
+        await self._records.put(self._contents.key(owner, id), content)
+        await self._records.put(self._files.key(owner, id), record)
         self._quota.add(owner, file.bytes - counted_bytes)
         return file
 
     async def read(self, owner: str, id: str) -> FileObject:
-        """Raises FileNotFound."""
-        record = await self._records.get(self._key(owner, id)) if _ID.fullmatch(id) else None
-        if record is None:
-            raise FileNotFound(id)
-        return _decoder.decode(record.value)
+        """Raises RecordNotFound."""
+        return (await self._files.load(owner, id)).value
 
-    async def content(self, owner: str, id: str, hold: Callable[[int], None]) -> bytes:
-        """Return the whole content, whose size `hold` is called with before it is read. Raises FileNotFound."""
-        record = await self._records.get(self._content_key(owner, id), hold) if _ID.fullmatch(id) else None
-        if record is None:
-            raise FileNotFound(id)
-        return record.value
+    async def content(self, owner: str, id: str, hold: Hold) -> bytes:
+        """Return the whole content, whose size `hold` is called with before it is read. Raises RecordNotFound."""
+        return (await self._contents.load(owner, id, hold)).value
 
     async def open(self, owner: str, id: str) -> RecordContent:
-        """Return the content, to be read in pieces. Raises FileNotFound."""
-        content = await self._records.open(self._content_key(owner, id)) if _ID.fullmatch(id) else None
+        """Return the content, to be read in pieces. Raises RecordNotFound."""
+        content = await self._records.open(self._contents.key(owner, id))
         if content is None:
-            raise FileNotFound(id)
+            raise self._contents.not_found(id)
         return content
 
     async def delete(self, owner: str, id: str) -> None:
-        """Raises FileNotFound."""
+        """Raises RecordNotFound."""
         file = await self.read(owner, id)
         await self._delete_records(owner, id)
         self._quota.add(owner, -file.bytes)
 
     async def owned_by(self, owner: str) -> Sequence[FileObject]:
         """Return all files of a key, the newest first."""
-        return await self._index.of(self._key(owner, "*"))
+        return [owned.value for owned in await self._index.of(owner)]
 
     async def _bytes_of(self, owner: str) -> int:
         left = [(id, size_bytes) for (name, id), size_bytes in self._left.items() if name == owner]
         for id, size_bytes in left:
             await self._drop(owner, id, size_bytes)
-        listed = sum(file.bytes for file in await self.owned_by(owner))
+        listed = sum(owned.value.bytes for owned in await self._index.of(owner))
         return listed + sum(size_bytes for id, size_bytes in left if (owner, id) in self._left)
 
     async def _drop(self, owner: str, id: str, size_bytes: int) -> None:
@@ -148,11 +125,5 @@ class Files:
             self._left.pop((owner, id), None)
 
     async def _delete_records(self, owner: str, id: str) -> None:
-        await self._records.delete(self._key(owner, id))
-        await self._records.delete(self._content_key(owner, id))
-
-    def _key(self, owner: str, id: str) -> str:
-        return f"{self._prefix}.file.{owner_token(owner)}.{id}"
-
-    def _content_key(self, owner: str, id: str) -> str:
-        return f"{self._prefix}.content.{owner_token(owner)}.{id}"
+        await self._records.delete(self._files.key(owner, id))
+        await self._records.delete(self._contents.key(owner, id))

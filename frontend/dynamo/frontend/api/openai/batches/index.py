@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from dynamo.common.messaging.jetstream.records import Changes, Position, RecordStore
+from dynamo.frontend.api.openai.store.owned import OwnedRecord, OwnedRecords
 
 MAX_ITEMS = 50_000
 """Items kept in memory, of all API keys together, or of the key that asked last if that has more."""
@@ -37,12 +38,11 @@ class _Items(Generic[ItemType]):
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     position: Position | None = None
-    by_key: dict[str, tuple[ItemType, float]] = field(default_factory=dict)
-    """Each with the time at which it was written."""
-    newest_first: Sequence[ItemType] = ()
+    by_key: dict[str, OwnedRecord[ItemType]] = field(default_factory=dict)
+    newest_first: Sequence[OwnedRecord[ItemType]] = ()
     oldest_at: float = 0.0
 
-    async def apply(self, changes: Changes, decode: Callable[[bytes], ItemType], ttl_s: float) -> None:
+    async def apply(self, changes: Changes, owned: OwnedRecords[ItemType], ttl_s: float) -> None:
         """Make the changes, in steps between which other requests have their turns."""
         expired_at = changes.now - ttl_s
         if not changes.is_whole and not changes.records and self.oldest_at > expired_at:
@@ -56,30 +56,30 @@ class _Items(Generic[ItemType]):
             if record is None:
                 self.by_key.pop(key, None)
             else:
-                self.by_key[key] = decode(record.value), record.written_at
-        self.by_key = {key: item for key, item in self.by_key.items() if item[1] > expired_at}
+                self.by_key[key] = owned.decoded(record)
+        self.by_key = {key: item for key, item in self.by_key.items() if item.written_at > expired_at}
         await asyncio.sleep(0)
-        self.newest_first = sorted((item for item, _ in self.by_key.values()), key=_order)
+        self.newest_first = sorted(self.by_key.values(), key=_order)
         await asyncio.sleep(0)
-        self.oldest_at = min((at for _, at in self.by_key.values()), default=changes.now)
+        self.oldest_at = min((item.written_at for item in self.by_key.values()), default=changes.now)
         self.position = changes.position  # at last: if this is cancelled before, it is all read again
 
 
 class Index(Generic[ItemType]):
     """The items of all keys."""
 
-    def __init__(self, records: RecordStore, decode: Callable[[bytes], ItemType]) -> None:
+    def __init__(self, records: RecordStore, owned: OwnedRecords[ItemType]) -> None:
         self._records = records
-        self._decode = decode
+        self._owned = owned
         self._items: OrderedDict[str, _Items[ItemType]] = OrderedDict()
 
-    async def of(self, pattern: str) -> Sequence[ItemType]:
-        """Return the items under the keys that a pattern matches, the newest first. Raises Unavailable."""
-        items = self._items.setdefault(pattern, _Items())
-        self._items.move_to_end(pattern)
+    async def of(self, owner: str) -> Sequence[OwnedRecord[ItemType]]:
+        """Return what a key has, the newest first. Raises Unavailable."""
+        items = self._items.setdefault(owner, _Items())
+        self._items.move_to_end(owner)
         async with items.lock:  # so that each change is read once
-            changes = await self._records.changes(pattern, items.position)
-            await items.apply(changes, self._decode, self._records.ttl_s)
+            changes = await self._records.changes(self._owned.pattern(owner), items.position)
+            await items.apply(changes, self._owned, self._records.ttl_s)
         self._forget()
         return items.newest_first
 
@@ -90,5 +90,5 @@ class Index(Generic[ItemType]):
             count -= len(items.by_key)
 
 
-def _order(item: IndexedItem) -> tuple[int, str]:
-    return -item.created_at, item.id
+def _order(item: OwnedRecord[ItemType]) -> tuple[int, str]:
+    return -item.value.created_at, item.value.id

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 
 from dynamo.common.errors import PayloadTooLarge, Unavailable
+from dynamo.common.process.work import Hold
 from dynamo.frontend.api.openai.batches.batch import Batches
 
 
 class ResultRoom:
     """The room that the results of a batch may still take, in memory and of what its key may store."""
 
-    def __init__(self, batches: Batches, owner: str, left: int, hold: Callable[[int], None], counted: AsyncExitStack) -> None:
+    def __init__(self, batches: Batches, owner: str, left: int, hold: Hold, counted: AsyncExitStack) -> None:
         """`left`: how many bytes they may still take; `hold` counts them. While `counted` is open, the key has stored them."""
         self._batches = batches
         self._owner = owner

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from dynamo.common.errors import DynamoError, Forbidden, Overloaded, PayloadTooLarge, Unauthenticated, Unavailable
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord
 from dynamo.common.process.background import Tasks, awaited, outlasting
+from dynamo.common.process.work import Hold
 from dynamo.frontend.api.calls import TIMEOUT
 from dynamo.frontend.api.declaration import Reads
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
@@ -37,7 +38,6 @@ from dynamo.frontend.api.openai.batches.batch import (
     Batch,
     Batches,
     BatchLine,
-    BatchNotFound,
     InvalidBatch,
     Lines,
     Owned,
@@ -49,12 +49,13 @@ from dynamo.frontend.api.openai.batches.batch import (
     result_file_id,
 )
 from dynamo.frontend.api.openai.batches.batch_key import WAIT_S, BatchKey, FindAccount
-from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
+from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount, LineOutcome, LineRequest
 from dynamo.frontend.api.openai.batches.long_texts import joined
 from dynamo.frontend.api.openai.batches.result_lines import line_id, result_line
 from dynamo.frontend.api.openai.batches.result_room import ResultRoom
 from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment, is_full
+from dynamo.frontend.api.openai.store.owned import RecordNotFound
 from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.offload import Offload
@@ -96,9 +97,6 @@ _LEFT_OUT = {
     _ENDED: f"{MAX_ENDED_FRONTENDS} frontends ended while they carried out the batch",
 }
 """Why a batch fails that keeps the results it has, by the code of the requests that are left out."""
-
-Hold = Callable[[int], None]
-"""Counts bytes as held for a batch, before they are read where they are many. Raises Overloaded."""
 
 
 class BatchRunner:
@@ -217,7 +215,7 @@ class BatchRunner:
             return
         try:
             await self._batches.go_on(self._owners[id], id, self._token, is_unleased=is_unleased)
-        except (TakenOver, BatchNotFound):
+        except (TakenOver, RecordNotFound):
             running.cancel()
         except DynamoError as error:
             log.debug("other frontends do not know that batch %s goes on here: %s", id, error)
@@ -252,7 +250,7 @@ class BatchRunner:
             self._metrics.batch_ended(batch.status)
             await self._batches.done(owner, id)
             self.poke()  # there is room for another one
-        except BatchNotFound:
+        except RecordNotFound:
             if self._batches.now - waiting.since > CREATED_WITHIN_S:
                 await self._batches.done(owner, id)
         except DynamoError as error:
@@ -292,7 +290,7 @@ class BatchRunner:
                 lines = await self._lines_of(owner, batch, hold)
         except InvalidBatch as error:
             return await self._failed(owner, batch, error.problems)
-        except (FileNotFound, Unauthenticated, Forbidden) as error:
+        except (RecordNotFound, Unauthenticated, Forbidden) as error:
             return await self._failed(owner, batch, [Problem(str(error))])
 
         def started(batch: Batch) -> Batch:
@@ -443,7 +441,7 @@ class BatchRunner:
             return (await self._batches.read(owner, id)).status == "in_progress"
         except Unavailable:
             return True
-        except BatchNotFound:
+        except RecordNotFound:
             return False
 
     @asynccontextmanager

@@ -14,8 +14,8 @@ from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import Metadata
 from dynamo.frontend.api.openai.responses.requests import InputItem, conversation_items
 from dynamo.frontend.api.openai.store.conversations import Conversations
+from dynamo.frontend.api.openai.store.items import Item, ItemIds
 from dynamo.frontend.api.openai.store.pages import listed, page_of_query
-from dynamo.frontend.api.openai.store.storage import Item, ItemIds
 from dynamo.frontend.api.openai.store.stored import StoredResponses, new_response_id
 
 _Items = Annotated[list[InputItem], Meta(max_length=20)]

@@ -31,7 +31,7 @@ from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
 from dynamo.frontend.api.openai.store.background import FAILURES, Stages
 from dynamo.frontend.api.openai.store.event_log import EventLog, follow
 from dynamo.frontend.api.openai.store.events import ResponseObject, ResponseWriter
-from dynamo.frontend.api.openai.store.storage import Item, ItemIds, without_logprobs
+from dynamo.frontend.api.openai.store.items import Item, ItemIds, without_logprobs
 from dynamo.frontend.api.openai.store.stored import new_response_id
 from dynamo.frontend.api.openai.to_text import call_of, chat_to_text, renamed
 from dynamo.frontend.api.statuses import log_failure, public_message

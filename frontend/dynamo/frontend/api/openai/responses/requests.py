@@ -40,7 +40,7 @@ from dynamo.frontend.api.openai.requests import (
     TokenId,
     Tool,
 )
-from dynamo.frontend.api.openai.store.storage import ItemIds
+from dynamo.frontend.api.openai.store.items import ItemIds
 
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")

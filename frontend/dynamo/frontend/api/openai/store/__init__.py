@@ -6,9 +6,9 @@
 | `conversations` | items under an id of their own, to which responses add |
 | `event_log` | the events of a response in the background, stored in chunks |
 | `events` | write responses of the Responses API as numbered events |
-| `owners` | to whom records belong |
+| `items` | items of responses and conversations: parsed, encoded, bounded, and their ids |
+| `owned` | records that belong to API keys: what is common to files, batches, responses and conversations |
 | `pages` | lists as OpenAI pages them |
 | `quota` | how much each key may store |
-| `storage` | what stored responses and conversations share |
 | `stored` | responses in JetStream, bound to the API key that made them |
 """

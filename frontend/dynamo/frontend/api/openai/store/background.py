@@ -22,7 +22,7 @@ from dynamo.common.process.background import Tasks, awaited
 from dynamo.frontend.api.capacity import Occupancy
 from dynamo.frontend.api.declaration import TEXT, within
 from dynamo.frontend.api.openai.store.events import ResponseObject
-from dynamo.frontend.api.openai.store.storage import Item
+from dynamo.frontend.api.openai.store.items import Item
 from dynamo.frontend.api.openai.store.stored import BEAT_S, StoredResponses
 from dynamo.frontend.api.statuses import log_failure, public_message
 

@@ -6,8 +6,6 @@ A conversation is one record, which is written only as it was read; so of respon
 from __future__ import annotations
 
 import asyncio
-import re
-import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,27 +15,12 @@ from msgspec import Raw, Struct
 
 from dynamo.common.errors import NotFound, Overloaded
 from dynamo.common.messaging.jetstream.records import WriteUnconfirmed
-from dynamo.common.process.work import hold_nothing
-from dynamo.frontend.api.openai.store.storage import (
-    Hold,
-    Item,
-    Storage,
-    bounded,
-    check_size,
-    encode_items,
-    parse_items,
-    split_items,
-)
+from dynamo.common.process.work import Hold, hold_nothing
+from dynamo.frontend.api.openai.store.items import Item, bounded, check_size, encode_items, parse_items, split_items
+from dynamo.frontend.api.openai.store.owned import OwnedRecords, SizeRecords, Storage
+from dynamo.frontend.metrics import FrontendMetrics
 
-_ID = re.compile(r"conv_[0-9a-f]{32}")
 _ATTEMPTS = 10
-
-
-class ConversationNotFound(NotFound):
-    """There is no such conversation, or it is another key's."""
-
-    def __init__(self, id: str) -> None:
-        super().__init__(f"conversation '{id[:80]}' is not found")
 
 
 class ConversationObject(Struct, frozen=True, kw_only=True):
@@ -70,38 +53,42 @@ _identified_decoder = msgspec.json.Decoder(_Identified)
 class Conversations:
     """The conversations of a namespace. All methods raise Unavailable without JetStream."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, sizes: SizeRecords, metrics: FrontendMetrics) -> None:
         self._storage = storage
+        self._sizes = sizes
+        self._metrics = metrics
+        self._conversations = OwnedRecords(
+            storage, "conversation", "conv_", _decoder.decode, owner_of=lambda stored: stored.owner
+        )
 
     async def create(self, owner: str, items: Sequence[Item], metadata: Mapping[str, str]) -> ConversationObject:
         storage = self._storage
-        with storage.counted("create_conversation"):
-            id = f"conv_{secrets.token_hex(16)}"
+        with self._metrics.stored_operation("create_conversation"):
+            id = self._conversations.new_id()
             shown = ConversationObject(id=id, created_at=int(storage.clock()), metadata=dict(metadata))
             stored = _StoredConversation(owner, shown, await encode_items(items))
             data = bounded(msgspec.json.encode(stored))
             async with storage.quota.room(owner, len(data)):
-                await storage.records.put(storage.key(id), data, last=0)
-                await storage.written(owner, id, len(data))
+                await storage.records.put(self._conversations.key(owner, id), data, last=0)
+                await self._sizes.written(owner, id, len(data))
             return shown
 
     async def read(self, owner: str, id: str, hold: Hold = hold_nothing) -> ConversationObject:
-        """Raises ConversationNotFound."""
-        with self._storage.counted("read_conversation"):
-            return (await self._load(owner, id, hold))[0].shown
+        """Raises RecordNotFound."""
+        with self._metrics.stored_operation("read_conversation"):
+            return (await self._conversations.load(owner, id, hold)).value.shown
 
     async def items(self, owner: str, id: str, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
-        """Return all items, oldest first. Raises ConversationNotFound."""
-        with self._storage.counted("read_conversation"):
-            stored, *_ = await self._load(owner, id, hold)
-            return await parse_items(stored.items, hold)
+        """Return all items, oldest first. Raises RecordNotFound."""
+        with self._metrics.stored_operation("read_conversation"):
+            return await parse_items((await self._conversations.load(owner, id, hold)).value.items, hold)
 
     async def add(
         self, owner: str, id: str, items: Sequence[Item], hold: Hold = hold_nothing, *, is_bounded: bool = True
     ) -> None:
         """Add items at the end, if `is_bounded` within what the key may store.
 
-        Raises ConversationNotFound, PayloadTooLarge; Overloaded if others write all the time.
+        Raises RecordNotFound, PayloadTooLarge; Overloaded if others write all the time.
         """
         added = bytes(await encode_items(items))
 
@@ -119,7 +106,7 @@ class Conversations:
             yield give_back
 
     async def delete_item(self, owner: str, id: str, item_id: str, hold: Hold = hold_nothing) -> ConversationObject:
-        """Delete an item. Raises ConversationNotFound; NotFound if there is no such item."""
+        """Delete an item. Raises RecordNotFound; NotFound if there is no such item."""
 
         def change(stored: _StoredConversation) -> _StoredConversation:
             items = split_items(stored.items)
@@ -131,7 +118,7 @@ class Conversations:
         return await self._change("delete_item", owner, id, change, hold)
 
     async def update(self, owner: str, id: str, metadata: Mapping[str, str], hold: Hold = hold_nothing) -> ConversationObject:
-        """Replace the metadata. Raises ConversationNotFound."""
+        """Replace the metadata. Raises RecordNotFound."""
 
         def change(stored: _StoredConversation) -> _StoredConversation:
             return msgspec.structs.replace(stored, shown=msgspec.structs.replace(stored.shown, metadata=dict(metadata)))
@@ -139,12 +126,11 @@ class Conversations:
         return await self._change("update_conversation", owner, id, change, hold)
 
     async def delete(self, owner: str, id: str, hold: Hold = hold_nothing) -> None:
-        """Delete a conversation with its items. Raises ConversationNotFound."""
-        storage = self._storage
-        with storage.counted("delete_conversation"):
-            await self._load(owner, id, hold)
-            await storage.records.delete(storage.key(id))
-            await storage.deleted(owner, id)
+        """Delete a conversation with its items. Raises RecordNotFound."""
+        with self._metrics.stored_operation("delete_conversation"):
+            await self._conversations.load(owner, id, hold)
+            await self._storage.records.delete(self._conversations.key(owner, id))
+            await self._sizes.deleted(owner, id)
 
     async def _change(
         self,
@@ -156,22 +142,20 @@ class Conversations:
         *,
         is_bounded: bool = True,
     ) -> ConversationObject:
-        storage = self._storage
-        with storage.counted(operation):
+        with self._metrics.stored_operation(operation):
             for _ in range(_ATTEMPTS):
-                stored, revision, before = await self._load(owner, id, hold)
+                stored = await self._conversations.load(owner, id, hold)
                 await asyncio.sleep(0)  # both take a while if the conversation is large
-                changed = change(stored)
+                changed = change(stored.value)
                 data = bounded(msgspec.json.encode(changed))
-                async with storage.quota.room(owner, len(data) - before if is_bounded else 0):
-                    if await self._put(id, data, revision):
-                        await storage.written(owner, id, len(data), before=before)
+                async with self._storage.quota.room(owner, len(data) - stored.size_bytes if is_bounded else 0):
+                    if await self._put(self._conversations.key(owner, id), data, stored.revision):
+                        await self._sizes.written(owner, id, len(data), before=stored.size_bytes)
                         return changed.shown
             raise Overloaded(f"conversation '{id}' changes too fast; try again")
 
-    async def _put(self, id: str, data: bytes, revision: int) -> bool:
+    async def _put(self, key: str, data: bytes, revision: int) -> bool:
         """Write a conversation; return False if it is not as it was read any more."""
-        key = self._storage.key(id)
         try:
             return await self._storage.records.put(key, data, last=revision) is not None
         except WriteUnconfirmed:  # if it was made, a client that tries again would do it twice
@@ -179,17 +163,6 @@ class Conversations:
             if record is None or record.revision == revision or record.value != data:
                 raise
             return True
-
-    async def _load(self, owner: str, id: str, hold: Hold) -> tuple[_StoredConversation, int, int]:
-        """Return a conversation, its revision and its length in bytes."""
-        storage = self._storage
-        record = await storage.records.get(storage.key(id), hold) if _ID.fullmatch(id) else None
-        if record is None:
-            raise ConversationNotFound(id)
-        stored = _decoder.decode(record.value)
-        if stored.owner != owner:
-            raise ConversationNotFound(id)
-        return stored, record.revision, len(record.value)
 
 
 def _joined(items: Raw, added: bytes) -> Raw:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from dynamo.common.errors import Unavailable
 from dynamo.common.process.background import running
 from dynamo.frontend.api.openai.store.events import ResponseObject, event
-from dynamo.frontend.api.openai.store.storage import check_size
+from dynamo.frontend.api.openai.store.items import check_size
 from dynamo.frontend.api.openai.store.stored import LOST_S, RUNNING, StoredResponses
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class EventLog:
 
 
 async def follow(stored: StoredResponses, owner: str, id: str, first: int) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a response from the number `first` on, and the one that ends it. Raises ResponseNotFound."""
+    """Yield the events of a response from the number `first` on, and the one that ends it. Raises RecordNotFound."""
     await stored.current(owner, id)
     async with stored.watching(id) as watch:
         at = max((number for number in await stored.chunks_of_events(id) if number <= first), default=0) if first else 0

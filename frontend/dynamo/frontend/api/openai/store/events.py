@@ -10,7 +10,7 @@ from msgspec import Raw, Struct
 
 from dynamo.common.generation import FinishReason, Summary
 from dynamo.frontend.api.openai.response_objects import TokenLogprob
-from dynamo.frontend.api.openai.store.storage import ItemIds
+from dynamo.frontend.api.openai.store.items import ItemIds
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
 from dynamo.frontend.api.text.rules import new_tool_call_id
 from dynamo.frontend.preprocess.parsers import Content, Part, Reasoning, ToolCall

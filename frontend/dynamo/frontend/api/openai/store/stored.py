@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any
 
@@ -22,17 +20,13 @@ import msgspec
 from msgspec import Raw, Struct
 
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge, Unavailable
-from dynamo.common.messaging.jetstream.records import Record, RecordStore
 from dynamo.common.process.background import Tasks
-from dynamo.common.process.work import hold_nothing
+from dynamo.common.process.work import Hold, hold_nothing
 from dynamo.frontend.api.openai.store.conversations import Conversations
 from dynamo.frontend.api.openai.store.events import ResponseObject
-from dynamo.frontend.api.openai.store.quota import StoredBytes
-from dynamo.frontend.api.openai.store.storage import (
-    Hold,
+from dynamo.frontend.api.openai.store.items import (
     Item,
     ItemIds,
-    Storage,
     bounded,
     check_size,
     encode_items,
@@ -40,6 +34,7 @@ from dynamo.frontend.api.openai.store.storage import (
     parse_output,
     response_of,
 )
+from dynamo.frontend.api.openai.store.owned import OwnedRecord, OwnedRecords, RecordNotFound, SizeRecords, Storage
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges, Watch
 from dynamo.frontend.metrics import FrontendMetrics
 
@@ -52,7 +47,6 @@ _LOST = {"code": "server_error", "message": "the frontend that generated the res
 RUNNING = frozenset({"queued", "in_progress"})
 _RENEWED_BYTES = 16 * 1024
 """Bytes of a response that is being generated, above which its record is kept where renewing it does not write it again."""
-_ID = re.compile(r"resp_[0-9a-f]{32}")
 _ATTEMPTS = 5
 _DISCARD_S = 3_600.0
 """For so long it is tried to delete what is left of a response that could not be stored whole."""
@@ -65,62 +59,40 @@ _MAX_REFERENCED = 64
 """Responses to whose items one request refers."""
 
 
-class ResponseNotFound(NotFound):
-    """There is no such response, or it is another key's."""
-
-    def __init__(self, id: str) -> None:
-        super().__init__(f"response '{id[:80]}' is not found")
-
-
 class _StoredResponse(Struct, frozen=True):
     owner: str
     """The name of the API key; empty without one."""
-    response: dict[str, Any]
-    """`output` is a JSON array, which is parsed only by those who look into it."""
+    response: dict[str, Raw]
     written_at: float
     """Unix time of the writer. Nothing is compared with it: frontends of former versions need the field."""
 
 
-class _Encoded(Struct, frozen=True):
-    """A record, whose response is not parsed."""
-
-    owner: str
-    response: dict[str, Raw]
-    written_at: float
-
-
-_decoder = msgspec.json.Decoder(_Encoded)
+_decoder = msgspec.json.Decoder(_StoredResponse)
 _field_decoder = msgspec.json.Decoder()
 
 
 class StoredResponses:
     """The stored responses of a namespace. All methods raise Unavailable without JetStream."""
 
-    def __init__(
-        self,
-        records: RecordStore,
-        changes: ResponseChanges,
-        namespace: str,
-        metrics: FrontendMetrics,
-        *,
-        by_default: bool = True,
-        clock: Callable[[], float] = time.time,
-        quota: StoredBytes | None = None,
-    ) -> None:
+    def __init__(self, storage: Storage, changes: ResponseChanges, metrics: FrontendMetrics, *, by_default: bool = True) -> None:
         """`by_default`: for requests that do not say `store`."""
         self._changes = changes
         self._generated_here: set[str] = set()
         self._clock = asyncio.get_running_loop().time
         self._tasks = Tasks()
-        self._storage = Storage(records, namespace, metrics, clock, quota)
+        self._storage = storage
+        self._records = storage.records
+        self._metrics = metrics
+        self._sizes = SizeRecords(storage)
+        self._responses = OwnedRecords(storage, "response", "resp_", _decoder.decode, owner_of=lambda stored: stored.owner)
         self._by_default = by_default
-        self.conversations = Conversations(self._storage)
+        self.conversations = Conversations(storage, self._sizes, metrics)
 
     def wants(self, store: bool | None) -> bool:
         """Return whether a response is stored, which by default depends on whether it can be. Raises Unavailable if it cannot."""
         if store is None:
-            return self._by_default and self._storage.records.is_ready
-        if store and not self._storage.records.is_ready:
+            return self._by_default and self._records.is_ready
+        if store and not self._records.is_ready:
             raise Unavailable("responses cannot be stored now: JetStream is away, or takes no writes")
         return store
 
@@ -146,17 +118,15 @@ class StoredResponses:
 
         Raises PayloadTooLarge, for a new response (one with `items`) also if the key may not store so much more.
         """
-        storage = self._storage
-        with storage.counted("save"):
+        with self._metrics.stored_operation("save"):
             shown = msgspec.structs.replace(response, output=await encode_items(response.output))
-            data = bounded(msgspec.json.encode({"owner": owner, "response": shown, "written_at": storage.clock()}))
+            data = bounded(msgspec.json.encode({"owner": owner, "response": shown, "written_at": self._storage.clock()}))
             await asyncio.sleep(0)
             if items is None:
-                revision = await storage.records.put(
-                    storage.key(response.id), data, last=last, inline_bytes=_inline_bytes(response)
-                )
+                key, inline_bytes = self._storage.key(response.id), _inline_bytes(response)
+                revision = await self._records.put(key, data, last=last, inline_bytes=inline_bytes)
                 if revision is not None and response.status not in RUNNING:
-                    await storage.written(owner, response.id, len(data))
+                    await self._sizes.written(owner, response.id, len(data))
             else:
                 revision = await self._save_new(owner, response, data, bytes(await encode_items(items)), last)
             if revision is not None and response.background and response.status not in RUNNING:
@@ -164,14 +134,14 @@ class StoredResponses:
             return revision
 
     async def _save_new(self, owner: str, response: ResponseObject, data: bytes, items: bytes, last: int | None) -> int | None:
-        storage, id = self._storage, response.id
-        async with storage.quota.room(owner, len(data) + len(items)):
+        id = response.id
+        async with self._storage.quota.room(owner, len(data) + len(items)):
             try:
-                await storage.records.put(self._items_key(id), items, last=0)
-                await storage.written(owner, f"{id}-items", len(items))
+                await self._records.put(self._items_key(id), items, last=0)
+                await self._sizes.written(owner, f"{id}-items", len(items))
                 inline_bytes = _inline_bytes(response)
-                revision = await storage.records.put(storage.key(id), data, last=last, inline_bytes=inline_bytes)
-                await storage.written(owner, id, len(data))
+                revision = await self._records.put(self._storage.key(id), data, last=last, inline_bytes=inline_bytes)
+                await self._sizes.written(owner, id, len(data))
             except BaseException:
                 # The client learns that it is not stored; what is there of it would neither be shown nor counted.
                 if len(self._tasks) < _MAX_DISCARDED:
@@ -196,47 +166,48 @@ class StoredResponses:
 
     async def renew(self, id: str, last: int) -> int | None:
         """Say that a response is still generated; return its revision, or None if `last` is not the present one."""
-        return await self._storage.records.renew(self._storage.key(id), last)
+        return await self._records.renew(self._storage.key(id), last)
 
     async def running_revision(self, owner: str, id: str) -> int | None:
         """Return the revision of a response that is being generated; None if it was cancelled or deleted."""
         try:
-            stored, record = await self._load(owner, id)
-        except ResponseNotFound:
+            response, record = await self._load(owner, id)
+        except RecordNotFound:
             return None
-        return record.revision if stored.response["status"] in RUNNING else None
+        return record.revision if response["status"] in RUNNING else None
 
     async def read(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
-        """Return a response. Raises ResponseNotFound."""
-        with self._storage.counted("read"):
+        """Return a response. Raises RecordNotFound."""
+        with self._metrics.stored_operation("read"):
             return await self.current(owner, id, hold)
 
     async def current(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
-        """Return a response, without counting that as an operation. Raises ResponseNotFound."""
-        stored, record = await self._load(owner, id, hold)
-        while stored.response["status"] in RUNNING and await self._is_lost(id, record):
-            ended = msgspec.structs.replace(stored, response={**stored.response, "status": "failed", "error": _LOST})
+        """Return a response, without counting that as an operation. Raises RecordNotFound."""
+        response, record = await self._load(owner, id, hold)
+        while response["status"] in RUNNING and await self._is_lost(id, record):
+            ended = {**response, "status": "failed", "error": _LOST}
             try:
                 if await self._end(ended, record):
-                    return ended.response
+                    return ended
             except Unavailable:  # nor could its frontend write
                 break
-            stored, record = await self._load(owner, id, hold)
-        return stored.response
+            response, record = await self._load(owner, id, hold)
+        return response
 
-    async def _is_lost(self, id: str, record: Record) -> bool:
+    async def _is_lost(self, id: str, record: OwnedRecord[_StoredResponse]) -> bool:
         """Return whether the frontend of a response that is being generated has died.
 
         That it is silent says nothing if the store may have been away from it, as it was from this one.
         """
-        if id in self._generated_here or self._storage.records.ready_for_s() <= LOST_S:
+        if id in self._generated_here or self._records.ready_for_s() <= LOST_S:
             return False
-        return await self._storage.records.age_s(record) > LOST_S
+        return await self._records.age_s(record.written_at) > LOST_S
 
-    async def _end(self, ended: _StoredResponse, record: Record) -> bool:
+    async def _end(self, ended: dict[str, Any], record: OwnedRecord[_StoredResponse]) -> bool:
         """Write a response that another frontend generates as one that has ended; return False if that has written meanwhile."""
-        id, data = ended.response["id"], msgspec.json.encode(ended)
-        if await self._storage.records.put(self._storage.key(id), data, last=record.revision) is None:
+        id, stored = ended["id"], record.value
+        data = msgspec.json.encode({"owner": stored.owner, "response": ended, "written_at": stored.written_at})
+        if await self._records.put(self._storage.key(id), data, last=record.revision) is None:
             return False
         self._changes.announce(id)
         return True
@@ -252,16 +223,16 @@ class StoredResponses:
 
     async def ready_again(self, timeout_s: float) -> None:
         """Return when the store is in reach again after a failure, or after the timeout."""
-        await self._storage.records.ready_again(timeout_s)
+        await self._records.ready_again(timeout_s)
 
     async def add_events(self, id: str, first: int, events: bytes, count: int) -> None:
         """Write a chunk of the events of a response; `first` is the number of the first of these `count`."""
-        await self._storage.records.put(self._events_key(id, first), bounded(events))
+        await self._records.put(self._events_key(id, first), bounded(events))
         self._changes.announce(id, first + count)
 
     async def count_events(self, owner: str, id: str, size_bytes: int, before: int) -> None:
         """Count what the events of a response take up now, and took up `before`, for the limit of its key."""
-        await self._storage.written(owner, f"{id}-events", size_bytes, before=before)
+        await self._sizes.written(owner, f"{id}-events", size_bytes, before=before)
 
     def watching(self, id: str) -> AbstractAsyncContextManager[Watch]:
         """Return a watch of a response that is there. Entering it raises Unavailable."""
@@ -269,30 +240,30 @@ class StoredResponses:
 
     async def events(self, id: str, first: int) -> bytes | None:
         """Return the chunk that begins with the event `first`."""
-        record = await self._storage.records.get(self._events_key(id, first))
+        record = await self._records.get(self._events_key(id, first))
         return None if record is None else record.value
 
     async def chunks_of_events(self, id: str) -> list[int]:
         """Return the numbers with which chunks begin."""
-        keys = await self._storage.records.keys(self._storage.key(f"{id}.events.*"))
+        keys = await self._records.keys(self._storage.key(f"{id}.events.*"))
         return [int(key.rpartition(".")[2]) for key in keys]
 
     async def discard_events_of_deleted(self, owner: str, id: str) -> None:
         """Delete the events of a response if it has been deleted: what its frontend wrote until it learned of that."""
-        if await self._storage.records.get(self._storage.key(id)) is None:
+        if await self._records.get(self._storage.key(id)) is None:
             await self._delete_events(owner, id)
 
     async def items(self, owner: str, id: str, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
-        """Return what a response responded to, from the beginning of the conversation. Raises ResponseNotFound."""
-        with self._storage.counted("read"):
+        """Return what a response responded to, from the beginning of the conversation. Raises RecordNotFound."""
+        with self._metrics.stored_operation("read"):
             await self._load(owner, id, hold)
-            record = await self._storage.records.get(self._items_key(id), hold)
+            record = await self._records.get(self._items_key(id), hold)
             if record is None:
-                raise ResponseNotFound(id)
+                raise self._responses.not_found(id)
             return await parse_items(record.value, hold)
 
     async def history(self, owner: str, id: str, hold: Hold = hold_nothing) -> list[dict[str, Any]]:
-        """Return all items up to the end of a response. Raises ResponseNotFound; InvalidRequest if it has not ended well."""
+        """Return all items up to the end of a response. Raises RecordNotFound; InvalidRequest if it has not ended well."""
         response = await self.read(owner, id, hold)
         if response["status"] not in ("completed", "incomplete"):
             raise InvalidRequest(f"response '{id}' is {response['status']}; only one that ended can be continued")
@@ -340,55 +311,50 @@ class StoredResponses:
         try:
             response = await self.read(owner, id, hold)
             return [*await self.items(owner, id, hold), *await parse_output(response["output"])]
-        except ResponseNotFound:
+        except RecordNotFound:
             return []
 
     async def delete(self, owner: str, id: str, hold: Hold = hold_nothing) -> None:
-        """Delete a response. Raises ResponseNotFound."""
-        with self._storage.counted("delete"):
+        """Delete a response. Raises RecordNotFound."""
+        with self._metrics.stored_operation("delete"):
             await self._load(owner, id, hold)
             await self._delete(owner, id)
             await self._delete_events(owner, id)
             self._changes.announce(id)
 
     async def cancel(self, owner: str, id: str, hold: Hold = hold_nothing) -> dict[str, Any]:
-        """End a response in the background, and return it as it is then. Raises ResponseNotFound, InvalidRequest.
+        """End a response in the background, and return it as it is then. Raises RecordNotFound, InvalidRequest.
 
         One whose frontend seems to have died is ended as well: it may only be slow.
         """
-        with self._storage.counted("cancel"):
+        with self._metrics.stored_operation("cancel"):
             for _ in range(_ATTEMPTS):
-                stored, record = await self._load(owner, id, hold)
-                response = stored.response
+                response, record = await self._load(owner, id, hold)
                 if not response["background"]:
                     raise InvalidRequest("Cannot cancel a synchronous response.")
                 if response["status"] not in RUNNING:
                     return response
                 response["status"] = "cancelled"
-                if await self._end(stored, record):
+                if await self._end(response, record):
                     return response
             raise InvalidRequest(f"response '{id}' changes too fast to be cancelled; try again")
 
     async def _delete(self, owner: str, id: str) -> None:
-        await self._storage.records.delete(self._storage.key(id))
-        await self._storage.records.delete(self._items_key(id))
+        await self._records.delete(self._storage.key(id))
+        await self._records.delete(self._items_key(id))
         for of_it in (id, f"{id}-items"):
-            await self._storage.deleted(owner, of_it)
+            await self._sizes.deleted(owner, of_it)
 
     async def _delete_events(self, owner: str, id: str) -> None:
         for first in await self.chunks_of_events(id):
-            await self._storage.records.delete(self._events_key(id, first))
-        await self._storage.deleted(owner, f"{id}-events")
+            await self._records.delete(self._events_key(id, first))
+        await self._sizes.deleted(owner, f"{id}-events")
 
-    async def _load(self, owner: str, id: str, hold: Hold = hold_nothing) -> tuple[_StoredResponse, Record]:
-        record = await self._storage.records.get(self._storage.key(id), hold) if _ID.fullmatch(id) else None
-        if record is None:
-            raise ResponseNotFound(id)
-        encoded = _decoder.decode(record.value)
-        if encoded.owner != owner:
-            raise ResponseNotFound(id)
-        response = {name: value if name == "output" else _field_decoder.decode(value) for name, value in encoded.response.items()}
-        return _StoredResponse(owner, response, encoded.written_at), record
+    async def _load(self, owner: str, id: str, hold: Hold = hold_nothing) -> tuple[dict[str, Any], OwnedRecord[_StoredResponse]]:
+        """Return a response, whose `output` is a JSON array that is parsed only by those who look into it, and its record."""
+        record = await self._responses.load(owner, id, hold)
+        fields = record.value.response.items()
+        return {name: value if name == "output" else _field_decoder.decode(value) for name, value in fields}, record
 
     def _items_key(self, id: str) -> str:
         return self._storage.key(f"{id}.items")

@@ -41,12 +41,12 @@ from dynamo.frontend.api.openai.batches.batch import (
     parse_lines,
 )
 from dynamo.frontend.api.openai.batches.batch_key import FindAccount
-from dynamo.frontend.api.openai.batches.files import FileNotFound, Files
+from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.batches.multipart import parse_form
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
 from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment
-from dynamo.frontend.api.openai.store.owners import owner_token
+from dynamo.frontend.api.openai.store.owned import owner_token
 from dynamo.frontend.api.openai.store.quota import COUNTED_S, StoredBytes
 from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.frontend.fleet.leases import Leases
@@ -58,6 +58,7 @@ from dynamo.frontend.security.ledger import Ledger, UsageCounts
 from dynamo.frontend.security.surfaces import Surface
 from tests.support.fake_records import PIECE_BYTES, FakeRecords
 from tests.support.served import Asking, Unanswered
+from tests.support.storing import storage_of
 from tests.support.virtual_time import in_virtual_time
 from tests.support.waiting import counting_turns, until
 
@@ -147,9 +148,8 @@ def test_a_long_form_is_searched_in_steps_wherever_these_end(shift: int) -> None
     assert max(body.windows) <= (1 << 20) + 100
 
 
-async def test_files_are_bounded_and_belong_to_their_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    records: Any = FakeRecords()
-    files = Files(records, "ns")
+async def test_a_key_has_a_bounded_number_of_files_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(storage_of(FakeRecords()))
     monkeypatch.setattr(files_module, "MAX_FILE_BYTES", 10)
     monkeypatch.setattr(files_module, "MAX_FILES", 2)
     with pytest.raises(PayloadTooLarge, match="11 bytes"):
@@ -158,26 +158,20 @@ async def test_files_are_bounded_and_belong_to_their_key(monkeypatch: pytest.Mon
     with pytest.raises(InvalidRequest, match="2 files already"):
         await files.create("a", "f", "batch", b"x")
     await files.create("b", "f", "batch", b"x")
-    for call in (files.read, files.open, files.delete):
-        with pytest.raises(FileNotFound):
-            await call("b", made[0].id)
-        with pytest.raises(FileNotFound):
-            await call("a", "../x")
     await files.delete("a", made[0].id)
     assert [file.id for file in await files.owned_by("a")] == [made[1].id]
 
 
 async def test_a_page_of_a_list_reads_only_what_has_changed() -> None:
-    fake, now = FakeRecords(), [1000.0]
-    fake.clock = lambda: now[0]
-    records: Any = fake
-    files, batches = Files(records, "ns", lambda: now[0]), Batches(records, "ns", lambda: now[0])
+    records, now = FakeRecords(), [1000.0]
+    records.clock = lambda: now[0]
+    files, batches = Files(storage_of(records, lambda: now[0])), Batches(storage_of(records, lambda: now[0]))
     made = []
     for _ in range(300):
         now[0] += 1
         made.append(await files.create("a", "f", "batch", b"x"))
     batch = await batches.create("a", URL, made[0].id, None)
-    before = fake.listed
+    before = records.listed
     assert before <= 300, "each was read once, also while others were made"
 
     async def page(query: str) -> list[str]:
@@ -194,36 +188,35 @@ async def test_a_page_of_a_list_reads_only_what_has_changed() -> None:
     for _ in range(10):
         assert await page("limit=2") == newest[:2]
         assert await page(f"limit=2&after={newest[99]}") == newest[100:102]
-    assert fake.listed - before <= 1
+    assert records.listed - before <= 1
     await files.delete("a", newest[0])
     assert await page("limit=2") == newest[1:3]
-    assert fake.listed - before <= 2
+    assert records.listed - before <= 2
     for status in ("in_progress", "completed"):
         await batches.change("a", batch.id, lambda batch, status=status: replace(batch, status=status))  # type: ignore[misc]
         assert [each.status for each in await batches.owned_by("a")] == [status]
-    now[0] += fake.ttl_s - 100
+    now[0] += records.ttl_s - 100
     assert await page("limit=2") == newest[1:3]
     assert len(await files.owned_by("a")) == 99, "the others have expired, and one was deleted"
 
 
 async def test_what_keys_have_is_forgotten_once_other_keys_have_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "MAX_ITEMS", 10)
-    fake = FakeRecords()
-    records: Any = fake
-    files = Files(records, "ns")
+    records = FakeRecords()
+    files = Files(storage_of(records))
     for owner in "abc":
         for _ in range(6):
             await files.put(owner, f"file-{secrets.token_hex(16)}", "f", "batch", b"x")
     for owner in "abc":
         assert len(await files.owned_by(owner)) == 6
-    before = fake.listed
-    assert len(await files.owned_by("c")) == 6 and fake.listed == before
-    assert len(await files.owned_by("a")) == 6 and fake.listed == before + 6
+    before = records.listed
+    assert len(await files.owned_by("c")) == 6 and records.listed == before
+    assert len(await files.owned_by("a")) == 6 and records.listed == before + 6
 
 
 async def test_an_upload_is_bounded_by_what_any_body_may_have() -> None:
-    records: Any = FakeRecords()
-    upload = BatchOperations(Files(records, "ns"), Batches(records, "ns"), lambda: None).operations()[0]
+    records = FakeRecords()
+    upload = BatchOperations(Files(storage_of(records)), Batches(storage_of(records)), lambda: None).operations()[0]
     asking = Unanswered("/v1/files", method="POST", headers=[(b"content-length", b"200000")])
     exchange = Exchange(asking, HttpSettings(options=HttpOptions(max_body_bytes=1024)))
     exchange.route(upload.declared, upload.errors)
@@ -246,8 +239,7 @@ class Download(Asking):
         self._reads = reads
 
     async def run(self) -> None:
-        records: Any = FakeRecords()
-        operations = BatchOperations(self._files, Batches(records, "ns"), lambda: None).operations()
+        operations = BatchOperations(self._files, Batches(storage_of(FakeRecords())), lambda: None).operations()
         await HttpApp(operations, self._settings)(self)
 
     async def write(self, body: Buffer, *, is_last: bool = False) -> None:
@@ -263,8 +255,7 @@ def settings_of(max_buffered_bytes: int) -> HttpSettings:
 
 
 async def test_files_are_sent_while_they_are_read_however_many_at_once() -> None:
-    records: Any = FakeRecords()
-    files, content, settings = Files(records, "ns"), bytes(range(256)) * (8 << 10), settings_of(12 << 19)
+    files, content, settings = Files(storage_of(FakeRecords())), bytes(range(256)) * (8 << 10), settings_of(12 << 19)
     made = await files.create("", "f", "batch", content)
     downloads = [Download(files, made.id, settings) for _ in range(12)]
     await asyncio.gather(*(download.run() for download in downloads))
@@ -277,8 +268,8 @@ async def test_files_are_sent_while_they_are_read_however_many_at_once() -> None
 
 
 async def test_a_file_is_read_no_faster_than_its_client_takes_it_and_no_further_when_it_leaves() -> None:
-    records: Any = FakeRecords()
-    files, settings = Files(records, "ns"), settings_of(1 << 20)
+    records = FakeRecords()
+    files, settings = Files(storage_of(records)), settings_of(1 << 20)
     made = await files.create("", "f", "batch", b"x" * (8 << 20))
     slow = Download(files, made.id, settings, reads=2)
     running = asyncio.create_task(slow.run())
@@ -292,8 +283,8 @@ async def test_a_file_is_read_no_faster_than_its_client_takes_it_and_no_further_
 
 
 async def test_a_file_is_refused_before_it_is_read_while_there_is_no_room() -> None:
-    records: Any = FakeRecords()
-    files, settings = Files(records, "ns"), settings_of(1 << 20)
+    records = FakeRecords()
+    files, settings = Files(storage_of(records)), settings_of(1 << 20)
     made = await files.create("", "f", "batch", b"x" * (1 << 20))
     with settings.capacity.holding() as others:
         others.hold(600 << 10)
@@ -304,8 +295,8 @@ async def test_a_file_is_refused_before_it_is_read_while_there_is_no_room() -> N
 
 
 async def test_a_file_that_cannot_be_read_is_an_error_or_an_incomplete_response() -> None:
-    records: Any = FakeRecords()
-    files, settings = Files(records, "ns"), settings_of(1 << 20)
+    records = FakeRecords()
+    files, settings = Files(storage_of(records)), settings_of(1 << 20)
     made = await files.create("", "f", "batch", b"x" * (1 << 20))
     unknown = Download(files, "file-" + "0" * 32, settings)
     await unknown.run()
@@ -476,9 +467,9 @@ async def running(
     now = [1000.0]
 
     def start(r: Running) -> asyncio.Task[None]:
-        store: Any = RecordsOfProcess(r.records, r.is_alive)
-        r.files = Files(store, "ns", lambda: now[0], quota)
-        r.batches = Batches(store, "ns", lambda: now[0], quota)
+        store = RecordsOfProcess(r.records, r.is_alive)
+        r.files = Files(storage_of(store, lambda: now[0], quota))
+        r.batches = Batches(storage_of(store, lambda: now[0], quota))
         r.runner = BatchRunner(r.files, r.batches, r.leases, {URL: operation}, settings, account, metrics, key_wait_s)
         return asyncio.create_task(r.runner.run())
 
@@ -624,8 +615,8 @@ async def test_the_longest_line_is_as_long_as_a_request_may_be() -> None:
 
 
 async def test_a_batch_is_charged_by_the_size_of_its_file() -> None:
-    records: Any = FakeRecords()
-    files, batches = Files(records, "ns"), Batches(records, "ns")
+    records = FakeRecords()
+    files, batches = Files(storage_of(records)), Batches(storage_of(records))
     account = KeyAccount(ApiKey(name="a", salt=b"", digest=b"", limits=Limits(requests_per_s=10)))
     create = next(each for each in BatchOperations(files, batches, lambda: None).operations() if each.handle.__name__ == "create")
     taken = []
@@ -843,8 +834,7 @@ async def test_a_store_that_does_not_respond_holds_up_no_frontend_that_stops() -
 
 
 async def test_a_frontend_that_was_overtaken_keeps_no_results() -> None:
-    records: Any = FakeRecords()
-    batches = Batches(records, "ns")
+    batches = Batches(storage_of(FakeRecords()))
     id = (await batches.create("", URL, "file", None)).id
     await batches.take_over("", id, "first")
     await batches.take_over("", id, "second")
@@ -1278,8 +1268,8 @@ async def test_a_frontend_that_loses_its_lease_stops_when_another_one_has_taken_
 
 async def test_a_batch_is_taken_over_from_a_frontend_that_has_been_silent_since_it_lost_its_lease() -> None:
     now = [1000.0]
-    records: Any = FakeRecords(lambda: now[0])
-    batches = Batches(records, "ns")
+    records = FakeRecords(lambda: now[0])
+    batches = Batches(storage_of(records))
     id = (await batches.create("", URL, "file", None)).id
     await batches.take_over("", id, "first")
     await batches.attempt("", id, "first", Lines(0, 5))
@@ -1304,8 +1294,8 @@ async def test_a_batch_is_taken_over_from_a_frontend_that_has_been_silent_since_
 
 
 async def test_what_an_earlier_version_was_carrying_out_counts_as_well() -> None:
-    records: Any = FakeRecords()
-    batches = Batches(records, "ns")
+    records = FakeRecords()
+    batches = Batches(storage_of(records))
     id = (await batches.create("", URL, "file", None)).id
     [key] = [key for key in records.records if ".batch." in key]
     record = json.loads(records.records[key].value)
@@ -1372,9 +1362,8 @@ async def test_a_line_that_takes_long_alone_lets_those_of_other_keys_go_on(monke
 
 
 async def test_results_are_kept_as_they_are_whatever_their_characters() -> None:
-    fake = FakeRecords()
-    records: Any = fake
-    batches = Batches(records, "ns")
+    records = FakeRecords()
+    batches = Batches(storage_of(records))
     lines = [
         json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in ("a", '"\\', "é\u2028", "😀" * 1000, "\x7f\x00\r\n")
     ]
@@ -1382,15 +1371,14 @@ async def test_results_are_kept_as_they_are_whatever_their_characters() -> None:
     segment = Segment("".join(lines).encode(), lines[3].encode(), RequestCounts(6, 5, 1))
     assert await batches.put_segment("", id, "", 3, segment)
     assert await batches.segments(id, lambda size: None) == {3: segment}
-    [record] = [record for key, record in fake.records.items() if ".segment." in key]
+    [record] = [record for key, record in records.records.items() if ".segment." in key]
     assert json.loads(record.value)["outputs"] == "".join(lines), "frontends of an earlier version read a text"
 
 
 @pytest.mark.parametrize("shift", range(-13, 2))
 async def test_long_results_are_written_and_read_in_steps_wherever_these_end(shift: int) -> None:
-    fake = FakeRecords()
-    records: Any = fake
-    batches = Batches(records, "ns")
+    records = FakeRecords()
+    batches = Batches(storage_of(records))
     text = "x" * ((1 << 18) + shift) + '\\\\"\\"\n\x01é😀' * 3 + "y" * (1 << 19) + "\n"
     id = (await batches.create("", URL, "file", None)).id
     segment = Segment(text.encode(), text.encode(), RequestCounts(2, 1, 1))
@@ -1399,13 +1387,13 @@ async def test_long_results_are_written_and_read_in_steps_wherever_these_end(shi
         assert turns[0] >= 6
         assert await batches.segments(id, lambda size: None) == {0: segment}
         assert turns[0] >= 12
-    [record] = [record for key, record in fake.records.items() if ".segment." in key]
+    [record] = [record for key, record in records.records.items() if ".segment." in key]
     assert json.loads(record.value)["errors"] == text
 
 
 async def test_a_long_list_is_read_in_steps() -> None:
-    records: Any = FakeRecords()
-    batches = Batches(records, "ns")
+    records = FakeRecords()
+    batches = Batches(storage_of(records))
     for _ in range(3000):
         await batches.create("", URL, "file", None)
         for key in await records.keys("ns.waiting.>"):
@@ -1472,8 +1460,7 @@ async def test_a_frontend_that_was_overtaken_leaves_a_batch_that_has_ended_as_it
 
 async def test_a_key_has_a_bounded_number_of_batches_that_have_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_module, "MAX_WAITING", 2)
-    records: Any = FakeRecords()
-    batches = Batches(records, "ns")
+    batches = Batches(storage_of(FakeRecords()))
     made = [await batches.create("a", URL, "f", None) for _ in range(2)]
     with pytest.raises(RateLimited, match="2 batches that have not ended"):
         await batches.create("a", URL, "f", None)

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import pytest
 from openai import AsyncOpenAI, NotFoundError
-from prometheus_client import CollectorRegistry
 
-from dynamo.common.errors import InvalidRequest, NotFound, Overloaded, PayloadTooLarge
-from dynamo.common.messaging.jetstream.records import Record, WriteUnconfirmed
+from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge
+from dynamo.common.messaging.jetstream.records import WriteUnconfirmed
 from dynamo.common.model_card import LlmInfo
 from dynamo.common.process.background import running
-from dynamo.frontend.api.openai.store import storage as storage_module
-from dynamo.frontend.api.openai.store.conversations import ConversationNotFound, Conversations
+from dynamo.frontend.api.openai.store import items as items_module
 from dynamo.frontend.api.openai.store.events import ResponseObject
+from dynamo.frontend.api.openai.store.items import ItemIds, encode_items, parse_items
 from dynamo.frontend.api.openai.store.quota import StoredBytes
-from dynamo.frontend.api.openai.store.storage import ItemIds, Storage, encode_items, parse_items
 from dynamo.frontend.api.openai.store.stored import new_response_id
 from dynamo.frontend.config import CapacityOptions
-from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.fake_records import FakeRecords
 from tests.support.http_edge import Speaker
@@ -32,11 +28,6 @@ from tests.support.storing import Storing, stored_responses, storing
 
 PATH = "/v1/responses"
 MIB = 2**20
-
-
-def conversations(records: FakeRecords) -> Conversations:
-    store: Any = records
-    return Conversations(Storage(store, "ns", FrontendMetrics(CollectorRegistry())))
 
 
 def client_of(s: Storing) -> AsyncOpenAI:
@@ -148,15 +139,14 @@ async def test_input_counts_once_before_and_after_it_is_added_to_a_conversation(
 
 
 async def test_requests_at_the_same_time_count_together_what_they_are_to_add() -> None:
-    store: Any = FakeRecords()
-    storage = Storage(store, "ns", FrontendMetrics(CollectorRegistry()), quota=StoredBytes(lambda owner: 1000))
+    store = stored_responses(FakeRecords(), quota=StoredBytes(lambda owner: 1000)).conversations
     items = [{"type": "message", "content": "x" * 600}]
-    async with Conversations(storage).room("", items) as give_back:
+    async with store.room("", items) as give_back:
         with pytest.raises(PayloadTooLarge):
-            async with Conversations(storage).room("", items):
+            async with store.room("", items):
                 pass
         give_back()
-        async with Conversations(storage).room("", items):
+        async with store.room("", items):
             pass
 
 
@@ -217,7 +207,7 @@ async def test_a_request_refers_to_a_bounded_number_of_responses() -> None:
 
 async def test_what_references_stand_for_is_bounded_before_it_is_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of some kilobytes could else become gigabytes."""
-    monkeypatch.setattr(storage_module, "MAX_BYTES", 5_000)
+    monkeypatch.setattr(items_module, "MAX_BYTES", 5_000)
     async with storing(Speaker()) as s:
         first = await s.create(input=[{"id": "long", "role": "user", "content": "x" * 1_000}])
         references = [{"type": "item_reference", "id": "long"}] * 5
@@ -226,24 +216,8 @@ async def test_what_references_stand_for_is_bounded_before_it_is_put_together(mo
             assert (await s.edge.post(PATH, body)).status_code == status
 
 
-async def test_only_the_key_that_made_a_conversation_has_it() -> None:
-    store = conversations(FakeRecords())
-    id = (await store.create("a", [], {})).id
-    for attempt in (
-        store.read("b", id),
-        store.items("b", id),
-        store.add("b", id, []),
-        store.update("b", id, {}),
-        store.delete_item("b", id, "msg_1"),
-        store.delete("b", id),
-    ):
-        with pytest.raises(ConversationNotFound):
-            await attempt
-    assert await store.items("a", id) == []
-
-
 async def test_responses_that_end_at_once_all_add_their_items() -> None:
-    store = conversations(FakeRecords())
+    store = stored_responses(FakeRecords()).conversations
     id = (await store.create("", [{"id": "0"}], {})).id
     await asyncio.gather(*(store.add("", id, [{"id": str(number)}]) for number in range(1, 8)))
     await store.add("", id, [])
@@ -253,23 +227,9 @@ async def test_responses_that_end_at_once_all_add_their_items() -> None:
         await store.delete_item("", id, "5")
 
 
-async def test_a_conversation_that_others_change_all_the_time_is_refused() -> None:
-    class Changing(FakeRecords):
-        async def get(self, key: str, hold: Callable[[int], None] | None = None) -> Record | None:
-            record = await super().get(key, hold)
-            if record is not None:
-                await super().put(key, record.value)
-            return record
-
-    store = conversations(Changing())
-    id = (await store.create("", [], {})).id
-    with pytest.raises(Overloaded, match="changes too fast"):
-        await store.add("", id, [{}])
-
-
 async def test_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_module, "MAX_BYTES", 1000)
-    store = conversations(FakeRecords())
+    monkeypatch.setattr(items_module, "MAX_BYTES", 1000)
+    store = stored_responses(FakeRecords()).conversations
     id = (await store.create("", [], {})).id
     await store.add("", id, [{"text": "x" * 500}])
     with pytest.raises(PayloadTooLarge, match="1000"):
@@ -279,8 +239,8 @@ async def test_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_a_conversation_has_a_bounded_number_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each item takes time where a conversation is read, however short it is."""
-    monkeypatch.setattr(storage_module, "MAX_ITEMS", 5)
-    store = conversations(FakeRecords())
+    monkeypatch.setattr(items_module, "MAX_ITEMS", 5)
+    store = stored_responses(FakeRecords()).conversations
     with pytest.raises(PayloadTooLarge, match="up to 5"):
         await store.create("", [{}] * 6, {})
     id = (await store.create("", [{}] * 3, {})).id
@@ -362,9 +322,9 @@ async def test_others_have_their_turns_while_a_large_response_is_stored() -> Non
     assert await stored.items("", other_response.id) == items
     with pytest.raises(PayloadTooLarge):
         await encode_items([{"text": "x" * 2**19}] * 40)
-    exact = (storage_module.MAX_BYTES - 3) // 2 - len('{"text":""}')
+    exact = (items_module.MAX_BYTES - 3) // 2 - len('{"text":""}')
     assert len(bytes(await encode_items([{"text": "x" * exact}] * 2))) in range(
-        storage_module.MAX_BYTES - 1, storage_module.MAX_BYTES + 1
+        items_module.MAX_BYTES - 1, items_module.MAX_BYTES + 1
     )
 
 

@@ -15,7 +15,7 @@ from dynamo.common.generation import FinishReason, Summary
 from dynamo.frontend.api.openai.response_objects import TokenLogprob
 from dynamo.frontend.api.openai.store.event_log import EventLog
 from dynamo.frontend.api.openai.store.events import ResponseObject, ResponseWriter
-from dynamo.frontend.api.openai.store.storage import encode_items
+from dynamo.frontend.api.openai.store.items import encode_items
 from dynamo.frontend.api.openai.store.stored import new_response_id
 from dynamo.frontend.preprocess.parsers import Content
 from tests.support.fake_records import FakeRecords

@@ -16,7 +16,7 @@ from dynamo.frontend.api.openai.store import background as background_module
 from dynamo.frontend.api.openai.store.background import BackgroundResponses, Stages
 from dynamo.frontend.api.openai.store.events import ResponseObject
 from dynamo.frontend.api.openai.store.quota import StoredBytes
-from dynamo.frontend.api.openai.store.stored import LOST_S, ResponseNotFound, new_response_id
+from dynamo.frontend.api.openai.store.stored import LOST_S, new_response_id
 from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream
@@ -86,23 +86,13 @@ async def test_what_cannot_be_combined_is_refused(fields: dict[str, Any], param:
     assert error["param"] == param and words in error["message"]
 
 
-async def test_an_unknown_response_is_not_found_in_any_form() -> None:
+async def test_an_unknown_response_is_not_found() -> None:
     async with storing(Speaker()) as s:
-        for id in (new_response_id(), "resp_1", "..", "resp_" + "0" * 31 + ">"):
+        for id in (new_response_id(), "resp_1", ".."):
             assert (await s.edge.http.get(f"{PATH}/{id}")).status_code == 404
             assert (await s.edge.post(PATH, HELLO | {"previous_response_id": id})).status_code == 404
         error = (await s.edge.http.get(f"{PATH}/resp_1")).json()["error"]
     assert (error["param"], error["code"]) == (None, None)
-
-
-async def test_only_the_key_that_made_a_response_has_it() -> None:
-    stored = stored_responses(FakeRecords())
-    response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="completed")
-    await stored.save("a", response, [])
-    assert (await stored.read("a", response.id))["id"] == response.id
-    for operation in (stored.read, stored.items, stored.history, stored.delete, stored.cancel):
-        with pytest.raises(ResponseNotFound):
-            await operation("b", response.id)
 
 
 async def test_without_jetstream_only_those_fail_that_need_it() -> None:

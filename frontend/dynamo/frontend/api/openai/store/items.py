@@ -1,25 +1,18 @@
-"""What stored responses and conversations share: records of a namespace, bounded, and counted by their outcome."""
+"""Items of responses and conversations: parsed, encoded, bounded, and their ids."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 from msgspec import Raw
 
-from dynamo.common.errors import DynamoError, PayloadTooLarge
-from dynamo.common.messaging.jetstream.records import RecordStore
-from dynamo.common.names import encode
-from dynamo.common.process.work import hold_nothing
+from dynamo.common.errors import PayloadTooLarge
+from dynamo.common.process.work import Hold, hold_nothing
 from dynamo.frontend.api.http.json_scan import VALUE_BYTES
-from dynamo.frontend.api.openai.store.owners import owner_token
-from dynamo.frontend.api.openai.store.quota import StoredBytes
-from dynamo.frontend.metrics import FrontendMetrics
 
 MAX_BYTES = 16 << 20
 """Bytes of the items of a conversation, or of a response, at most."""
@@ -28,8 +21,6 @@ MAX_ITEMS = 32_768
 """Items of a conversation, or of a response with all before it, at most. Each of them costs a microsecond where they are read."""
 
 Item = Mapping[str, Any]
-Hold = Callable[[int], None]
-"""Counts bytes as held for a request, before they are read where they are many. Raises Overloaded."""
 
 _BRIEF_BYTES = 64 * 1024
 """Bytes of items that are parsed before other requests have their turn."""
@@ -44,60 +35,6 @@ _decoder = msgspec.json.Decoder()
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,9}")
-
-
-class Storage:
-    """The records of a namespace."""
-
-    def __init__(
-        self,
-        records: RecordStore,
-        namespace: str,
-        metrics: FrontendMetrics,
-        clock: Callable[[], float] = time.time,
-        quota: StoredBytes | None = None,
-    ) -> None:
-        self.records = records
-        self._prefix = encode(namespace, "namespace")
-        self._metrics = metrics
-        self.clock = clock
-        """Unix time, seconds."""
-        self.quota = quota or StoredBytes()
-        self.quota.count_by(self._bytes_of)
-
-    def key(self, id: str) -> str:
-        return f"{self._prefix}.{id}"
-
-    async def written(self, owner: str, id: str, size_bytes: int, *, before: int = 0) -> None:
-        """Keep what an object of a key takes up now, and took up `before`, if the key has a limit for that."""
-        if self.quota.limit(owner) is not None:
-            await self.records.put(self._size_key(owner, id), b"%d" % size_bytes)
-            self.quota.add(owner, size_bytes - before)
-
-    async def deleted(self, owner: str, id: str) -> None:
-        """Forget what an object takes up."""
-        if self.quota.limit(owner) is None:
-            return
-        size = await self.records.get(self._size_key(owner, id))
-        if size is not None:
-            await self.records.delete(self._size_key(owner, id))
-            self.quota.add(owner, -int(size.value))
-
-    async def _bytes_of(self, owner: str) -> int:
-        return sum(map(int, (await self.records.values(self._size_key(owner, "*"))).values()))
-
-    def _size_key(self, owner: str, id: str) -> str:
-        return self.key(f"size.{owner_token(owner)}.{id}")
-
-    @contextmanager
-    def counted(self, operation: str) -> Iterator[None]:
-        """Count an operation by its outcome."""
-        try:
-            yield
-        except BaseException as error:
-            self._metrics.stored_response(operation, error.code.value if isinstance(error, DynamoError) else "internal")
-            raise
-        self._metrics.stored_response(operation, "success")
 
 
 def bounded(data: bytes) -> bytes:
