@@ -26,8 +26,13 @@ ACCEPTED_ENCODINGS: Final = "identity,deflate,gzip"
 
 _TABLE_BYTES: Final = 4096
 """HTTP/2's default for the table of either side, which neither our settings nor our blocks change."""
-_MAX_CACHED_BLOCKS: Final = 64
-_MAX_CACHED_BYTES: Final = 1024
+_MAX_BLOCK_BYTES: Final = 1024
+"""Longer blocks are not remembered."""
+_MAX_REMEMBERED_BYTES: Final = 32 * 1024
+"""What the remembered blocks of a connection take, which may be idle, with the headers that they stand for: a block of some bytes
+may name a long entry of the table many times."""
+_FIELD_BYTES: Final = 160
+"""What a field takes besides its characters."""
 _MANY_UPDATES: Final = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*+[\x00-\x7f]){3}")
 """The start of a block with more updates of the table's size than the two that RFC 7541 (4.2) has a use for."""
 _TIMEOUT: Final = re.compile(r"(\d{1,8})([HMSmun])", re.ASCII)
@@ -72,16 +77,19 @@ class CallHeaders:
     """Encodings that responses may have."""
     content_length: int | None = None
     refusal: Refusal | None = None
+    size_bytes: int = 0
+    """About what they take in memory."""
 
 
 class HeaderDecoder:
     """Decodes the header blocks of one connection, which have to come here all and in order."""
 
-    __slots__ = ("_cache", "_decoder")
+    __slots__ = ("_cache", "_cached_bytes", "_decoder")
 
     def __init__(self, max_list_bytes: int) -> None:
         self._decoder = hpack.Decoder(max_header_list_size=max_list_bytes)
         self._cache: dict[bytes, CallHeaders] = {}
+        self._cached_bytes = 0
 
     def decode(self, block: bytes) -> CallHeaders:
         """Return the headers of a request. Raises ConnectionFailure, and MalformedRequest."""
@@ -97,7 +105,7 @@ class HeaderDecoder:
         before = self._table()
         fields = self._decode(block)
         if not _is_same(before, self._table()):
-            self._cache.clear()
+            self._forget()
         for name, value in fields:
             if name.startswith(b":"):
                 raise MalformedRequest("there is a pseudo-header in the trailers")
@@ -116,7 +124,7 @@ class HeaderDecoder:
         except Exception as error:  # malformed blocks make it raise IndexError and others as well
             raise ConnectionFailure(ErrorCode.COMPRESSION_ERROR, f"a header block cannot be decoded: {error}") from None
         if not _is_same(before, self._table()):
-            self._cache.clear()
+            self._forget()
         return fields
 
     def _table(self) -> tuple[object, int, int]:
@@ -126,11 +134,17 @@ class HeaderDecoder:
         return entries[0] if entries else None, len(entries), table.maxsize
 
     def _remember(self, block: bytes, headers: CallHeaders, before: tuple[object, int, int]) -> None:
-        if len(block) > _MAX_CACHED_BYTES or not _is_same(before, self._table()):
+        size = len(block) + headers.size_bytes
+        if len(block) > _MAX_BLOCK_BYTES or size > _MAX_REMEMBERED_BYTES or not _is_same(before, self._table()):
             return
-        if len(self._cache) >= _MAX_CACHED_BLOCKS:
-            self._cache.clear()
+        if self._cached_bytes + size > _MAX_REMEMBERED_BYTES:
+            self._forget()
         self._cache[block] = headers
+        self._cached_bytes += size
+
+    def _forget(self) -> None:
+        self._cache.clear()
+        self._cached_bytes = 0
 
 
 def _is_same(before: tuple[object, int, int], after: tuple[object, int, int]) -> bool:
@@ -144,7 +158,9 @@ def read_headers(fields: Iterable[tuple[bytes, bytes]]) -> CallHeaders:
     metadata: list[tuple[str, str | bytes]] = []
     problem: Refusal | None = None
     is_in_pseudo = True
+    size = 0
     for name, value in fields:
+        size += len(name) + len(value) + _FIELD_BYTES
         if name.startswith(b":"):
             if not is_in_pseudo or name not in _PSEUDO or name in pseudo:
                 raise MalformedRequest(f"the pseudo-header {_shown(name)} is unknown, repeated or after other headers")
@@ -172,6 +188,7 @@ def read_headers(fields: Iterable[tuple[bytes, bytes]]) -> CallHeaders:
         accepts=frozenset(item.strip() for item in named.get(b"grpc-accept-encoding", b"").decode("latin-1").split(",")),
         content_length=_content_length(named.get(b"content-length")),
         refusal=_not_grpc(pseudo[b":method"], named.get(b"content-type", b"")) or problem or late,
+        size_bytes=size,
     )
 
 

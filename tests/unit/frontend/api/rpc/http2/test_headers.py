@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dynamo.frontend.api.rpc.http2.frames import ConnectionFailure, ErrorCode
 from dynamo.frontend.api.rpc.http2.headers import HeaderDecoder, HeaderEncoder, MalformedRequest, read_headers
 from tests.support.http2 import PATH, block, fields
+from tests.support.memory import kept_bytes
 
 LIMIT = 16 * 1024
 OK = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-accept-encoding", "identity,deflate,gzip")]
@@ -48,6 +49,16 @@ def test_a_repeated_block_is_decoded_once_until_the_table_changes() -> None:
     assert decoder.decode(block()) is first
     decoder.decode(block() + b"\x40\x01x\x01y")  # a new entry of the table
     assert decoder.decode(block()) is not first
+
+
+def test_remembered_blocks_that_name_a_long_entry_many_times_take_little() -> None:
+    decoder = HeaderDecoder(64 * 1024)
+    decoder.decode(block() + b"\x40\x01x\x7f\xa1\x1e" + b"y" * 4000)  # the newest entry of the table, 62
+    before = kept_bytes(decoder)
+    for number in range(64):
+        named = decoder.decode(block() + b"\xbe" * 15 + b"\0\x01n\x02%02d" % number)
+        assert len(named.metadata) == 16
+    assert kept_bytes(decoder) - before < 64 * 1024
 
 
 def test_a_block_may_begin_with_two_updates_of_the_tables_size() -> None:
