@@ -53,6 +53,8 @@ _LONGEST_STEP_BYTES: Final = 2**20
 """A message that arrives counts for twice what has come of it, or this much more, if that is less."""
 _MESSAGE_BYTES: Final = 128
 """What a message in the queue of a stream takes besides its content."""
+_UNCOUNTED_METADATA_BYTES: Final = 8 * 1024
+"""Headers that take more count until the call is over: a few bytes may name a long entry of HPACK's table many times."""
 _ARRIVAL_S: Final = 10.0
 _UNREAD_S: Final = 300.0
 """Periods over which the least pace applies to a message that is due, and to a response."""
@@ -72,6 +74,7 @@ class GrpcCall:
         "_held_bytes",
         "_host",
         "_key",
+        "_metadata_bytes",
         "_method",
         "_pace",
         "_problem",
@@ -117,6 +120,7 @@ class GrpcCall:
         """Bytes of messages that are counted against the capacity."""
         self._arriving_bytes = 0
         """Bytes of `_held_bytes` that belong to a message which is incomplete."""
+        self._metadata_bytes = 0  # that are counted
         self._key = ""
         """Name of the caller's API key, once the handler has accepted it."""
         self._pace: Pace | None = None
@@ -137,8 +141,14 @@ class GrpcCall:
     # Called by the connection
 
     def open(self) -> None:
-        """Start the handler, if it does not wait for a message."""
-        method = self._method
+        """Start the handler, if it does not wait for a message. The call is over if there is no room for its headers."""
+        method, size = self._method, self.headers.size_bytes
+        if size > _UNCOUNTED_METADATA_BYTES:
+            try:
+                self._host.capacity.hold(size)
+            except DynamoError as error:
+                return self.end(grpc_status(error, self._host.overload), public_message(error))
+            self._metadata_bytes = size
         if method.reads_late:
             self._sink = EarlyBytes()
         if method.reads_stream:
@@ -213,9 +223,14 @@ class GrpcCall:
         self._parts_over()
         self._release(self._held_bytes)
         if self.task is None:
-            self._host.call_done(self)
+            self._over()
         else:
             self.task.cancel()
+
+    def _over(self) -> None:
+        self._host.capacity.release(self._metadata_bytes)
+        self._metadata_bytes = 0
+        self._host.call_done(self)
 
     # Called by the reader of messages
 
@@ -319,7 +334,7 @@ class GrpcCall:
         if self._arriving_bytes:
             self._parts_over()
         self._release(self._held_bytes)
-        self._host.call_done(self)
+        self._over()
 
     async def _run(self, request: Buffer | PendingMessage | None) -> None:
         sender, method = self._host.sender, self._method

@@ -472,7 +472,7 @@ class Http2Connection(asyncio.BufferedProtocol):
             call.deadline = monotonic() + headers.timeout_s
             self._server.deadlines.add(call, call.deadline)
         call.open()
-        if ends:
+        if ends and not call.is_over:
             call.half_close()
 
     def _refuse(self, out: Outgoing, refusal: Refusal, *, ends: bool) -> None:

@@ -34,7 +34,9 @@ _COPIED_BYTES: Final = 16 * 1024
 _FLUSHED_BYTES: Final = 256 * 1024
 """Frames of one turn that are more leave before it ends."""
 _COUNTED_BYTES: Final = 64 * 1024
-"""Messages above this size that wait for their turns count against the capacity."""
+"""Messages above this size that wait for their turns count against the capacity, and smaller ones beyond `_UNCOUNTED_BYTES`."""
+_UNCOUNTED_BYTES: Final = 256 * 1024
+"""On one connection."""
 _AT_ONCE_BYTES: Final = 2 * 2**20
 """A response up to this size is handed to the transport at once, one of them before it pauses."""
 _TURN_BYTES: Final = 256 * 1024
@@ -78,6 +80,7 @@ class Outgoing:
         "sent_bytes",
         "stream",
         "trailers",
+        "uncounted_bytes",
         "window",
     )
 
@@ -92,6 +95,8 @@ class Outgoing:
         self.drained: asyncio.Future[None] | None = None
         """Done when there are no pieces; the writer waits for it."""
         self.held_bytes = 0
+        """What messages that wait have, and counts against the capacity; `uncounted_bytes`: what others have."""
+        self.uncounted_bytes = 0
         self.sent_bytes = 0
         """Bytes sent so far of what had to wait."""
         self.pace: Pace | None = None
@@ -127,6 +132,8 @@ class Sender:
         self._unsent: list[Buffer] = []
         """Frames of this turn of the event loop, and about how many bytes they are."""
         self._unsent_bytes = 0
+        self._uncounted_bytes = 0
+        """What all messages have that wait and do not count."""
         self._is_scheduled = False
         self._ready: dict[Outgoing, None] = {}
         """Responses that wait, and whose own window is open, in the order of their turns."""
@@ -201,9 +208,12 @@ class Sender:
     def send(self, out: Outgoing, message: Buffer, *, is_compressed: bool = False) -> None:
         """Send a message as soon as the windows allow. Raises Overloaded, before anything of it is sent."""
         total = len(message) + PREFIX_BYTES
-        if total > _COUNTED_BYTES:
+        if total > _COUNTED_BYTES or self._uncounted_bytes + total > _UNCOUNTED_BYTES:
             self._capacity.hold(total)
             out.held_bytes += total
+        else:
+            self._uncounted_bytes += total
+            out.uncounted_bytes += total
         prefix = PREFIX.pack(is_compressed, len(message))
         if total <= _COPIED_BYTES:
             out.pieces.append(memoryview(b"".join((prefix, message))))
@@ -314,7 +324,8 @@ class Sender:
 
     def _drained(self, out: Outgoing) -> None:
         self._capacity.release(out.held_bytes)
-        out.held_bytes = 0
+        self._uncounted_bytes -= out.uncounted_bytes
+        out.held_bytes = out.uncounted_bytes = 0
         out.pace = None
         if out.drained is not None:
             if not out.drained.done():

@@ -512,6 +512,56 @@ async def test_responses_that_no_client_reads_count_against_the_capacity() -> No
         await until(lambda: edge.capacity.buffered_bytes == 0)
 
 
+async def test_many_small_responses_that_no_client_reads_count_against_the_capacity() -> None:
+    settings, size = {frames.INITIAL_WINDOW_SIZE: 0}, 60_000
+    capacity = CapacityOptions(max_buffered_bytes=MIB)
+    async with serving(capacity=capacity) as edge, connected(edge.server.port, settings) as client:
+        client.send(*(call(stream, b"%d" % size, pairs=to("Large")) for stream in range(1, 201, 2)))
+        received, _ = await client.response(199)
+        assert (received["grpc-status"], received["retry-after"]) == ("14", "1")
+        assert MIB - size < edge.capacity.buffered_bytes <= MIB
+        client.close()
+        await until(lambda: edge.capacity.buffered_bytes == 0)
+
+
+async def test_some_small_responses_that_wait_do_not_depend_on_the_capacity() -> None:
+    settings = {frames.INITIAL_WINDOW_SIZE: 0}
+    capacity = CapacityOptions(max_buffered_bytes=2000)
+    async with serving(capacity=capacity) as edge, connected(edge.server.port, settings) as client:
+        for round in range(20):  # what has been sent counts no more
+            stream = 2 * round + 1
+            client.send(call(stream, b"60000", pairs=to("Large")))
+            received, content = await client.response_with_windows(stream)
+            assert (received["grpc-status"], len(content)) == ("0", 60_005)
+        assert edge.capacity.buffered_bytes == 0
+
+
+@pytest.mark.parametrize("method", ["Say", "Hold"])
+async def test_long_metadata_count_until_the_call_is_over(method: str) -> None:
+    long = [(f"x-{number}", "a" * 4000) for number in range(12)]
+    capacity = CapacityOptions(max_buffered_bytes=120_000)
+    async with serving(capacity=capacity) as edge, connected(edge.server.port) as client:
+        client.send(*(headers(stream, pairs=to(method, *long)) for stream in (1, 3, 5)))
+        received, _ = await client.response(5)
+        assert (received["grpc-status"], "near its limit" in received["grpc-message"]) == ("14", True)
+        assert edge.capacity.buffered_bytes > 2 * 48_000
+        client.send(reset(1), reset(3))
+        await until(lambda: edge.capacity.buffered_bytes == 0)
+        client.send(headers(7, flags=frames.END_HEADERS | frames.END_STREAM, pairs=to("Hold", *long)))
+        edge.service.gate.set()
+        assert await client.status(7) == "0"
+        await until(lambda: edge.capacity.buffered_bytes == 0)
+
+
+async def test_a_call_without_a_message_and_room_for_its_metadata_is_refused_once() -> None:
+    long = [(f"x-{number}", "a" * 4000) for number in range(12)]
+    async with serving(capacity=CapacityOptions(max_buffered_bytes=1000)) as edge, connected(edge.server.port) as client:
+        client.send(headers(1, flags=frames.END_HEADERS | frames.END_STREAM, pairs=to("Say", *long)), call(3))
+        assert await client.status(1) == "14"
+        assert await client.status(3) == "0"
+        assert not edge.server.calls
+
+
 async def test_connections_beyond_the_limit_are_closed() -> None:
     async with serving(max_connections=2) as edge, connected(edge.server.port) as first, connected(edge.server.port) as second:
         for client in (first, second):
