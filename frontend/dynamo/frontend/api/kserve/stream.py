@@ -10,6 +10,8 @@
    nothing per request.
 5. Each request has at most one message waiting to be written. Deltas made meanwhile share the next message: a token is sent at
    once if the client keeps up, and several tokens share a message if not.
+6. What waits for messages before it counts against the capacity: a request of some bytes may have a long response, and the client
+   may read none.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ the response may contradict.
 """
 
 
+_UNCOUNTED_BYTES = 4096
+"""Each request has at most one message that waits. Smaller ones, as of tokens, do not depend on the capacity."""
 _LOOKS = 4
 """Looks in which a stream has to be idle."""
 
@@ -132,6 +136,7 @@ class KserveStream:
         self._turn: asyncio.Future[None] | None = None
         """Done when the last request with ordered responses is done."""
         self._writing = asyncio.Lock()
+        self._brief_bytes = min(_UNCOUNTED_BYTES, options.max_message_bytes)
 
     async def run(self) -> None:
         """Serve the call until the client has half-closed and all responses are sent, or the client is gone.
@@ -290,8 +295,10 @@ class KserveStream:
         else:
             async with self._plane.infer_stream(model, request, call, placed) as responses:
                 batch = await responses.read()
-            if after is not None:
-                await after
+            if after is not None and not after.done():
+                with self._capacity.holding() as occupied:
+                    occupied.hold(sum(map(len, batch)))
+                    await after
             for response in batch:
                 await self._write(_message(place(response, places), final=True))
 
@@ -345,10 +352,21 @@ class KserveStream:
             raise failed.pop()
 
     async def _write(self, message: bytes) -> None:
-        await self._send(check_size(message, self._options.max_message_bytes))
+        """Send the message of a request. Raises PayloadTooLarge, and Overloaded if it has to wait, and too much does."""
+        if len(message) <= self._brief_bytes:
+            return await self._send(message)
+        size = len(check_size(message, self._options.max_message_bytes))
+        if not self._writing.locked():
+            return await self._send(message)
+        with self._capacity.holding() as occupied:
+            occupied.hold(size)
+            await self._send(message, partial(occupied.release, size))
 
-    async def _send(self, message: bytes) -> None:
+    async def _send(self, message: bytes, has_turn: Callable[[], None] | None = None) -> None:
+        """Send a message after those that wait; `has_turn` is called before."""
         async with self._writing:  # gRPC takes one message at a time; the lock is fair
+            if has_turn is not None:
+                has_turn()
             try:
                 await self._context.write(message)
             except grpc.aio.BaseError as error:

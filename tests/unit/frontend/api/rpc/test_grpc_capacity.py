@@ -28,6 +28,13 @@ def request(size: int = 8) -> pb.ModelInferRequest:
     return message
 
 
+def infer_response(size: int) -> bytes:
+    message = pb.ModelInferResponse(model_name=tensor_card().name)
+    message.outputs.add(name="x", datatype="INT32", shape=[size // 4])
+    message.raw_output_contents.append(bytes(size))
+    return message.SerializeToString()
+
+
 async def refused(edge: Edge, method: str, message: object) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as failure:
         await edge.call(method, message)
@@ -78,6 +85,23 @@ async def test_each_request_within_a_stream_counts_and_fails_alone(monkeypatch: 
         edge.client.respond = echo_tensor
         await stream.send(request())
         assert not (await stream.read()).error_message
+        assert await stream.rest() == []
+        await until_free(edge.capacity)
+
+
+async def test_responses_that_wait_for_those_before_them_in_a_stream_count() -> None:
+    async with open_edge(tensor_card(), capacity=CapacityOptions(max_buffered_bytes=7 * MIB)) as edge:
+        stream = edge.stream()
+        await stream.send(*(request() for _ in range(4)))
+        first, *others = await edge.client.opened_streams(4)
+        for number, other in enumerate(others[:2], 1):
+            other.end(infer_response(3 * MIB))
+            await until(lambda number=number: edge.capacity.buffered_bytes > 3 * number * MIB, 120)  # type: ignore[misc]
+        others[2].end(infer_response(3 * MIB))
+        first.end(infer_response(8))
+        problems = [(await stream.read()).error_message for _ in range(4)]
+        assert problems[:3] == ["", "", ""]
+        assert "near its limit" in problems[3]
         assert await stream.rest() == []
         await until_free(edge.capacity)
 
