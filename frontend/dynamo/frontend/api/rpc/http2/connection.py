@@ -13,7 +13,7 @@ What a client may cost is bounded, with a key or without:
 | frames without content between two that have some | `_IDLE_FRAMES` a second | GOAWAY |
 | PINGs while nothing is sent | one in `client_ping_interval_s` or, by option, in two hours; twice more often | GOAWAY |
 | acknowledgements and calls while the client does not read | `_UNREAD_FRAMES`, and `max_concurrent_streams` | GOAWAY |
-| frames that have come | a few milliseconds, then other connections have their turn | |
+| frames that have come, on all connections together | some milliseconds in a turn of the event loop; then they wait in line | |
 | messages | `max_message_bytes` each, and the capacity together | the call fails |
 | a message that is due | 1 KiB a second, averaged over 10 s | the call fails |
 | a response that is not read | 1 KiB a second, averaged over 300 s | RST_STREAM |
@@ -39,6 +39,7 @@ from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, Ma
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory
 from dynamo.frontend.api.rpc.http2.method import GrpcMethod
 from dynamo.frontend.api.rpc.http2.sender import GONE, HIGH_WATER_BYTES, Outgoing, Sender
+from dynamo.frontend.api.rpc.http2.turns import Turns
 from dynamo.frontend.api.rpc.http2.windows import ActionBudget, ReceiveWindow, WindowOverflow
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
@@ -86,6 +87,7 @@ class Http2ConnectionOwner(Protocol):
     deadlines: Deadlines
     read_memory: memoryview
     """Shared by all connections, for what they receive."""
+    turns: Turns
     connection_window_bytes: int
     stream_window_bytes: int
 
@@ -187,7 +189,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         longest = max(frames.DEFAULT_FRAME_BYTES, self.options.max_metadata_bytes)
-        self._reader = FrameReader(self, self._server.read_memory, longest)
+        self._reader = FrameReader(self, self._server.read_memory, longest, self._server.turns.ends_at)
         self.peer = _name_of(transport.get_extra_info("peername"))
         self.sender = Sender(self._transport, self.capacity, self._response_ended, asyncio.get_running_loop().call_soon)
         secured = transport.get_extra_info("ssl_object")
@@ -228,12 +230,9 @@ class Http2Connection(asyncio.BufferedProtocol):
         except ConnectionFailure as failure:
             self._fail(failure.code, str(failure))
         if self._closing_at is None and (self._reader.is_behind or self._read_bytes >= _READ_BYTES):
-            self._pause_reading()
-
-    def _pause_reading(self) -> None:
-        """Let the event loop do something else: it reads from one connection for as long as there is something."""
-        self._transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._resume_reading)
+            # Let the event loop do something else: it reads from one connection for as long as there is something.
+            self._transport.pause_reading()
+            self._server.turns.wait(self._resume_reading)
 
     def _resume_reading(self) -> None:
         if self._closing_at is None and self._reader.is_behind:
@@ -241,9 +240,8 @@ class Http2Connection(asyncio.BufferedProtocol):
                 self._reader.go_on()
             except ConnectionFailure as failure:
                 self._fail(failure.code, str(failure))
-            if self._closing_at is None:
-                asyncio.get_running_loop().call_soon(self._resume_reading)
-                return
+            if self._closing_at is None and self._reader.is_behind:
+                return self._server.turns.wait(self._resume_reading)
         self._read_bytes = 0
         if not self._transport.is_closing():
             self._transport.resume_reading()

@@ -47,8 +47,6 @@ MAX_STREAM_ID: Final = 2**31 - 1
 _HEAD_BYTES: Final = 9
 _DIRECT_BYTES: Final = 256 * 1024
 """Read at once into a message, so that one connection does not keep the event loop for long."""
-_TURN_S: Final = 0.004
-"""What has come of one connection is read for this long before others have their turn: small frames are many."""
 _HEAD: Final = Struct(">HBBBI")
 """Its size's upper 16 bits and lower 8, kind, flags and stream."""
 _WORD: Final = Struct(">I")
@@ -213,19 +211,26 @@ class FrameReader:
 
     __slots__ = (
         "_clock", "_direct", "_ends", "_greeted", "_handler", "_left", "_max_bytes", "_padding", "_rest", "_shared", "_sink",
-        "_stream", "is_behind",
+        "_stream", "_turn_ends_at", "is_behind",
     )  # fmt: skip
 
     def __init__(
-        self, handler: FrameHandler, shared: memoryview, max_frame_bytes: int, clock: Callable[[], float] = monotonic
+        self,
+        handler: FrameHandler,
+        shared: memoryview,
+        max_frame_bytes: int,
+        turn_ends_at: Callable[[], float] = lambda: float("inf"),
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """`shared` is memory for what is received, the same for all connections of a thread: nothing stays in it.
 
-        It is larger than `max_frame_bytes`, the bound of frames other than DATA.
+        It is larger than `max_frame_bytes`, the bound of frames other than DATA. `turn_ends_at` returns until when, on the
+        `clock`, frames may be read now; 0: not now.
         """
         self._handler = handler
         self._shared = shared
         self._max_bytes = max_frame_bytes
+        self._turn_ends_at = turn_ends_at
         self._clock = clock
         self._rest = b""
         """Received bytes of an incomplete frame, and what else the last turn has left."""
@@ -270,16 +275,19 @@ class FrameReader:
             self._end_data()
 
     def go_on(self) -> None:
-        """Read what the last turn has left, for one turn. Raises ConnectionFailure."""
+        """Read what the last turn has left, for another one. Raises ConnectionFailure."""
         rest = self._rest
         self._shared[: len(rest)] = rest
         self._parse(len(rest))
 
     def _parse(self, end: int) -> None:
         buffer, handler, clock = self._shared, self._handler, self._clock
+        ends_at = self._turn_ends_at()
+        self.is_behind = not ends_at
+        if self.is_behind:
+            self._rest = bytes(buffer[:end])
+            return
         self._rest = b""
-        self.is_behind = False
-        ends_at = clock() + _TURN_S
         position = 0
         if self._sink is not None:
             position = self._continue_data(0, end)

@@ -34,6 +34,7 @@ from dynamo.frontend.api.rpc.http2.connection import (
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines, Ending
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory, PlainMemory
 from dynamo.frontend.api.rpc.http2.method import GrpcMethod
+from dynamo.frontend.api.rpc.http2.turns import Turns
 from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
@@ -80,6 +81,7 @@ class Http2Server:
         self.port = 0
         self._loop = asyncio.get_running_loop()
         self.deadlines = Deadlines(self._loop, _expired)
+        self.turns = Turns(self._loop.call_soon)
         self._descriptors = descriptors or Descriptors(raise_open_files())
         self._handshakes: set[Http2Connection] = set()
         """Connections whose TLS handshakes have not ended."""

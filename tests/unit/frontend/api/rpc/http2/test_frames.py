@@ -139,7 +139,14 @@ def test_bytes_that_are_no_frames_are_refused(stream: bytes, code: ErrorCode) ->
 def test_many_frames_are_read_in_turns() -> None:
     pings = [encode_frame(frames.PING, 0, 0, bytes((number,)) * 8) for number in range(100)]
     recorder, ticks = Recorder(), count()
-    reader = FrameReader(recorder, memoryview(bytearray(64 * 1024)), MAX_FRAME, clock=lambda: next(ticks) * 0.001)
+
+    def clock() -> float:
+        return next(ticks) * 0.001
+
+    def turn_ends_at() -> float:
+        return clock() + 0.004
+
+    reader = FrameReader(recorder, memoryview(bytearray(64 * 1024)), MAX_FRAME, turn_ends_at, clock)
     received = PREFACE + b"".join(pings) + pings[0][:5]
     reader.get_buffer()[: len(received)] = received
     reader.buffer_updated(len(received))
@@ -149,6 +156,22 @@ def test_many_frames_are_read_in_turns() -> None:
         reader.go_on()
         turns += 1
     assert [event[3] for event in recorder.events] == [ping[9:] for ping in pings]
+
+
+def test_without_time_nothing_is_read_and_nothing_is_lost() -> None:
+    stream = PREFACE + encode_frame(frames.DATA, frames.END_STREAM, 1, b"abc") + encode_frame(frames.PING, 0, 0, bytes(8))
+    recorder, ends_at = Recorder(), 0.0
+    reader = FrameReader(recorder, memoryview(bytearray(64 * 1024)), MAX_FRAME, lambda: ends_at)
+    for part in (stream[:30], stream[30:]):
+        space = reader.get_buffer()
+        space[: len(part)] = part
+        reader.buffer_updated(len(part))
+        assert reader.is_behind
+    assert not recorder.events
+    ends_at = float("inf")
+    reader.go_on()
+    assert not reader.is_behind
+    assert recorder == receive([stream])[0]
 
 
 def test_the_size_of_a_frame_is_refused_before_it_has_come() -> None:
