@@ -34,6 +34,8 @@ _LINGER_S = 2.0
 _MAX_LINGER_S = 30.0
 _LINGER_BYTES = 128 * 2**20
 _PROBE_S = 0.1
+_MAX_HEADERS = 256
+"""A header of four bytes takes a hundred in memory. Those of one step may be more until they are refused."""
 _INVALID = 400, "Invalid HTTP request received."
 _HEAD_TOO_LARGE = 431, "The head of the request is too large."
 _UNKNOWN_ENCODING = 501, "The only transfer encoding that is supported is chunked."
@@ -238,7 +240,7 @@ class HttpConnection(asyncio.Protocol):
             self._feed(data)
         except httptools.HttpParserError:
             return self._fail(*self._refusal)
-        if self._in_head and self._head_bytes > self._limits.max_head_bytes:
+        if self._in_head and (self._head_bytes > self._limits.max_head_bytes or len(self._headers) > _MAX_HEADERS):
             self._fail(*_HEAD_TOO_LARGE)
 
     def _feed(self, data: bytes) -> None:
@@ -331,7 +333,7 @@ class HttpConnection(asyncio.Protocol):
             elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
                 has_other_encodings = True
         self._head_bytes = 0
-        if size > self._limits.max_head_bytes:
+        if size > self._limits.max_head_bytes or len(self._headers) > _MAX_HEADERS:
             self._refuse_head(_HEAD_TOO_LARGE)
         if has_other_encodings:
             self._refuse_head(_UNKNOWN_ENCODING)
@@ -350,6 +352,7 @@ class HttpConnection(asyncio.Protocol):
             keep_alive=self._parser.should_keep_alive(),
         )
         self._parsing = request
+        self._url, self._headers = [], []  # an idle connection keeps none
         self._received_bytes, self._window_start = 0, self.loop.time()
         if self._current is None:
             self._start(request)

@@ -226,5 +226,6 @@ class HttpRequest:
 
     def _end(self) -> None:
         self.started = self.complete = True
+        self.headers, self.raw_path, self.query = (), b"", b""  # the connection keeps the request until the next one
         self.event.set()
         self._connection.response_complete(self)

@@ -20,6 +20,7 @@ from dynamo.common.http.request import HIGH_WATER_BYTES, HttpRequest
 from dynamo.common.http.served import ServedRequest
 from dynamo.common.http.server import HttpServer, serve_app
 from dynamo.common.lifecycle import open_listener
+from tests.support.memory import kept_bytes
 from tests.support.waiting import WAIT_S, expiring, until
 
 MIB = 2**20
@@ -411,6 +412,32 @@ async def test_a_head_may_be_as_large_as_the_bound() -> None:
             async with side.client() as client:
                 await client.send(get("/", "x-a: " + "a" * padding))
                 assert (await client.response())[0] == status
+
+
+async def test_a_head_may_have_so_many_headers() -> None:
+    async with serving() as side:
+        for count, status in ((250, 200), (300, 431)):
+            async with side.client() as client:
+                await client.send(get("/", *["a:"] * count))
+                assert (await client.response())[0] == status
+
+
+async def test_an_idle_connection_keeps_nothing_of_its_last_request() -> None:
+    requests: list[ServedRequest] = []
+
+    async def app(request: ServedRequest) -> None:
+        requests.append(request)
+        await respond(request, b"")
+
+    listener = open_listener("127.0.0.1", 0, flag="--port")
+    async with serve_app(listener, app) as server:
+        side = Side(server, Echo())
+        async with side.client() as client:
+            await client.send(get("/a?" + "q" * 20_000, *(f"x-{number}: " + "v" * 200 for number in range(200))))
+            assert (await client.response())[0] == 200
+            [request] = requests
+            assert isinstance(request, HttpRequest)
+            assert kept_bytes(request.headers) + len(request.query) + len(request.raw_path) < 1000
 
 
 @pytest.mark.parametrize("before", [b"", get("/")], ids=["first request", "later request"])
