@@ -1,14 +1,17 @@
 """Conversations: items under an id of their own, to which responses add what they responded to and what they said.
 
-A conversation is one record, which is written only as it was read; so of responses that end at once each adds its items.
+A conversation is one record, which is written only as it was read; so of responses that end at once each adds its items. Changes
+that one process makes wait for each other, and only those of several are tried again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Raw, Struct
@@ -21,6 +24,9 @@ from dynamo.frontend.api.openai.store.owned import OwnedRecords, SizeRecords, St
 from dynamo.frontend.metrics import FrontendMetrics
 
 _ATTEMPTS = 10
+"""Each process makes one at a time, and each time that one fails another one has succeeded."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.2
+"""Between two attempts, at most; twice as long after each."""
 
 
 class ConversationObject(Struct, frozen=True, kw_only=True):
@@ -60,6 +66,8 @@ class Conversations:
         self._conversations = OwnedRecords(
             storage, "conversation", "conv_", _decoder.decode, owner_of=lambda stored: stored.owner
         )
+        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """By owner and id, for those that are being changed here."""
 
     async def create(self, owner: str, items: Sequence[Item], metadata: Mapping[str, str]) -> ConversationObject:
         storage = self._storage
@@ -143,16 +151,25 @@ class Conversations:
         is_bounded: bool = True,
     ) -> ConversationObject:
         with self._metrics.stored_operation(operation):
-            for _ in range(_ATTEMPTS):
-                stored = await self._conversations.load(owner, id, hold)
-                await asyncio.sleep(0)  # both take a while if the conversation is large
-                changed = change(stored.value)
-                data = bounded(msgspec.json.encode(changed))
-                async with self._storage.quota.room(owner, len(data) - stored.size_bytes if is_bounded else 0):
-                    if await self._put(self._conversations.key(owner, id), data, stored.revision):
-                        await self._sizes.written(owner, id, len(data), before=stored.size_bytes)
-                        return changed.shown
-            raise Overloaded(f"conversation '{id}' changes too fast; try again")
+            async with self._turns.setdefault((owner, id), asyncio.Lock()):
+                return await self._changed(owner, id, change, hold, is_bounded=is_bounded)
+
+    async def _changed(
+        self, owner: str, id: str, change: Callable[[_StoredConversation], _StoredConversation], hold: Hold, *, is_bounded: bool
+    ) -> ConversationObject:
+        pause_s = _FIRST_PAUSE_S
+        for _ in range(_ATTEMPTS):
+            stored = await self._conversations.load(owner, id, hold)
+            await asyncio.sleep(0)  # both take a while if the conversation is large
+            changed = change(stored.value)
+            data = bounded(msgspec.json.encode(changed))
+            async with self._storage.quota.room(owner, len(data) - stored.size_bytes if is_bounded else 0):
+                if await self._put(self._conversations.key(owner, id), data, stored.revision):
+                    await self._sizes.written(owner, id, len(data), before=stored.size_bytes)
+                    return changed.shown
+            await asyncio.sleep(random.uniform(0, pause_s))  # another process may try again, too
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise Overloaded(f"conversation '{id}' changes too fast; try again")
 
     async def _put(self, key: str, data: bytes, revision: int) -> bool:
         """Write a conversation; return False if it is not as it was read any more."""

@@ -227,6 +227,18 @@ async def test_responses_that_end_at_once_all_add_their_items() -> None:
         await store.delete_item("", id, "5")
 
 
+async def test_however_many_responses_end_at_once_all_add_their_items() -> None:
+    class Slow(FakeRecords):
+        async def put(self, key: str, value: bytes, **options: Any) -> int | None:
+            await asyncio.sleep(0)  # others read meanwhile
+            return await super().put(key, value, **options)
+
+    store = stored_responses(Slow()).conversations
+    id = (await store.create("", [], {})).id
+    await asyncio.gather(*(store.add("", id, [{"id": str(number)}]) for number in range(100)))
+    assert sorted(int(item["id"]) for item in await store.items("", id)) == [*range(100)]
+
+
 async def test_a_conversation_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(items_module, "MAX_BYTES", 1000)
     store = stored_responses(FakeRecords()).conversations
