@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from dynamo.common.adapters import DesiredAdapter, LoadAdapter, adapter_key, decode_adapter, encode_adapter
 from dynamo.common.discovery import Instance
@@ -23,6 +24,8 @@ from dynamo.frontend.security.accounts import Account
 log = logging.getLogger(__name__)
 
 _VERSION = "1"
+_LOOK_S = 1.0
+"""While instances carry out a record, how often it is looked whether others have replaced or removed it."""
 
 
 class Adapters:
@@ -94,7 +97,8 @@ class Adapters:
         try:
             async with asyncio.timeout(self._timeout_s):
                 while any(_is_loaded(instance, name) for instance in self._instances(adapter.model)):
-                    await self._change()
+                    if not await self._change() and await self._differs(key, None):
+                        return  # others have loaded it anew, so that it was unloaded is not to be seen
         except TimeoutError:
             raise Unavailable(f"some instances have not unloaded the adapter '{name}' within {self._timeout_s:g} s") from None
 
@@ -159,7 +163,11 @@ class Adapters:
             await self._etcd.replace(key, encode_adapter(former), mod_revision=revision)
 
     async def _reports(self, adapter: DesiredAdapter) -> dict[int, AdapterReport | None]:
-        """Return what each instance reports, once all have; None for one that has not in time."""
+        """Return what each instance reports, once all have; None for one that has not in time.
+
+        Raises Unavailable if others unload or replace the adapter meanwhile.
+        """
+        key = adapter_key(self._namespace, adapter.name)
         reports: dict[int, AdapterReport | None] = {}
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -167,16 +175,27 @@ class Adapters:
                     reports = {instance.id: _report_of(instance, adapter) for instance in self._instances(adapter.model)}
                     if reports and None not in reports.values():
                         return reports
-                    await self._change()
+                    if not await self._change() and await self._differs(key, adapter):
+                        raise Unavailable(f"the adapter '{adapter.name}' was unloaded or replaced by others meanwhile")
         except TimeoutError:
             pass
         if not reports:
             raise Unavailable(f"the instances of '{adapter.model}' have left")
         return reports
 
-    async def _change(self) -> None:
+    async def _change(self) -> bool:
+        """Return True after a change of the fleet, False after a while without one."""
         self._changed.clear()
-        await self._changed.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                return await self._changed.wait()
+        return False
+
+    async def _differs(self, key: str, adapter: DesiredAdapter | None) -> bool:
+        """Return whether there is another record than this one; None: whether there is one. While etcd is away, none differs."""
+        with suppress(Unavailable):
+            return (await self._read(key))[0] != adapter
+        return False
 
     def _instances(self, model: str) -> list[Instance]:
         """Return the instances of a model that load adapters."""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection
 from typing import cast
 
 import pytest
 
-from dynamo.common.adapters import LoadAdapter
+from dynamo.common.adapters import DesiredAdapter, LoadAdapter, adapter_key, encode_adapter
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import AlreadyExists
+from dynamo.common.errors import AlreadyExists, Unavailable
 from dynamo.common.etcd import Etcd
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.security.accounts import ANONYMOUS
 from tests.support.fake_etcd import FakeEtcd
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import WAIT_S, until
 
 
 def card(name: str, *, adapters: tuple[str, ...] = (), loads: bool = False) -> ModelCard:
@@ -52,3 +53,17 @@ async def test_an_adapter_takes_no_name_of_a_model_even_in_place(name: str) -> N
     with pytest.raises(AlreadyExists, match=f"the name '{name}' is taken by model"):
         await adapters.load(ANONYMOUS, LoadAdapter(name=name, path="/adapters/x", model="base", in_place=True))
     assert not etcd.kvs
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_a_load_ends_whose_adapter_others_unload_or_replace_meanwhile(is_replaced: bool) -> None:
+    etcd, key = FakeEtcd(), adapter_key("ns", "new")
+    adapters = Adapters(cast(Etcd, etcd), "ns", Directory(card("base", loads=True)), timeout_s=WAIT_S)
+    loading = asyncio.create_task(adapters.load(ANONYMOUS, LoadAdapter(name="new", path="/adapters/x", model="base")))
+    await until(lambda: key in etcd.kvs)
+    if is_replaced:
+        await etcd.put(key, encode_adapter(DesiredAdapter(name="new", model="base", path="/adapters/y")))
+    else:
+        await etcd.delete(key)
+    with pytest.raises(Unavailable, match="'new' was unloaded or replaced by others meanwhile"):
+        await loading
