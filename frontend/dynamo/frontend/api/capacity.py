@@ -23,8 +23,8 @@ class Capacity:
         self._options = options or CapacityOptions()
         self.requests = 0
         self.buffered_bytes = 0
-        self._arriving: Counter[str] = Counter()
-        """Bytes of `buffered_bytes` that belong to messages which are incomplete, by API key."""
+        self._waiting: Counter[str] = Counter()
+        """Bytes of `buffered_bytes` that wait for the client, by API key: incomplete messages and responses that are not read."""
         self._streams: Counter[str] = Counter()
         """Streams of `requests`, by API key."""
 
@@ -81,24 +81,41 @@ class Capacity:
         self.hold(size_bytes)
         self.release(size_bytes)
 
-    def hold_part(self, key: str, size_bytes: int, held_bytes: int) -> None:
-        """Count bytes of a message that is incomplete, of which `held_bytes` count already. Raises Overloaded.
+    def hold_waiting(self, key: str, size_bytes: int, own_bytes: int) -> None:
+        """Count bytes that wait for the client: of a message that is incomplete, or a response that is not read.
 
-        Several such messages of an API key have half at most of what others leave, and one alone has all of it. The empty name
-        means no key, and has no share.
+        `own_bytes` of that message or response wait already. Several of an API key have half at most of what others leave, and
+        one alone has all of it. The empty name means no key, and has no share. Raises Overloaded.
         """
-        left = self._options.max_buffered_bytes - self.buffered_bytes
-        if key and self._arriving[key] > held_bytes and self._arriving[key] + size_bytes > left >= size_bytes:
-            message = f"{self._arriving[key]} bytes of messages of the API key '{key}' are arriving; the rest is for others"
-            raise RateLimited(message, retry_after_s=_RETRY_AFTER_S)
-        self.hold(size_bytes)
-        self._arriving[key] += size_bytes
+        self._wait(key, size_bytes, own_bytes)
+        try:
+            self.hold(size_bytes)
+        except Overloaded:
+            self.waiting_over(key, size_bytes)
+            raise
 
-    def parts_over(self, key: str, size_bytes: int) -> None:
-        """Bytes of a message that was incomplete are so no longer: it is complete, or has been dropped. They stay counted."""
-        self._arriving[key] -= size_bytes
-        if not self._arriving[key]:
-            del self._arriving[key]
+    def waiting_over(self, key: str, size_bytes: int) -> None:
+        """Bytes, which stay held, wait no longer: the message is complete, the response has been read, or it is dropped."""
+        self._waiting[key] -= size_bytes
+        if not self._waiting[key]:
+            del self._waiting[key]
+
+    @contextmanager
+    def unread(self, key: str, size_bytes: int) -> Iterator[None]:
+        """Count bytes of a response that are held elsewhere as waiting for the client while the body runs. Raises Overloaded."""
+        self._wait(key, size_bytes, 0)
+        try:
+            yield
+        finally:
+            self.waiting_over(key, size_bytes)
+
+    def _wait(self, key: str, size_bytes: int, own_bytes: int) -> None:
+        left = self._options.max_buffered_bytes - self.buffered_bytes
+        waiting = self._waiting[key]
+        if key and waiting > own_bytes and waiting + size_bytes > left >= size_bytes:
+            message = f"{waiting} bytes of the API key '{key}' wait for its clients to send or read; the rest is for others"
+            raise RateLimited(message, retry_after_s=_RETRY_AFTER_S)
+        self._waiting[key] += size_bytes
 
 
 class Occupancy:

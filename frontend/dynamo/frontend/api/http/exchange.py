@@ -395,15 +395,15 @@ class Exchange:
         self.hold(size - held_bytes)
         if status < 400:
             self._check_charged()
-        self.status = status
         length = (b"content-length", b"%d" % size)
-        self._request.begin(status, (*headers, length, *self._common()))
-        for piece in pieces:
-            view = memoryview(piece)
-            for offset in range(0, len(view), _PIECE_BYTES):
-                part = view[offset : offset + _PIECE_BYTES]
-                await self._request.write(part)
-        await self._request.write(b"", is_last=True)
+        with self.settings.capacity.unread(self.account.name, size):
+            self.status = status
+            self._request.begin(status, (*headers, length, *self._common()))
+            for piece in pieces:
+                view = memoryview(piece)
+                for offset in range(0, len(view), _PIECE_BYTES):
+                    await self._request.write(view[offset : offset + _PIECE_BYTES])
+            await self._request.write(b"", is_last=True)
 
     async def respond_while_read(self, size_bytes: int, pieces: AsyncGenerator[bytes, None], headers: tuple[Header, ...]) -> None:
         """Send a response of `size_bytes` while it is read, the next piece when the client has taken most of those before.
@@ -412,15 +412,15 @@ class Exchange:
         reading the first piece raises.
         """
         async with aclosing(pieces):
-            self.hold(min(size_bytes, 2 * _PIECE_BYTES))
+            self.hold(held_bytes := min(size_bytes, 2 * _PIECE_BYTES))
             piece = await anext(pieces, b"")
-            self.status = 200
-            length = (b"content-length", b"%d" % size_bytes)
-            self._request.begin(200, (*headers, length, *self._common()))
-            while piece and self.method != "HEAD":
-                await self._request.write(piece)
-                piece = await anext(pieces, b"")
-            await self._request.write(b"", is_last=True)
+            with self.settings.capacity.unread(self.account.name, held_bytes):
+                self.status = 200
+                self._request.begin(200, (*headers, (b"content-length", b"%d" % size_bytes), *self._common()))
+                while piece and self.method != "HEAD":
+                    await self._request.write(piece)
+                    piece = await anext(pieces, b"")
+                await self._request.write(b"", is_last=True)
 
     @asynccontextmanager
     async def events(self) -> AsyncIterator[EventStream]:

@@ -8,8 +8,10 @@ import json
 import os
 import socket
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -17,9 +19,18 @@ import pytest
 from dynamo.common.generation import FinishReason
 from dynamo.common.http.connection import HttpLimits
 from dynamo.frontend.api.capacity import Capacity
-from dynamo.frontend.api.http.server import limits_of
+from dynamo.frontend.api.declaration import shown
+from dynamo.frontend.api.guard import Accounts, Guard, watch_keys
+from dynamo.frontend.api.http.app import HttpApp
+from dynamo.frontend.api.http.errors import PLAIN_ERRORS
+from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.frontend.api.http.guard import HttpGuard
+from dynamo.frontend.api.http.operation import Operation
+from dynamo.frontend.api.http.server import limits_of, serve_http
 from dynamo.frontend.api.openai.logprobs import PackedLogprobs
 from dynamo.frontend.config import CapacityOptions, HttpOptions
+from dynamo.frontend.security.keys import entry_for, make_key
+from dynamo.frontend.security.surfaces import Surface
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeStream, echo_tensor, tensor_card
 from tests.support.http_edge import Speaker, chat_card, end, events_of, open_http_edge, send_delta
@@ -279,6 +290,42 @@ async def test_a_long_response_counts_until_its_client_has_read_it_or_is_gone(re
             assert received.endswith(bytes(range(256)) * (20 * MIB // 256))
         writer.close()
         await until_free(edge.capacity)
+
+
+@pytest.mark.parametrize("form", ["whole", "read meanwhile"])
+async def test_responses_that_a_key_does_not_read_leave_room_for_another_key(form: str, tmp_path: Path) -> None:
+    async def pages() -> AsyncGenerator[bytes, None]:
+        for _ in range(32):
+            yield bytes(MIB)
+
+    async def handle(exchange: Exchange) -> None:
+        if form == "whole":
+            await exchange.respond(bytes(20 * MIB))
+        else:
+            await exchange.respond_while_read(32 * MIB, pages(), ())
+
+    file, keys = tmp_path / "keys.yaml", {name: make_key() for name in "ab"}
+    file.write_text("".join(entry_for(key, name) for name, key in keys.items()))
+    most = 80 * MIB if form == "whole" else 2 * MIB  # of a response that is read meanwhile, two pieces count
+    capacity = Capacity(CapacityOptions(max_buffered_bytes=most))
+    operations = [Operation(path="/long", method="GET", declared=shown(Surface.METADATA), errors=PLAIN_ERRORS, handle=handle)]
+    app = HttpApp(operations, HttpSettings(capacity=capacity), HttpGuard(Guard(Accounts(watch_keys(file)))))
+
+    async with serve_http(HttpOptions(port=0), app) as server, AsyncExitStack() as stack:
+
+        async def status(name: str) -> bytes:
+            """Begin a request of a key, whose response is not read any further until the end."""
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=4096)
+            stack.callback(writer.close)
+            writer.write(f"GET /long HTTP/1.1\r\nhost: localhost\r\nx-api-key: {keys[name]}\r\n\r\n".encode())
+            return (await reader.readline()).split()[1]
+
+        statuses = [await status("a")]
+        while statuses[-1] == b"200":
+            statuses.append(await status("a"))
+        assert statuses[-1] == b"429" and len(statuses) > 2
+        assert await status("b") == b"200"
+    await until_free(capacity)
 
 
 # Half-closed connections

@@ -119,21 +119,21 @@ async def test_nothing_is_determined_without_a_watch() -> None:
 
 def test_several_incomplete_messages_of_a_key_leave_half_of_the_rest_to_others() -> None:
     capacity = Capacity(CapacityOptions(max_buffered_bytes=12 * MIB))
-    capacity.hold_part("a", 4 * MIB, 0)
+    capacity.hold_waiting("a", 4 * MIB, 0)
     with pytest.raises(RateLimited, match="key 'a'"):
-        capacity.hold_part("a", 5 * MIB, 0)
-    capacity.hold_part("b", 6 * MIB, 0)
+        capacity.hold_waiting("a", 5 * MIB, 0)
+    capacity.hold_waiting("b", 6 * MIB, 0)
     assert capacity.buffered_bytes == 10 * MIB
-    capacity.parts_over("a", 4 * MIB)
-    capacity.hold_part("a", 2 * MIB, 0)
+    capacity.waiting_over("a", 4 * MIB)
+    capacity.hold_waiting("a", 2 * MIB, 0)
     with pytest.raises(Overloaded):
-        capacity.hold_part("c", 1, 0)
+        capacity.hold_waiting("c", 1, 0)
 
 
 def test_one_incomplete_message_of_a_key_may_take_what_is_left() -> None:
     capacity = Capacity(CapacityOptions(max_buffered_bytes=4 * MIB))
     for held in range(4):
-        capacity.hold_part("a", MIB, held * MIB)
+        capacity.hold_waiting("a", MIB, held * MIB)
     assert capacity.buffered_bytes == 4 * MIB
 
 
@@ -148,6 +148,9 @@ async def keyed(tmp_path: Path, capacity: Capacity, limits: str = "") -> AsyncIt
     async def say(request: bytes | PendingMessage, context: Context) -> bytes:
         return await read_message(request)
 
+    async def grow(request: bytes | PendingMessage, context: Context) -> bytes:
+        return bytes(int(await read_message(request)))
+
     async def read(unused: object, context: Context) -> None:
         while isinstance(await context.read(), bytes | memoryview):
             pass
@@ -155,7 +158,7 @@ async def keyed(tmp_path: Path, capacity: Capacity, limits: str = "") -> AsyncIt
     path, keys = tmp_path / "keys", [make_key(), make_key()]
     path.write_text("".join(entry_for(key, name) + limits for key, name in zip(keys, ("a", "b"), strict=True)))
     guard = Guard(Accounts(Watched("keys", (path,), lambda: read_keys(path))))
-    operations = [unary("/test.Keys/Say", say), bidirectional("/test.Keys/Read", read)]
+    operations = [unary("/test.Keys/Say", say), unary("/test.Keys/Grow", grow), bidirectional("/test.Keys/Read", read)]
     server = Http2Server(GrpcOptions(port=0), guarded(bounded(operations, capacity), guard), capacity, guarded=True)
     await server.listen(open_listener("127.0.0.1", 0, flag="--grpc-port"), None)
     try:
@@ -179,6 +182,19 @@ async def test_messages_of_a_key_that_arrive_leave_room_for_another_key(method: 
         assert await client.status(7) == "8"
         async with connected(server.port) as another:
             another.send(headers(1, pairs=to(method, other)), data(1, message(bytes(60_000))))
+            assert await another.status(1) == "0"
+    await until_free(capacity)
+
+
+async def test_responses_that_a_key_does_not_read_leave_room_for_another_key(tmp_path: Path) -> None:
+    capacity = Capacity(CapacityOptions(max_buffered_bytes=8 * MIB))
+    async with keyed(tmp_path, capacity) as (server, (key, other)), connected(server.port) as client:
+        for stream in (1, 3, 5):
+            client.send(headers(stream, pairs=to("Grow", key)), data(stream, message(b"%d" % (2 * MIB))))
+        assert await client.status(5) == "8"
+        assert capacity.buffered_bytes == pytest.approx(4 * MIB, rel=0.1)
+        async with connected(server.port) as another:
+            another.send(headers(1, pairs=to("Say", other)), data(1, message(bytes(60_000))))
             assert await another.status(1) == "0"
     await until_free(capacity)
 

@@ -262,7 +262,7 @@ class GrpcCall:
             return size
         more = counted - self._arriving_bytes
         try:
-            self._host.capacity.hold_part(self._key, more, self._arriving_bytes)
+            self._host.capacity.hold_waiting(self._key, more, self._arriving_bytes)
         except DynamoError as error:
             self._drop_parts()
             self._refuse(error)
@@ -278,7 +278,7 @@ class GrpcCall:
 
     def _parts_over(self) -> None:
         if self._arriving_bytes:
-            self._host.capacity.parts_over(self._key, self._arriving_bytes)
+            self._host.capacity.waiting_over(self._key, self._arriving_bytes)
             self._arriving_bytes = 0
 
     def _refuse_further_message(self) -> bool:
@@ -454,7 +454,7 @@ class GrpcCall:
         early = self._sink
         if not isinstance(early, EarlyBytes):
             return
-        self._key = key_name.get()
+        self._key = self.out.key = key_name.get()
         self._sink = early.target = self._reader
         self._reader.feed(memoryview(early.kept))
         early.kept = bytearray()

@@ -75,6 +75,7 @@ class Outgoing:
         "encoding",
         "held_bytes",
         "is_over",
+        "key",
         "pace",
         "pieces",
         "sent_bytes",
@@ -87,6 +88,8 @@ class Outgoing:
     def __init__(self, stream: int, window: int) -> None:
         self.stream = stream
         self.window = SendWindow(window)
+        self.key = ""
+        """The API key of the caller, of which all that waits together has a share; empty: none, or it is not known yet."""
         self.encoding = ""
         """Encoding of compressed messages, if there are any."""
         self.pieces: deque[memoryview] = deque()
@@ -209,7 +212,7 @@ class Sender:
         """Send a message as soon as the windows allow. Raises Overloaded, before anything of it is sent."""
         total = len(message) + PREFIX_BYTES
         if total > _COUNTED_BYTES or self._uncounted_bytes + total > _UNCOUNTED_BYTES:
-            self._capacity.hold(total)
+            self._capacity.hold_waiting(out.key, total, out.held_bytes)
             out.held_bytes += total
         else:
             self._uncounted_bytes += total
@@ -323,7 +326,9 @@ class Sender:
         self._ended(out)
 
     def _drained(self, out: Outgoing) -> None:
-        self._capacity.release(out.held_bytes)
+        if out.held_bytes:
+            self._capacity.waiting_over(out.key, out.held_bytes)
+            self._capacity.release(out.held_bytes)
         self._uncounted_bytes -= out.uncounted_bytes
         out.held_bytes = out.uncounted_bytes = 0
         out.pace = None
