@@ -87,7 +87,7 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, server: HttpConnectionOwner, app: App, loop: asyncio.AbstractEventLoop) -> None:
         self.app = app
         self.loop = loop
-        self._server = server
+        self.server = server
         self._limits = server.limits
         self._parser: Any = httptools.HttpRequestParser(self)  # None after the connection: the two hold each other
         self.transport: asyncio.Transport
@@ -126,7 +126,8 @@ class HttpConnection(asyncio.Protocol):
         self._linger_end = 0.0
         self._failed = False
         """The last bytes were no HTTP; nothing more is parsed."""
-        self._reading_paused = False
+        self.is_reading_paused = False
+        """Nothing is read from the client until `resume_reading`."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._unread_since: float | None = None
@@ -140,11 +141,11 @@ class HttpConnection(asyncio.Protocol):
         self.scheme = "https" if self._is_tls else "http"
         self.client = _address(transport.get_extra_info("peername"))
         self._deadline = self.loop.time() + self._limits.head_timeout_s
-        if not self._server.opened(self):
+        if not self.server.opened(self):
             self._refuse(503, "too many connections", (b"retry-after: 1\r\n",))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._server.closed(self)
+        self.server.closed(self)
         if self._probe is not None:
             self._probe.cancel()
         for request in (self._current, *self._queue):
@@ -236,39 +237,35 @@ class HttpConnection(asyncio.Protocol):
             if not self._head_bytes and self._parsing is not None:  # the first byte of another request
                 self._deadline = self.loop.time() + self._limits.head_timeout_s
             self._head_bytes += len(data)
-        try:
-            self._feed(data)
-        except httptools.HttpParserError:
-            return self._fail(*self._refusal)
+        rest: bytes | None = data
+        while rest is not None:
+            try:
+                self._parser.feed_data(rest)
+                break
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = self._without_upgrade(rest[upgrade.args[0] :])
+            except httptools.HttpParserError:
+                return self._fail(*self._refusal)
         if self._in_head and (self._head_bytes > self._limits.max_head_bytes or len(self._headers) > _MAX_HEADERS):
             self._fail(*_HEAD_TOO_LARGE)
 
-    def _feed(self, data: bytes) -> None:
-        while True:
-            try:
-                self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as upgrade:
-                rest = data[upgrade.args[0] :]
-                if not self._asks_to_upgrade:  # CONNECT: what follows is another protocol
-                    self._failed = True
-                    if self._parsing is not None:
-                        self._parsing.keep_alive = False
-                    return
-                data = self._head_without_upgrade() + rest
-            else:
-                return
+    def _without_upgrade(self, rest: bytes) -> bytes | None:
+        """Return the head that was just parsed, without its wish for another protocol, and the rest, for a new parser.
 
-    def _head_without_upgrade(self) -> bytes:
-        """Return the head that was just parsed, without its wish for another protocol, for a new parser.
-
-        A server may ignore that wish (RFC 9110, 7.8), and httptools does not: for it, the request ends with its head.
+        A server may ignore that wish (RFC 9110, 7.8), and httptools does not: for it, the request ends with its head. None after
+        CONNECT: what follows is another protocol.
         """
+        if not self._asks_to_upgrade:
+            self._failed = True
+            if self._parsing is not None:
+                self._parsing.keep_alive = False
+            return None
         self._asks_to_upgrade = False
         method, version = self._parser.get_method(), self._parser.get_http_version().encode()
         self._parser = httptools.HttpRequestParser(self)
         lines = [b"%s %s HTTP/%s" % (method, b"".join(self._url), version)]
         lines += [b"%s: %s" % (name, value) for name, value in self._headers if name != b"upgrade"]
-        return b"\r\n".join(lines) + b"\r\n\r\n"
+        return b"\r\n".join(lines) + b"\r\n\r\n" + rest
 
     def _fail(self, status: int, message: str) -> None:
         """Refuse what was received last. A request that is complete is served first, then the connection is closed."""
@@ -292,7 +289,7 @@ class HttpConnection(asyncio.Protocol):
         body = message.encode()
         head = [
             STATUS_LINES[status],
-            self._server.date,
+            self.server.date,
             b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body),
             *headers,
             b"\r\n",
@@ -355,7 +352,8 @@ class HttpConnection(asyncio.Protocol):
         self._url, self._headers = [], []  # an idle connection keeps none
         self._received_bytes, self._window_start = 0, self.loop.time()
         if self._current is None:
-            self._start(request)
+            self._current = request
+            self.server.serve(request)
         else:
             self._queue.append(request)
             self.pause_reading()
@@ -370,7 +368,6 @@ class HttpConnection(asyncio.Protocol):
         request.add(body)
         if request.pending_bytes > HIGH_WATER_BYTES:
             self.pause_reading()
-        request.event.set()
 
     def _refuse_head(self, refusal: tuple[int, str]) -> NoReturn:
         """Make the parser fail, and say what that means."""
@@ -384,8 +381,7 @@ class HttpConnection(asyncio.Protocol):
         assert request is not None
         self._in_head = True
         self._head_bytes = 0
-        request.more_body = False
-        request.event.set()
+        request.end_body()
         if request.complete and self._current is None:
             self._idle()
 
@@ -398,11 +394,7 @@ class HttpConnection(asyncio.Protocol):
     @property
     def is_last_response(self) -> bool:
         """Nothing more is served after the request at hand."""
-        return self._server.draining or ((self._eof or self._failed) and not self._queue)
-
-    @property
-    def date(self) -> bytes:
-        return self._server.date
+        return self.server.draining or ((self._eof or self._failed) and not self._queue)
 
     def write(self, data: bytes) -> None:
         self.transport.write(data)
@@ -411,13 +403,13 @@ class HttpConnection(asyncio.Protocol):
         await self._writable.wait()
 
     def pause_reading(self) -> None:
-        if not self._reading_paused and not self._eof and not self.transport.is_closing():
-            self._reading_paused = True
+        if not self.is_reading_paused and not self._eof and not self.transport.is_closing():
+            self.is_reading_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        if self._reading_paused and not self._unparsed and not self._eof and not self.transport.is_closing():
-            self._reading_paused = False
+        if self.is_reading_paused and not self._unparsed and not self._eof and not self.transport.is_closing():
+            self.is_reading_paused = False
             self._received_bytes, self._window_start = 0, self.loop.time()
             self.transport.resume_reading()
 
@@ -430,9 +422,11 @@ class HttpConnection(asyncio.Protocol):
             return self._linger() if request.more_body else self._close()
         if self._unparsed and len(self._queue) <= 1:
             self.loop.call_soon(self._parse_rest)
-        self.resume_reading()
+        if self.is_reading_paused:
+            self.resume_reading()
         if self._queue:
-            self._start(self._queue.popleft())
+            self._current = following = self._queue.popleft()
+            self.server.serve(following)
         elif not request.more_body:
             self._idle()
 
@@ -463,20 +457,16 @@ class HttpConnection(asyncio.Protocol):
                 self._fail(408, "The head of the request did not arrive in time.")
             else:
                 self._close()
-        elif self._parsing is not None and self._parsing.more_body and not self._reading_paused and not self._lingering:
+        elif self._parsing is not None and self._parsing.more_body and not self.is_reading_paused and not self._lingering:
             if now - self._window_start < limits.body_window_s:
                 return
             if self._received_bytes < limits.min_body_bytes_per_s * (now - self._window_start):
                 self._fail(408, "The body of the request did not arrive in time.")
             self._received_bytes, self._window_start = 0, now
 
-    def _start(self, request: HttpRequest) -> None:
-        self._current = request
-        self._server.serve(request)
-
     def _idle(self) -> None:
         """Wait for another request, of which some bytes may have come already."""
-        if self._server.draining or self._eof or self._failed:
+        if self.server.draining or self._eof or self._failed:
             return self._close()
         wait_s = self._limits.head_timeout_s if self._head_bytes else self._limits.idle_timeout_s
         self._deadline = self.loop.time() + wait_s

@@ -44,9 +44,9 @@ class HttpRequest:
     """One request, as a `ServedRequest`, and what the connection has to know of it."""
 
     __slots__ = (
-        "_chunked", "_connection", "_expects_continue", "_head", "_left", "client", "complete", "content_length", "event",
-        "headers", "keep_alive", "method", "more_body", "on_half_close", "parts", "path", "pending_bytes", "query", "raw_path",
-        "received_bytes", "scheme", "started", "version", "watch",
+        "_chunked", "_connection", "_expects_continue", "_has_news", "_head", "_left", "_reader", "client", "complete",
+        "content_length", "headers", "keep_alive", "method", "more_body", "on_half_close", "parts", "path", "pending_bytes",
+        "query", "raw_path", "received_bytes", "scheme", "started", "version", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +62,8 @@ class HttpRequest:
     ) -> None:
         self.method = method
         self.scheme = connection.scheme
-        self.path = unquote(raw_path.decode("utf-8", "replace"))
+        path = raw_path.decode("utf-8", "replace")
+        self.path = unquote(path) if "%" in path else path
         self.raw_path = raw_path
         self.query = query
         self.headers = headers
@@ -76,13 +77,16 @@ class HttpRequest:
         self.pending_bytes = 0
         self.received_bytes = 0
         self.content_length: int | None = None
-        self.event = asyncio.Event()
         self.keep_alive = keep_alive
         self.started = False
         """The head of the response has been given, though perhaps not been written."""
         self.complete = False
         """The end of the response has been given, though perhaps not been written."""
         self._connection = connection
+        self._has_news = False
+        """A part of the body has come, or its end, and `read` has not returned it."""
+        self._reader: asyncio.Future[None] | None = None
+        """Set while `read` waits."""
         self._expects_continue = False
         self._head = b""
         self._chunked = False
@@ -110,6 +114,20 @@ class HttpRequest:
             last += data
         else:
             self.parts.append(bytearray(data))
+        self._has_news = True
+        if self._reader is not None:
+            self._wake()
+
+    def end_body(self) -> None:
+        """All of the body has come."""
+        self.more_body = False
+        self._has_news = True
+        if self._reader is not None:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def run(self) -> None:
         """Let the application respond; respond for it if it fails to."""
@@ -130,50 +148,42 @@ class HttpRequest:
     def _respond_500(self) -> None:
         body = b"Internal Server Error"
         head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self._connection.write(STATUS_LINES[500] + self._connection.date + head + body)
+        self._connection.write(STATUS_LINES[500] + self._connection.server.date + head + body)
         self._end()
 
     def disconnect(self) -> None:
         """The client is gone, or no longer worth waiting for."""
         self.watch.leave()
-        self.event.set()
+        self._wake()
 
     async def read(self) -> bytes | None:
-        if self._expects_continue and not self.started and not self._connection.is_closing:
+        connection = self._connection
+        if self._expects_continue and not self.started and not connection.is_closing:
             self._expects_continue = False
-            self._connection.write(CONTINUE)
-        if not self.watch.has_left and not self.complete and not (self.parts or self.event.is_set()):
-            self._connection.resume_reading()
-            await self.event.wait()
-        self.event.clear()
+            connection.write(CONTINUE)
+        if not (self._has_news or self.watch.has_left or self.complete):
+            connection.resume_reading()
+            self._reader = connection.loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        self._has_news = False
         if self.watch.has_left or self.complete:
-            self.event.set()
             return None
         body = bytes(self.parts[0]) if len(self.parts) == 1 else b"".join(self.parts)
         self.parts.clear()
         self.pending_bytes = 0
-        self._connection.resume_reading()  # after the body as well: that the client leaves is read, too
+        if connection.is_reading_paused:  # after the body as well: that the client leaves is read, too
+            connection.resume_reading()
         return body
 
     def begin(self, status: int, headers: Sequence[Header]) -> None:
         if self.started:
             raise RuntimeError("the response has been started already")
         self.started = True
-        self._head = self._make_head(status, headers)
-
-    async def write(self, body: Buffer, *, is_last: bool = False) -> None:
-        connection, watch = self._connection, self.watch
-        if connection.is_full and not watch.has_left:
-            await connection.writable()
-        if watch.has_left or connection.transport.is_closing():
-            return
-        if not self.started or self.complete:
-            raise RuntimeError("the body of a response is written between its head and its end")
-        self._write_body(body, is_last=is_last)
-
-    def _make_head(self, status: int, headers: Sequence[Header]) -> bytes:
         connection = self._connection
-        lines = [STATUS_LINES[status], connection.date]
+        lines = [STATUS_LINES[status], connection.server.date]
         length: int | None = None
         for name, value in headers:
             if _INVALID_NAME.search(name) or _INVALID_VALUE.search(value):
@@ -198,9 +208,16 @@ class HttpRequest:
         elif self.version == "1.0":
             lines.append(b"connection: keep-alive\r\n")
         lines.append(b"\r\n")
-        return b"".join(lines)
+        self._head = b"".join(lines)
 
-    def _write_body(self, body: Buffer, *, is_last: bool) -> None:
+    async def write(self, body: Buffer, *, is_last: bool = False) -> None:
+        connection, watch = self._connection, self.watch
+        if connection.is_full and not watch.has_left:
+            await connection.writable()
+        if watch.has_left or connection.transport.is_closing():
+            return
+        if not self.started or self.complete:
+            raise RuntimeError("the body of a response is written between its head and its end")
         if self.method == "HEAD":
             body = b""
         elif self._left >= 0:
@@ -227,5 +244,6 @@ class HttpRequest:
     def _end(self) -> None:
         self.started = self.complete = True
         self.headers, self.raw_path, self.query = (), b"", b""  # the connection keeps the request until the next one
-        self.event.set()
+        if self._reader is not None:
+            self._wake()
         self._connection.response_complete(self)

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeAlias
 
+import msgspec
+
 from dynamo.common.messaging.buffers import Buffer
 
 Header: TypeAlias = tuple[bytes, bytes]
 
 
-class ClientWatch:
+class ClientWatch(msgspec.Struct, eq=False):
     """Calls a function when the client of a request leaves, which takes no task that waits for it in `read`."""
 
-    __slots__ = ("has_left", "on_leave")
-
-    def __init__(self) -> None:
-        self.has_left = False
-        self.on_leave: Callable[[], None] | None = None
-        """Called at most once; not if the client has left before it is set."""
+    has_left: bool = False
+    on_leave: Callable[[], None] | None = None
+    """Called at most once; not if the client has left before it is set."""
 
     def leave(self) -> None:
         if self.has_left:

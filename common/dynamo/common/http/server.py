@@ -70,11 +70,8 @@ class HttpServer:
         """Connections beyond the limit that are told so."""
         self._requests = Tasks()
         self._listener: asyncio.Server | TlsListener[HttpConnection] | None = None
-        self._quiet = asyncio.Event()
-        """No request is being served."""
         self._empty = asyncio.Event()
         """There are no connections."""
-        self._quiet.set()
         self._empty.set()
         self._stopped = False
 
@@ -116,7 +113,7 @@ class HttpServer:
                     async with asyncio.timeout(self.limits.last_requests_s):
                         await self._empty.wait()
                 while self._requests or self._connections:  # a connection may end before its request, and take another one first
-                    await self._quiet.wait()
+                    await self._requests.finish()
                     self._close_idle()
                     await self._empty.wait()
         if self._requests:
@@ -206,12 +203,7 @@ class HttpServer:
             self._empty.set()
 
     def serve(self, request: HttpRequest) -> None:
-        self._quiet.clear()
-        self._requests.start(request.run()).add_done_callback(self._served)
-
-    def _served(self, task: asyncio.Task[None]) -> None:
-        if not self._requests:  # `task` is out of them by now
-            self._quiet.set()
+        self._requests.start(request.run())
 
 
 @asynccontextmanager

@@ -116,7 +116,7 @@ class Tasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if (error := _failure(task)) is not None:
+        if (task.cancelled() or task.exception() is not None) and (error := _failure(task)) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
             if self._on_failure is not None:
                 self._on_failure(task.get_name(), error)
