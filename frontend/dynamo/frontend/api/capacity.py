@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
+
 from dynamo.common.errors import Overloaded, RateLimited
 from dynamo.frontend.config import CapacityOptions
 
@@ -34,7 +36,7 @@ class Capacity:
             message = f"the server is processing {self.requests} requests, which is its limit"
             raise Overloaded(message, retry_after_s=_RETRY_AFTER_S)
         self.requests += 1
-        return Occupancy(self, requests=1)
+        return Occupancy(self, 1)
 
     @contextmanager
     def stream(self, key: str) -> Iterator[None]:
@@ -59,7 +61,7 @@ class Capacity:
     @contextmanager
     def holding(self) -> Iterator[Occupancy]:
         """Let the body hold bytes until its end for work that counts as a request elsewhere, or as none."""
-        occupied = Occupancy(self, requests=0)
+        occupied = Occupancy(self, 0)
         try:
             yield occupied
         finally:
@@ -118,16 +120,13 @@ class Capacity:
         self._waiting[key] += size_bytes
 
 
-class Occupancy:
+class Occupancy(msgspec.Struct, eq=False):
     """What one request occupies of a capacity."""
 
-    __slots__ = ("_capacity", "_has_left", "_requests", "held_bytes")
-
-    def __init__(self, capacity: Capacity, requests: int) -> None:
-        self._capacity = capacity
-        self._requests = requests
-        self._has_left = False
-        self.held_bytes = 0
+    _capacity: Capacity
+    _requests: int
+    held_bytes: int = 0
+    _has_left: bool = False
 
     def hold(self, size_bytes: int) -> None:
         """Count bytes that are kept for the request until its end. Raises Overloaded."""
@@ -153,4 +152,4 @@ class Occupancy:
         """Count the request and its bytes no longer."""
         self._has_left = True
         self._capacity.requests -= self._requests
-        self._capacity.release(self.held_bytes)
+        self._capacity.buffered_bytes -= self.held_bytes

@@ -25,20 +25,17 @@ from dynamo.frontend.security.accounts import Account
 _TRITON_LEVELS = 1 << 20
 
 
-class Progress:
+class Progress(msgspec.Struct, eq=False):
     """How far a request got; shared by its protocol edge and the data plane."""
 
-    __slots__ = ("on_sent", "responded", "sent", "started")
-
-    def __init__(self) -> None:
-        self.on_sent: Callable[[], None] | None = None
-        """Called whenever the request was sent to an instance."""
-        self.sent = 0
-        """How often it was sent to an instance."""
-        self.started = False
-        """The data plane has begun the request and counts how it ends; until then a failure is for the edge to count."""
-        self.responded = False
-        """The first part of the response has arrived."""
+    on_sent: Callable[[], None] | None = None
+    """Called whenever the request was sent to an instance."""
+    sent: int = 0
+    """How often it was sent to an instance."""
+    started: bool = False
+    """The data plane has begun the request and counts how it ends; until then a failure is for the edge to count."""
+    responded: bool = False
+    """The first part of the response has arrived."""
 
 
 def priority_of_level(level: int) -> int:

@@ -115,7 +115,9 @@ class Exchange:
         """When its headers had been read."""
         self.body_read_ns = self.began_ns
         """When its body had been read, once it was."""
-        self.headers: dict[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+        self.headers: dict[str, str] = {}
+        for name, value in request.headers:
+            self.headers[name.decode("latin-1")] = value.decode("latin-1")
         self.scanned: bytes | None = None
         """The JSON body of a request that was passed on; see `take_scanned`."""
         self.body_bytes = 0
@@ -261,7 +263,7 @@ class Exchange:
         kind = self.headers.get("content-type")
         if kind is not None and kind != "application/json" and not _is_json(kind):
             raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
-        return await self.decompressed_body()
+        return await (self.decompressed_body() if "content-encoding" in self.headers else self.any_body())
 
     async def decompressed_body(self, max_bytes: int | None = None) -> bytes:
         """Return the request's body, whose declared bound, or `max_bytes` if that is less, holds compressed and decompressed.
@@ -269,12 +271,12 @@ class Exchange:
         Raises PayloadTooLarge, Overloaded, InvalidRequest for invalid compressed data, UnknownEncoding, and Cancelled if the
         client left.
         """
-        encoding = encoding_of(self.headers.get("content-encoding", ""))
-        limit = self._limit(max_bytes)
-        body = await self._body_within(limit)
+        codings = self.headers.get("content-encoding")
+        encoding = "" if codings is None else encoding_of(codings)
+        body = await self.any_body(max_bytes)
         if not encoding:
             return body
-        steps = decompress_steps(body, encoding, limit)
+        steps = decompress_steps(body, encoding, self._limit(max_bytes))
         if len(body) <= BRIEF_BYTES:
             decompressed = b"".join(steps)
             self.hold(self.declared.copies * len(decompressed))
@@ -333,9 +335,7 @@ class Exchange:
 
     async def any_body(self, max_bytes: int | None = None) -> bytes:
         """Return the request's body as it was sent. Raises PayloadTooLarge, Overloaded, and Cancelled if the client left."""
-        return await self._body_within(self._limit(max_bytes))
-
-    async def _body_within(self, limit: int) -> bytes:
+        limit = self._limit(max_bytes)
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
             raise _too_large(limit)
@@ -344,7 +344,8 @@ class Exchange:
         if body is not None and not request.more_body:
             if len(body) > limit:
                 raise _too_large(limit)
-            self.hold(self.declared.copies * len(body))
+            if self.occupancy is not None:
+                self.occupancy.hold(self.declared.copies * len(body))
             self.body_bytes = len(body)
             self.body_read_ns = perf_counter_ns()
             return body
@@ -489,21 +490,15 @@ class Exchange:
         return headers
 
 
-class Attended:
+class Attended(msgspec.Struct, eq=False):
     """The context of `Exchange.attended`."""
 
-    __slots__ = ("_exchange", "_handler", "_watch")
-
-    _handler: asyncio.Task[object]
-
-    def __init__(self, exchange: Exchange, watch: ClientWatch) -> None:
-        self._exchange = exchange
-        self._watch = watch
+    _exchange: Exchange
+    _watch: ClientWatch
+    _handler: asyncio.Task[object] | None = None
 
     async def __aenter__(self) -> None:
-        handler = asyncio.current_task()
-        assert handler is not None
-        self._handler = handler
+        self._handler = asyncio.current_task()
         self._watch.on_leave = self._cancel
         if self._watch.has_left:
             self._cancel()
@@ -512,11 +507,14 @@ class Attended:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watch.on_leave = None
-        if isinstance(error, asyncio.CancelledError) and self._exchange.client_left and self._handler.uncancel() == 0:
-            raise Cancelled() from None
+        if isinstance(error, asyncio.CancelledError) and self._exchange.client_left:
+            assert self._handler is not None
+            if self._handler.uncancel() == 0:
+                raise Cancelled() from None
 
     def _cancel(self) -> None:
         self._exchange.lose_client()
+        assert self._handler is not None
         self._handler.cancel()
 
 

@@ -43,7 +43,8 @@ class HttpGuard:
                 self._check_page(exchange, declared.other_sites)
             account = ANONYMOUS if self._guard is None else self._enter(self._guard, exchange)
             if account is ANONYMOUS and surface is not Surface.HEALTH:
-                self._check_host(exchange)
+                if not self._hosts.include(exchange.headers.get("host", "")):
+                    raise _foreign_host(exchange)
                 if is_foreign and surface in ADMIN and not self.cors.names(exchange.headers):
                     raise Forbidden("without a key this takes an origin that --allowed-origins names; '*' is not enough")
         except DynamoError as error:
@@ -67,15 +68,8 @@ class HttpGuard:
             page = f"'{headers['origin'][:200]}'" if "origin" in headers else "another site"
             raise Forbidden(f"pages of {page} may not use this server: see --allowed-origins")
 
-    def _check_host(self, exchange: Exchange) -> None:
-        """Raises Forbidden for a request by a name that is not this server's."""
-        host = exchange.headers.get("host", "")
-        if not self._hosts.include(host):
-            raise Forbidden(
-                f"without API keys this server is used by its own names, and {host[:200]!r} is not among --allowed-host"
-            )
-
-    def _enter(self, guard: Guard, exchange: Exchange) -> Account:
+    @staticmethod
+    def _enter(guard: Guard, exchange: Exchange) -> Account:
         """Return the account of the caller. Raises DynamoError for one that may not use the operation."""
         declared, surface = exchange.declared, exchange.declared.surface
         if not guard.guards(surface):
@@ -100,6 +94,12 @@ class HttpGuard:
         finally:
             outcome = "no response" if exchange.status is None else str(exchange.status)
             record(_action(exchange), exchange.account, exchange.peer, exchange.ensure_id(), outcome)
+
+
+def _foreign_host(exchange: Exchange) -> Forbidden:
+    """Return the refusal of a request by a name that is not this server's."""
+    host = exchange.headers["host"]
+    return Forbidden(f"without API keys this server is used by its own names, and {host[:200]!r} is not among --allowed-host")
 
 
 def _is_of_web_page(exchange: Exchange) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+import msgspec
+
 _PIECE_BYTES = 64 * 1024
 
 
@@ -36,12 +38,11 @@ class JsonArray:
         return [*self._pieces, bytes(self._last) + b"]"]
 
 
-class Spliced:
+class Spliced(msgspec.Struct, eq=False):
     """A text in JSON and the long parts of it, each with a mark that stands in its place until all are written."""
 
-    def __init__(self) -> None:
-        self._nonce = b""
-        self._parts: list[Sequence[bytes]] = []
+    _nonce: bytes = b""
+    _parts: list[Sequence[bytes]] = []
 
     def mark(self, pieces: Sequence[bytes]) -> bytes:
         """Return what is to be written, once, where `pieces` belong; in the order of their places."""

@@ -140,8 +140,8 @@ class ChatCompletions:
         whole = WholeResponse(exchange, self._edge.offload)
         is_long = any(len(echo) > LONG_CHARS for echo in details.echo)
         is_long = is_long or sum(builder.calls for builder in builders) > _MANY_CALLS
-        for index, builder in enumerate(builders):
-            await whole.add(is_long, builder.choice, index)
+        for builder in builders:
+            await whole.add(is_long, builder.choice)
         of_prompt = None
         if prepared.texts[0].prompt_logprobs is not None and details.texts is not None:
             positions = generation.summary.prompt_logprobs or []

@@ -28,8 +28,7 @@ _END = b"}\n\n"
 _END_WITH_USAGE = b',"usage":null}\n\n'
 
 
-@dataclass(frozen=True, kw_only=True)
-class Head:
+class Head(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The fields that all chunks of a response share."""
 
     id: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from msgspec import UNSET, Raw
+from msgspec import UNSET, Raw, Struct
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import FinishReason
@@ -152,7 +152,7 @@ class Completions:
                 has_many = texts is not None and positions + len(generation.summary.prompt_logprobs or ()) > MANY_POSITIONS
                 repeated = len(prompt) + (len(generation.prompt_ids) if request.return_token_ids else 0)
                 is_long = has_many or repeated > LONG_CHARS
-                await whole.add(is_long, builder.choice, whole.count, request, generation, texts, prompt)
+                await whole.add(is_long, builder.choice, request, generation, texts, prompt)
         await whole.send(
             lambda choices: Completion(
                 id=head.id,
@@ -178,16 +178,15 @@ class Completions:
         return [prompt for prompt in prompts for _ in range(prepared.n)]
 
 
-class CompletionChoiceBuilder:
+class CompletionChoiceBuilder(Struct, eq=False):
     """Builds one choice of a whole response from its deltas."""
 
-    def __init__(self, alternatives: int) -> None:
-        self._alternatives = alternatives
-        self._texts: list[str] = []
-        self._ids: list[int] = []
-        self._positions: PackedLogprobs | None = None
-        self._reason: FinishReason | None = None
-        self._stop_reason: str | int | None = None
+    _alternatives: int
+    _texts: list[str] = []
+    _ids: list[int] = []
+    _positions: PackedLogprobs | None = None
+    _reason: FinishReason | None = None
+    _stop_reason: str | int | None = None
 
     def add(self, delta: TextDelta) -> None:
         self._texts.append(delta.text)

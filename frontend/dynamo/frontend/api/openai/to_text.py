@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -52,14 +51,13 @@ class RequestTemplate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_completion_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A validated request, as text requests for the data plane."""
 
     texts: tuple[TextRequest, ...]
     """One per prompt."""
     parsers: tuple[ParserKind, ...] = ()
-    tools: Sequence[Mapping[str, Any]] = field(default=())
+    tools: Sequence[Mapping[str, Any]] = ()
     n: int = 1
 
     @property
@@ -80,12 +78,12 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
         raise InvalidRequest(
             "'continue_final_message' and 'add_generation_prompt' cannot be combined", param="continue_final_message"
         )
-    _check_maximum("top_logprobs", request.top_logprobs, limits.max_logprobs)
+    if (request.top_logprobs or 0) > limits.max_logprobs:
+        raise _above("top_logprobs", request.top_logprobs, limits.max_logprobs)
     max_tokens = request.max_completion_tokens or request.max_tokens
     if request.max_tokens is not None and request.max_tokens != max_tokens:
         raise InvalidRequest("'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
-    text = _common(request, limits, max_tokens)
-    text = _with_logprobs(text, (request.top_logprobs or 0) if request.logprobs else None)
+    text = _common(request, limits, max_tokens, (request.top_logprobs or 0) if request.logprobs else None)
     tools, choice = _tools_to_call(request)
     parallel = request.parallel_tool_calls is not False
     forced: ParserKind | None = None
@@ -158,30 +156,33 @@ def completion_to_text(request: CompletionRequest, card: ModelCard, limits: Text
         raise InvalidRequest("'suffix' is not supported", param="suffix")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("'max_tokens' must be at least 1 without 'echo'", param="max_tokens")
-    _check_maximum("logprobs", request.logprobs, limits.max_logprobs)
-    text = _common(request, limits, 16 if request.max_tokens is None else request.max_tokens)
+    if (request.logprobs or 0) > limits.max_logprobs:
+        raise _above("logprobs", request.logprobs, limits.max_logprobs)
+    ranked = request.best_of is not None and request.best_of > (request.n or 1)
+    alternatives = request.logprobs if request.logprobs is not None else 0 if ranked else None
+    text = _common(request, limits, 16 if request.max_tokens is None else request.max_tokens, alternatives)
     if request.best_of is not None:
-        _check_maximum("best_of", request.best_of, limits.max_best_of)
+        if request.best_of > limits.max_best_of:
+            raise _above("best_of", request.best_of, limits.max_best_of)
         if request.best_of < text.n:
             raise InvalidRequest(f"'best_of' is {request.best_of}; it must be at least 'n', which is {text.n}", param="best_of")
-        if request.stream and request.best_of > text.n:
+        if request.stream and ranked:
             raise InvalidRequest(
                 "'best_of' above 'n' cannot be streamed: the best choice is only known at the end", param="best_of"
             )
-        if request.best_of > text.n and text.sampling.temperature == 0:
+        if ranked and text.sampling.temperature == 0:
             raise InvalidRequest("'best_of' needs a temperature above 0: at 0 all choices are the same", param="best_of")
     wants_prompt = request.echo and request.logprobs is not None
     if wants_prompt and request.stream:
         raise InvalidRequest(
             "'echo' with 'logprobs' cannot be streamed: the prompt's log probabilities are only known at the end", param="echo"
         )
-    ranked = request.best_of is not None and request.best_of > text.n
     if ranked:
         text = msgspec.structs.replace(text, n=request.best_of)
     if wants_prompt:
         text = msgspec.structs.replace(text, prompt_logprobs=max(request.logprobs or 0, text.prompt_logprobs or 0))
-    text = _with_logprobs(text, request.logprobs if request.logprobs is not None else 0 if ranked else None)
-    prompts = _prompts(request)
+    own_tokens = None if request.nvext is None else request.nvext.token_data
+    prompts = prompts_of(request.prompt, "prompt") if own_tokens is None else [own_tokens]
     choices = len(prompts) * text.n
     if choices > limits.max_choices:
         raise InvalidRequest(
@@ -190,7 +191,7 @@ def completion_to_text(request: CompletionRequest, card: ModelCard, limits: Text
         )
     repeated = text.n if request.echo else 1
     check_chars(repeated * sum(map(len, prompts)), limits, "prompt")
-    return PreparedRequest(texts=tuple(msgspec.structs.replace(text, prompt=prompt) for prompt in prompts), n=text.n)
+    return PreparedRequest(texts=tuple([msgspec.structs.replace(text, prompt=prompt) for prompt in prompts]), n=text.n)
 
 
 def messages_to_text(
@@ -320,7 +321,8 @@ def _named_instance(by_header: InstanceId | None, by_body: str | None) -> Instan
     return parse_instance(by_body) if by_header is None and by_body is not None else by_header
 
 
-def _common(request: TextGenerationRequest, limits: TextLimits, max_tokens: int | None) -> TextRequest:
+def _common(request: TextGenerationRequest, limits: TextLimits, max_tokens: int | None, alternatives: int | None) -> TextRequest:
+    """`alternatives`: how many tokens are to be listed beside each generated one; None: no log probabilities are wanted."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("'stream_options' is only allowed with 'stream'", param="stream_options")
     if request.nvext is not None and request.nvext.annotations and not request.stream:
@@ -328,12 +330,20 @@ def _common(request: TextGenerationRequest, limits: TextLimits, max_tokens: int 
     if request.stream and request.prompt_logprobs is not None:
         raise InvalidRequest("'prompt_logprobs' cannot be streamed", param="prompt_logprobs")
     n = request.n or 1
-    _check_maximum("n", n, limits.max_choices)
-    _check_maximum("prompt_logprobs", request.prompt_logprobs, limits.max_logprobs)
+    if n > limits.max_choices:
+        raise _above("n", n, limits.max_choices)
+    if (request.prompt_logprobs or 0) > limits.max_logprobs:
+        raise _above("prompt_logprobs", request.prompt_logprobs, limits.max_logprobs)
     if n > 1 and request.temperature == 0:
         raise InvalidRequest("'n' above 1 needs a temperature above 0: at 0 all choices are the same", param="n")
+    if request.logprob_token_ids:
+        if alternatives is None:
+            raise InvalidRequest("'logprob_token_ids' needs 'logprobs'", param="logprob_token_ids")
+        if max_tokens == 0:
+            raise InvalidRequest("'logprob_token_ids' needs a response, but 'max_tokens' is 0", param="logprob_token_ids")
+        alternatives = 0
     return TextRequest(
-        model=request.model_name,
+        model=request.model or "",
         sampling=_sampling(request),
         stop=Stop(
             max_tokens=max_tokens,
@@ -341,10 +351,11 @@ def _common(request: TextGenerationRequest, limits: TextLimits, max_tokens: int 
             token_ids=tuple(request.stop_token_ids or ()),
             ignore_eos=bool(request.ignore_eos),
         ),
-        stop_strings=stop_strings(request.stop, limits),
+        stop_strings=() if request.stop is None else stop_strings(request.stop, limits),
         include_stop_string=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         n=n,
+        logprobs=alternatives,
         logprob_token_ids=tuple(request.logprob_token_ids or ()),
         add_special_tokens=request.add_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
@@ -353,17 +364,6 @@ def _common(request: TextGenerationRequest, limits: TextLimits, max_tokens: int 
         prompt_logprobs=request.prompt_logprobs,
         cache_salt=request.cache_salt or "",
     )
-
-
-def _with_logprobs(text: TextRequest, alternatives: int | None) -> TextRequest:
-    """Raises InvalidRequest if tokens are chosen for log probabilities that are not requested."""
-    if not text.logprob_token_ids:
-        return text if alternatives is None else msgspec.structs.replace(text, logprobs=alternatives)
-    if alternatives is None:
-        raise InvalidRequest("'logprob_token_ids' needs 'logprobs'", param="logprob_token_ids")
-    if text.stop.max_tokens == 0:
-        raise InvalidRequest("'logprob_token_ids' needs a response, but 'max_tokens' is 0", param="logprob_token_ids")
-    return msgspec.structs.replace(text, logprobs=0)
 
 
 def _sampling(request: TextGenerationRequest) -> Sampling:
@@ -464,9 +464,8 @@ def _schema(text: str | dict[str, Any], param: str) -> dict[str, Any]:
         raise InvalidRequest(f"'{param}' is not a JSON schema: {error}", param=param) from None
 
 
-def _check_maximum(name: str, value: int | None, most: int) -> None:
-    if value is not None and value > most:
-        raise InvalidRequest(f"'{name}' must be at most {most}, got {value}", param=name)
+def _above(name: str, value: int | None, most: int) -> InvalidRequest:
+    return InvalidRequest(f"'{name}' must be at most {most}, got {value}", param=name)
 
 
 def _modality(kind: str) -> str:
@@ -483,12 +482,6 @@ def _replaced_prompt(request: ChatRequest) -> str | Sequence[int] | None:
     if len(request.messages) != 1 or not isinstance(content, str):
         raise InvalidRequest("'nvext.use_raw_prompt' needs exactly one message with text content", param="nvext.use_raw_prompt")
     return content
-
-
-def _prompts(request: CompletionRequest) -> list[str | list[int]]:
-    if request.nvext is not None and request.nvext.token_data is not None:
-        return [request.nvext.token_data]
-    return prompts_of(request.prompt, "prompt")
 
 
 def prompts_of(prompt: str | list[str | int | list[int]], param: str) -> list[str | list[int]]:

@@ -38,26 +38,27 @@ async def hold_echo(exchange: Exchange, offload: Offload, echo: Sequence[str], n
         exchange.hold(size)
 
 
-class WholeResponse:
+class WholeResponse(Struct, eq=False):
     """One response, to which choices are added in their order."""
 
-    def __init__(self, exchange: Exchange, offload: Offload) -> None:
-        self._exchange = exchange
-        self._offload = offload
-        self._choices: list[list[bytes]] = []
-        """Each in pieces."""
-        self._size = 0
-
-    @property
-    def count(self) -> int:
-        """Number of choices so far."""
-        return len(self._choices)
+    _exchange: Exchange
+    _offload: Offload
+    _choices: list[list[bytes]] = []
+    """Each in pieces."""
+    _size: int = 0
 
     async def add(
-        self, is_long: bool, choice: Callable[Concatenate[Spliced, P], Struct], *args: P.args, **kwargs: P.kwargs
+        self, is_long: bool, choice: Callable[Concatenate[Spliced, int, P], Struct], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Add the choice that `choice` returns, beside the event loop if `is_long`, and spliced. Raises Overloaded."""
-        pieces = await self._offload.run_if(is_long, _encoded, choice, *args, **kwargs)
+        """Add the choice that `choice` returns for its index, beside the event loop if `is_long`, and spliced.
+
+        Raises Overloaded.
+        """
+        index = len(self._choices)
+        if is_long:
+            pieces = await self._offload.run(_encoded, choice, index, *args, **kwargs)
+        else:
+            pieces = _encoded(choice, index, *args, **kwargs)
         size = sum(map(len, pieces))
         if self._size + size > _BRIEF_BYTES:
             self._exchange.hold(size if self._size > _BRIEF_BYTES else self._size + size)
@@ -73,6 +74,8 @@ class WholeResponse:
         await self._exchange.respond_in_pieces(with_rows([*array, b"]"], describe), (JSON,), held_bytes=self._size)
 
 
-def _encoded(choice: Callable[Concatenate[Spliced, P], Struct], /, *args: P.args, **kwargs: P.kwargs) -> list[bytes]:
+def _encoded(
+    choice: Callable[Concatenate[Spliced, int, P], Struct], index: int, /, *args: P.args, **kwargs: P.kwargs
+) -> list[bytes]:
     long = Spliced()
-    return long.pieces(encode(choice(long, *args, **kwargs)))
+    return long.pieces(encode(choice(long, index, *args, **kwargs)))

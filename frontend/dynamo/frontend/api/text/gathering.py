@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from dynamo.frontend.preprocess.text import TextDelta
 
 _STEP_BYTES = 64 * 1024
@@ -17,15 +19,12 @@ _PROMPT_LOGPROB_BYTES = 400
 """What one of a position of the prompt takes: as it came, as it is shown, and encoded."""
 
 
-class Gathering:
+class Gathering(msgspec.Struct, eq=False):
     """Counts the deltas that one request keeps until its response is complete."""
 
-    __slots__ = ("_hold", "_uncounted_bytes")
-
-    def __init__(self, hold: Callable[[int], None]) -> None:
-        """`hold` counts bytes until the end of the request, and raises Overloaded."""
-        self._hold = hold
-        self._uncounted_bytes = 0
+    _hold: Callable[[int], None]
+    """Counts bytes until the end of the request, and raises Overloaded."""
+    _uncounted_bytes: int = 0
 
     def add(self, deltas: Sequence[TextDelta]) -> None:
         """Count deltas that are to be kept. Raises Overloaded."""
