@@ -68,7 +68,8 @@ def check_prompt(request: GenerateRequest, context_length: int) -> None:
 
 def check_request(request: GenerateRequest) -> None:
     """Raises InvalidRequest, with the field as `param`, for the first parameter that is out of range."""
-    check_sampling(request.sampling)
+    if request.sampling != _DEFAULTS:
+        check_sampling(request.sampling)
     check_stop(request.stop)
     if request.n != 1:
         _within("n", request.n, 1, MAX_CHOICES)
@@ -83,8 +84,6 @@ def check_request(request: GenerateRequest) -> None:
 
 def check_sampling(sampling: Sampling) -> None:
     """Raises InvalidRequest, with the field as `param`, for a sampling parameter that is out of range."""
-    if sampling == _DEFAULTS:
-        return
     _within("temperature", sampling.temperature, 0, 100)
     _within("top_p", sampling.top_p, 0, 1)
     if sampling.top_p == 0:

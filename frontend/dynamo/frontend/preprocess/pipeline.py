@@ -75,8 +75,9 @@ class TextPipeline:
         self._limits = limits
         self._offload = offload
         self._media = media
-        eos = tokenizer.token_id(card.llm.eos_token) if card.llm.eos_token else None
-        self._eos = card.llm.eos_token_ids or (() if eos is None else (eos,))
+        self._eos = card.llm.eos_token_ids
+        if card.llm.eos_token and not self._eos and (eos := tokenizer.token_id(card.llm.eos_token)) is not None:
+            self._eos = (eos,)
         self._max_chars = min(limits.max_prompt_chars, card.llm.context_length * tokenizer.longest_token_chars)
 
     def __repr__(self) -> str:
@@ -99,7 +100,8 @@ class TextPipeline:
         tokens = await self._tokens(request)
         has_media = self._info.modalities and (request.media or has_parts(request.messages or ()))
         media = await self._offload.run(_images, request) if has_media else ()
-        check_places(tokens, len(media), self._info.image_token)
+        if media:
+            check_places(tokens, len(media), self._info.image_token)
         conversation = await self._offload.run(self._pack_conversation, request) if media and self._info.renders_media else b""
         sampling = request.sampling
         if sampling.logit_bias:
@@ -163,7 +165,7 @@ class TextPipeline:
             skip_special_tokens=request.skip_special_tokens,
             eos_token_ids=frozenset(self._eos).difference(request.stop.token_ids),
             min_tokens=request.stop.min_tokens,
-            prompt=unpack_tokens(prompt.prompt[-4 * CONTEXT_TOKENS :]),
+            prompt=unpack_tokens(prompt.prompt[-4 * CONTEXT_TOKENS :]) if self.tokenizer.pieces is None else (),
         )
 
     async def render(self, request: TextRequest) -> str:
@@ -224,8 +226,8 @@ class TextPipeline:
             tokens = await self._encode(prompt, special_tokens=request.add_special_tokens is not False, cuts=cuts)
         else:
             tokens = prompt
-            if not cuts:
-                self._check_room(len(tokens))  # before each of them is checked
+            if not cuts and len(tokens) >= self._info.context_length:  # before each of them is checked
+                raise self._no_room(len(tokens))
             if tokens:
                 self.tokenizer.check_ids(tokens)
         if request.truncate_prompt_tokens is not None:
@@ -288,13 +290,6 @@ class TextPipeline:
         except TooManyTokens as error:
             raise self._no_room(error.count) from None
 
-    def _check_room(self, prompt_tokens: int) -> int:
-        """Return the number of tokens left for the response. Raises ContextExceeded if there are none."""
-        room = self._info.context_length - prompt_tokens
-        if room < 1:
-            raise self._no_room(prompt_tokens)
-        return room
-
     @property
     def _context(self) -> str:
         """The end of messages about long prompts. Clients that compact or choose a larger model look for these words."""
@@ -307,7 +302,10 @@ class TextPipeline:
         )
 
     def _stop(self, stop: Stop, prompt_tokens: int) -> Stop:
-        room = self._check_room(prompt_tokens)
+        """Return `stop` with its `max_tokens` and EOS tokens. Raises ContextExceeded without room for the response."""
+        room = self._info.context_length - prompt_tokens
+        if room < 1:
+            raise self._no_room(prompt_tokens)
         max_tokens = room if stop.max_tokens is None else stop.max_tokens
         if max_tokens > room:
             raise ContextExceeded(

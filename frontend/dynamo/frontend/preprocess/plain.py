@@ -22,7 +22,7 @@ from dynamo.frontend.preprocess.checks import check_length, check_text_request, 
 from dynamo.frontend.preprocess.media.media import MediaUrls
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import ContextExceeded, TextDelta, TextRequest
-from dynamo.frontend.preprocess.tokens.detokenize import stopper_maker
+from dynamo.frontend.preprocess.tokens.detokenize import new_stoppers
 from dynamo.frontend.preprocess.tools.prompt import in_plain_messages
 
 _MANY_MESSAGES = 128
@@ -148,8 +148,7 @@ class PlainDetokenizer:
     """Passes the text of one request's choices on, up to a stop string."""
 
     def __init__(self, n: int, stop_strings: Sequence[str], include_stop_string: bool) -> None:
-        make_stopper = stopper_maker(stop_strings)
-        self._running = {index: make_stopper() for index in range(n)}
+        self._running = dict(enumerate(new_stoppers(stop_strings, n)))
         self._include_stop_string = include_stop_string
 
     @property

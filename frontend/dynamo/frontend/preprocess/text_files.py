@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import msgspec
 
 from dynamo.common.errors import EngineError
 from dynamo.common.model_card import LlmInfo, ModelCard
@@ -45,13 +47,13 @@ class TextFileSource(Protocol):
         ...
 
 
-class _TokenizerKey(NamedTuple):
+class _TokenizerKey(msgspec.Struct, frozen=True):
     file: str
     bos_token: str
     add_bos: bool
 
 
-class _TemplateKey(NamedTuple):
+class _TemplateKey(msgspec.Struct, frozen=True):
     file: str
     bos_token: str
     eos_token: str

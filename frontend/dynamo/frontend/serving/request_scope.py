@@ -125,8 +125,10 @@ class RequestScope:
 
         Both are reserved in the account, and what is not used is given back at the end. Raises RateLimited.
         """
-        if self._ticket is not None:
-            self._reserve(self._ticket, tokens, output_tokens)
+        if self._ticket is None:
+            self.input_tokens = tokens
+            return
+        self._reserve(self._ticket, tokens, output_tokens)
         self._take_prompt(tokens)
 
     def _reserve(self, ticket: Ticket, tokens: int, output_tokens: int | None) -> None:

@@ -142,7 +142,7 @@ class StreamCredit:
         self._credits = credits_
         self.window = credits_.window_bytes
         """Bytes that return to the stream when they are used; below 0 if it has overdrawn them by the cost of a frame."""
-        credits_.reserve(self.window)
+        credits_._free -= self.window
         self.borrowed = 0
         """Bytes on demand."""
         self.used = 0
@@ -187,6 +187,6 @@ class StreamCredit:
 
     def close(self, borrower: Borrower) -> None:
         """Give everything back."""
-        self._credits.reserve(-max(0, self.window))
+        self._credits._free += max(0, self.window)
         borrowed, self.window, self.borrowed = self.borrowed, 0, 0
         self._credits.on_demand.forget(borrower, borrowed)

@@ -119,7 +119,7 @@ class RequestStream:
         self._upload: BodyPieces | None = None
         self._allowed_upload = 0
         self._unacknowledged = 0
-        self._total = size_of(body)
+        self._total = len(body) if isinstance(body, bytes) else size_of(body)
         self._credit: StreamCredit | None = None
         """None before it is sent."""
         self._granted = 0
@@ -231,9 +231,9 @@ class RequestStream:
     ) -> frames.Open | frames.Near:
         memory = self._client.memory
         opening = (self.id, self._verb, self._headers, left_ms, self._total, flight, self._granted)
-        if memory is None or self._peer.near is None:
+        if memory is None or self._peer.neighbour is None or self._peer.is_far:
             return frames.Open(*opening, body)
-        return frames.Near(*opening, memory.token, lent.unit, lent.generation, body)
+        return frames.Near(*opening, memory.arena.token, lent.unit, lent.generation, body)
 
     def _lend(self) -> Reference | None:
         """Put the body where the instance can read it. None if that is far away, or there is no room."""

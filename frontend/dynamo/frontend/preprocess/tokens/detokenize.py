@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
 from typing import Protocol
+
+import msgspec
 
 from dynamo.common.generation import Delta, FinishReason
 from dynamo.frontend.preprocess.text import TextDelta
@@ -39,14 +40,18 @@ class Detokenizer:
         min_tokens: int = 0,
         prompt: Sequence[int] = (),
     ) -> None:
-        """`eos_token_ids` end a choice without becoming its `stop_reason`. Only the last CONTEXT_TOKENS of `prompt` matter."""
-        make_stopper = stopper_maker(stop_strings)
+        """`eos_token_ids` end a choice without becoming its `stop_reason`.
+
+        Only the last CONTEXT_TOKENS of `prompt` matter, and these only where the text of a token depends on its neighbours.
+        """
         self._include_stop_string = include_stop_string
         self._eos_token_ids = eos_token_ids
         self._min_tokens = min_tokens
         self._running: dict[int, _ChoiceState] = {}
-        for index in range(n):
-            self._running[index] = _ChoiceState(_text(tokenizer, prompt, skip_special_tokens), make_stopper())
+        pieces = tokenizer.pieces_without_special if skip_special_tokens else tokenizer.pieces
+        for index, stopper in enumerate(new_stoppers(stop_strings, n)):
+            text = _WindowText(tokenizer, prompt, skip_special_tokens) if pieces is None else _PieceText(pieces, pieces)
+            self._running[index] = _ChoiceState(text, stopper)
 
     def __repr__(self) -> str:
         return f"Detokenizer(running choices {sorted(self._running)})"
@@ -119,20 +124,19 @@ class Detokenizer:
         del self._running[delta.index]
         token = delta.stop_token
         reason = None if token in self._eos_token_ids else token
+        if not choice.tokens:
+            return TextDelta(delta.index, text, delta.tokens, delta.finish_reason, delta.logprobs, reason, token)
         return choice.release(delta.index, text, delta.tokens, delta.logprobs, delta.finish_reason, reason, token)
 
 
-class _ChoiceState:
-    __slots__ = ("_logprobs", "seen", "stopper", "text", "tokens")
-
-    def __init__(self, text: _Text, stopper: Stopper | None) -> None:
-        self.text = text
-        self.stopper = stopper
-        self.seen = 0
-        """Number of tokens so far; counted only if there are stop strings."""
-        self.tokens: tuple[int, ...] = ()
-        """Tokens whose text is held back."""
-        self._logprobs: list[list[tuple[int, float]]] | None = None
+class _ChoiceState(msgspec.Struct, eq=False):
+    text: _Text
+    stopper: Stopper | None
+    seen: int = 0
+    """Number of tokens so far; counted only if there are stop strings."""
+    tokens: tuple[int, ...] = ()
+    """Tokens whose text is held back."""
+    _logprobs: list[list[tuple[int, float]]] | None = None
 
     def hold(self, tokens: tuple[int, ...], logprobs: list[list[tuple[int, float]]] | None) -> None:
         self.tokens += tokens
@@ -175,24 +179,14 @@ class _Text(Protocol):
         ...
 
 
-def _text(tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> _Text:
-    pieces = tokenizer.pieces_without_special if skip_special_tokens else tokenizer.pieces
-    if pieces is not None:
-        return _PieceText(pieces)
-    return _WindowText(tokenizer, prompt, skip_special_tokens)
-
-
-class _PieceText:
+class _PieceText(msgspec.Struct, eq=False):
     """For tokenizers whose tokens have the same text in any context."""
 
-    __slots__ = ("_half", "_pieces", "whole")
-
-    def __init__(self, pieces: Mapping[int, Piece]) -> None:
-        self._pieces = pieces
-        self.whole: Mapping[int, Piece] | None = pieces
-        """None while a character has begun."""
-        self._half = b""
-        """The beginning of a character: at most three bytes."""
+    _pieces: Mapping[int, Piece]
+    whole: Mapping[int, Piece] | None
+    """None while a character has begun."""
+    _half: bytes = b""
+    """The beginning of a character: at most three bytes."""
 
     def push(self, token: int) -> str:
         piece = self._pieces[token]
@@ -274,15 +268,13 @@ class _Pattern:
         return matched + (self.text[matched] == character)
 
 
-def stopper_maker(stop_strings: Sequence[str]) -> Callable[[], Stopper | None]:
-    """Return what makes a new `Stopper` for each choice, or None if there are no stop strings."""
+def new_stoppers(stop_strings: Sequence[str], n: int) -> Sequence[Stopper | None]:
+    """Return a new `Stopper` for each of `n` choices, or None for each if there are no stop strings."""
     stops = tuple([_Pattern(text) for text in dict.fromkeys(stop_strings) if text]) if stop_strings else ()
     if not stops:
-        return _no_stopper
-    return partial(Stopper, stops, re.compile(f"[{re.escape(''.join(stop.text[0] for stop in stops))}]"))
-
-
-def _no_stopper() -> None: ...
+        return [None] * n
+    first = re.compile(f"[{re.escape(''.join(stop.text[0] for stop in stops))}]")
+    return [Stopper(stops, first) for _ in range(n)]
 
 
 class Stopper:

@@ -27,25 +27,18 @@ BOOKING_HEADER = "booking"
 """Names the booking to the worker, which names it in its load reports."""
 
 
-class Booking:
+class Booking(msgspec.Struct, eq=False):
     """A request at one instance, which the router counts as load until it is released or cancelled."""
 
-    __slots__ = ("_booker", "_is_released", "decision", "id", "stream")
-
-    def __init__(self, booker: Booker, booking_id: str, decision: RoutingDecision, stream: Stream) -> None:
-        self._booker = booker
-        self._is_released = False
-        self.id = booking_id
-        self.decision = decision
-        self.stream = stream
+    _booker: Booker
+    id: str
+    decision: RoutingDecision
+    stream: Stream
+    _is_released: bool = False
 
     def __repr__(self) -> str:
         state = "released" if self._is_released else "started" if self.stream.started else "sent"
         return f"<Booking {self.id} at instance {self.decision.instance.id:x}, {state}>"
-
-    def first_token(self) -> None:
-        """The first part of the response has arrived."""
-        self._booker.router.first_token(self.id)
 
     def cancel(self, error: DynamoError) -> None:
         """End the request at its instance, if it has not ended, and release the booking."""

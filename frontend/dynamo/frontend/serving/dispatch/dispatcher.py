@@ -227,10 +227,20 @@ class DispatchedStream:
         if booking is not None:
             booking.cancel(self._failure)
 
-    @property
-    def current(self) -> Stream | None:
-        """The stream at the instance, of which the same can be read as here until it ends or fails; None: there is none now."""
-        return None if self._booking is None else self._booking.stream
+    def at_once(self) -> Stream | None:
+        """Return the stream at the instance, where the same can be read as here until it ends or fails. Raises DynamoError.
+
+        It is opened if nothing has to be waited for; None: `read` says what there is to do. A caller that reads there calls
+        `responded` after the first part of the response.
+        """
+        booking = self._booking or self._book_at_once()
+        return None if booking is None else booking.stream
+
+    def responded(self) -> None:
+        """The first part of the response has arrived."""
+        assert self._booking is not None
+        self.started = True
+        self._shared.booker.router.first_token(self._booking.id)
 
     async def read(self) -> list[Buffer]:
         """Return all frames that have arrived, at least one; [] at the end. Raises DynamoError; see `move` for what then."""
@@ -251,8 +261,7 @@ class DispatchedStream:
                 self._shared.suspects.responded(self._work.fingerprint)
             booking.release(None)
         elif not self.started:
-            self.started = True
-            booking.first_token()
+            self.responded()
         return bodies
 
     def check_line(self) -> None:

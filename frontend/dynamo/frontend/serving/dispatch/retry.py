@@ -22,9 +22,11 @@ first made, at instances that have not responded to anything yet: they may still
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
+
+import msgspec
 
 from dynamo.common.errors import DynamoError, EngineError, InstanceGone, InvalidRequest
 from dynamo.common.names import InstanceId
@@ -128,23 +130,22 @@ def reason_of(error: DynamoError) -> str:
     return error.code.value
 
 
-@dataclass(slots=True)
-class Attempts:
+class Attempts(msgspec.Struct, eq=False):
     """The failed attempts of one request."""
 
     number: int = 0
     """Instances that have failed it; counted anew after a move."""
     deaths: int = 0
     """How many instances died while they held it, before a move too."""
-    failed: list[InstanceId] = field(default_factory=list)
+    failed: list[InstanceId] = []
     """Instances that are not sent it again."""
-    lost: list[InstanceId] = field(default_factory=list)
+    lost: list[InstanceId] = []
     """Instances to or from which a part of the request was lost: they may serve it if no other can."""
     waits: int = 0
     gives_up_at: float | None = None
 
     def copy(self) -> Self:
-        return replace(self, failed=list(self.failed), lost=list(self.lost))
+        return msgspec.structs.replace(self, failed=list(self.failed), lost=list(self.lost))
 
 
 class Suspects:

@@ -54,27 +54,22 @@ _TURN_BYTES = 64 * 1024
 """Bytes of responses handled before other requests have their turns of the event loop: some thousand log probabilities."""
 
 
-class _StreamPart:
+class _StreamPart(msgspec.Struct, eq=False):
     """What one stream generates: all choices, or, after they were moved, one of them."""
 
-    __slots__ = ("is_moved", "is_placed", "migrations_left", "prompt", "reading", "stream", "waiting", "work")
-
-    def __init__(
-        self, stream: DispatchedStream, work: Work, prompt: GenerateRequest, migrations_left: int, *, is_moved: bool = False
-    ) -> None:
-        self.stream = stream
-        self.work = work
-        """`prompt` for the dispatcher."""
-        self.prompt = prompt
-        """As requested in `stream`."""
-        self.migrations_left = migrations_left
-        self.is_moved = is_moved
-        self.is_placed = False
-        """Whether it was decided which instances may work on the prompt."""
-        self.reading: asyncio.Task[list[Delta]] | None = None
-        """The read of the next deltas, where there are several parts."""
-        self.waiting: list[Buffer] = []
-        """What was read from `stream` and not returned yet."""
+    stream: DispatchedStream
+    work: Work
+    """`prompt` for the dispatcher."""
+    prompt: GenerateRequest
+    """As requested in `stream`."""
+    migrations_left: int
+    is_moved: bool = False
+    is_placed: bool = False
+    """Whether it was decided which instances may work on the prompt."""
+    reading: asyncio.Task[list[Delta]] | None = None
+    """The read of the next deltas, where there are several parts."""
+    waiting: list[Buffer] = []
+    """What was read from `stream` and not returned yet."""
 
     async def next_waiting(self) -> list[Buffer]:
         """Return what is `waiting`, when others have had their turns."""
@@ -132,7 +127,7 @@ class Generation:
         self._parts: list[_StreamPart] = []
         """The parts that have not ended."""
         self._direct: Stream | None = None
-        """The stream at the instance, while all that is expected of it is further tokens: `read` then reads it itself."""
+        """The stream at the instance, while all that is expected of it is tokens: `read` then reads it itself."""
         self._is_split = False
         self._detokenizer: DeltaDecoder
         self._vocabulary: Vocabulary
@@ -188,7 +183,10 @@ class Generation:
             if deadline != self._call.deadline:
                 self._call = msgspec.structs.replace(self._call, deadline=deadline)
             text = await self._texts.get(self._card, deadline)
-            prompt = await self._in_tokens(text, deadline)
+            if deadline is None:
+                prompt = await text.to_generate(self._request, self._call.account.name)
+            else:
+                prompt = await self._in_tokens_until(text, deadline)
             if prompt.media:  # what came with the request is counted already, what was fetched is not
                 self._call.hold(max(0, media_length(prompt.media) - media_length(self._request.media)))
             self._prompt = self._addressed(prompt)
@@ -227,30 +225,34 @@ class Generation:
         """Return all text that became certain since the last call, at least one delta; [] at the end. Raises DynamoError."""
         try:
             while not self._scope.is_over:
-                if self._budget is not None and self._has_reasoned_enough:
-                    texts = await self._end_reasoning()
-                elif self._direct is not None:
+                bodies: list[Buffer] = []
+                is_enough = self._budget is not None and self._has_reasoned_enough
+                direct = None if is_enough else self._direct or self._direct_stream()
+                if direct is not None:
                     try:
-                        bodies = await self._direct.read()
+                        bodies = await direct.read()
                     except DynamoError:
-                        bodies = []
-                    if not bodies:  # how it has ended or failed shows the next reading of the part
-                        self._direct = None
-                        continue
+                        bodies = []  # how it has failed, or ended, shows the next reading of the part
+                if bodies:
+                    part = self._parts[0]
+                    if not part.stream.started:
+                        part.stream.responded()
                     if len(bodies) > 1:
-                        bodies = self._parts[0].first(bodies)
-                        self._direct = self._direct_stream()
+                        bodies = part.first(bodies)
+                    self._direct = None if part.waiting else direct
                     texts = self._feed(_decoded(bodies))
+                elif is_enough:
+                    texts = await self._end_reasoning()
                 elif deltas := await (self._read_any() if self._is_split else self._read(self._parts[0])):
+                    self._direct = None
                     texts = self._feed(deltas)
-                    self._direct = self._direct_stream()
                 elif not self._is_split or not self._parts:  # else it was split just now
                     self._complete(self._trailer())
                     break
                 else:
                     continue
                 # By stop strings, which the engine does not know. The last text of all is then the end of a choice.
-                if texts and texts[-1].finish_reason is not None and self._detokenizer.done and self._unfinished:
+                if texts and texts[-1].finish_reason is not None and self._unfinished and self._detokenizer.done:
                     await self._close()
                     self._complete(None)
                 if texts:
@@ -285,10 +287,8 @@ class Generation:
             self._was_resumed = True
         return [] if text is None else [text]
 
-    async def _in_tokens(self, text: TextModel, deadline: float | None) -> GenerateRequest:
+    async def _in_tokens_until(self, text: TextModel, deadline: float) -> GenerateRequest:
         """Return the request with its prompt in tokens. Raises DeadlineExceeded, InvalidRequest."""
-        if deadline is None:
-            return await text.to_generate(self._request, self._call.account.name)
         try:
             async with asyncio.timeout_at(deadline):
                 return await text.to_generate(self._request, self._call.account.name)
@@ -327,7 +327,7 @@ class Generation:
 
     def _work(self, prompt: GenerateRequest) -> Work:
         assert self._card.llm is not None
-        call = self._call
+        call, has_images = self._call, bool(prompt.media) and not self._takes_text
         return Work(
             model=self._card.name,
             verb="generate",
@@ -335,7 +335,7 @@ class Generation:
             metrics=self._metrics,
             name=self._request.model,
             tokenizer=self._card.llm.tokenizer,
-            prompt=prompt.prompt if self._takes_text else prompt_of_contents(prompt, self._card.llm.image_token),
+            prompt=prompt_of_contents(prompt, self._card.llm.image_token) if has_images else prompt.prompt,
             adapter=prompt.adapter,
             cache_salt=prompt.cache_salt,
             expected_output_tokens=prompt.stop.max_tokens or 0,
@@ -353,8 +353,11 @@ class Generation:
 
     def _direct_stream(self) -> Stream | None:
         """Return the stream of a request that is read in no other way than from one stream; None if that is over, too."""
-        part = self._parts[0] if len(self._parts) == 1 and not self._is_split and self._unfinished else None
-        return None if part is None or part.waiting else part.stream.current
+        if self._is_split or not self._unfinished or len(self._parts) != 1:
+            return None
+        part = self._parts[0]
+        has_to_be_placed = not part.is_placed and (part.is_moved or self._disaggregation is not None)
+        return None if part.waiting or has_to_be_placed else part.stream.at_once()
 
     async def _read_any(self) -> list[Delta]:
         """Return what the first streams to have any have generated; [] when all have ended."""
