@@ -29,7 +29,6 @@ from dynamo.frontend.config import (
     Thresholds,
 )
 from dynamo.frontend.router.base import Router
-from dynamo.frontend.router.explain import ExplainingRouter
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.policies.affinity import SessionRouter
@@ -152,9 +151,9 @@ async def deployment(etcd: EtcdServer, nats: NatsServer, namespace: str, workers
 
 
 def router_inside(client: FrontendClient) -> Router:
-    """The one that is not there to measure, to explain, or for sequences."""
+    """The one that is not there to measure or for sequences."""
     router = client.frontend.plane.router
-    while isinstance(router, MeasuredRouter | ExplainingRouter | SequenceRouter):
+    while isinstance(router, MeasuredRouter | SequenceRouter):
         router = router.inner
     return router
 

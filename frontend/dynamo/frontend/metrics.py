@@ -300,18 +300,19 @@ class ModelMetrics:
         reason = _REASONS.get(error)
         return [failed] if reason is None else [failed, self._all.rejected.labels(self.label, reason)]
 
-    def decided(self, reason: str, seconds: float) -> None:
-        """Count a routing decision that took so long; `reason` is one of the router's fixed names."""
+    def decided(self, reason: str, seconds: float, overlap: tuple[int, float] | None = None) -> None:
+        """Count a routing decision that took so long; `reason` is one of the router's fixed names.
+
+        `overlap`: how many leading blocks of a prompt the chosen instance held, and which share of the prompt that was.
+        """
         amount = self._decisions.get(reason)
         if amount is None:
             amount = self._decisions[reason] = self._all.tally.amount(self._all.decisions.labels(self.label, reason))
         amount.value += 1
         self.decision_time.observe(seconds)
-
-    def overlapped(self, blocks: int, hit_rate: float) -> None:
-        """Count how many leading blocks of a prompt the chosen instance held."""
-        self.overlap.observe(blocks)
-        self.hit_rate.observe(hit_rate)
+        if overlap is not None:
+            self.overlap.observe(overlap[0])
+            self.hit_rate.observe(overlap[1])
 
     def predicted(self, predicted_s: float, seconds: float) -> None:
         """Count a first token that came after `seconds`."""
@@ -475,11 +476,11 @@ class RouterMetrics:
         self._metrics = metrics
 
     def picked(self, request: RouteRequest, decision: RoutingDecision, seconds: float) -> None:
-        model = self._metrics.for_model(request.model)
-        model.decided(decision.reason, seconds)
+        overlap: tuple[int, float] | None = None
         if request.prompt and not request.is_prefilled and (llm := decision.instance.card.llm) is not None:
-            tokens = len(request.prompt) / _TOKEN_BYTES
-            model.overlapped(decision.overlap_blocks, min(1.0, decision.overlap_blocks * llm.block_size / tokens))
+            tokens, blocks = len(request.prompt) / _TOKEN_BYTES, decision.overlap_blocks
+            overlap = blocks, min(1.0, blocks * llm.block_size / tokens)
+        self._metrics.for_model(request.model).decided(decision.reason, seconds, overlap)
 
     def predicted(self, model: str, predicted_s: float, seconds: float) -> None:
         self._metrics.for_model(model).predicted(predicted_s, seconds)

@@ -10,7 +10,7 @@
 | `explanation` | the explanation of a routing decision, as clients and the decision log see it |
 | `kv` | routing by KV cache overlap and load |
 | `loads` | the load of each instance, and from which load on it is busy |
-| `measured` | a router that reports the time and the outcome of its decisions |
+| `measured` | a router that reports the time and the outcome of its decisions, and explains some |
 | `overrides` | router settings that a single request may override, and their ranges |
 | `policies` | policies by load, session and sequence |
 | `select` | makes the router that the options describe |

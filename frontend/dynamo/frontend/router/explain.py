@@ -1,6 +1,6 @@
 """A log of explained routing decisions.
 
-    router = ExplainingRouter(router, DecisionLog())
+    router = MeasuredRouter(router, observer, DecisionLog())
 
 A decision is explained only on demand: if its request wants an explanation, or if the log was read within the last seconds.
 """
@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
-from dynamo.common.discovery import Instance
-from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.explanation import DecisionRecord
 
 log = logging.getLogger(__name__)
@@ -31,10 +30,18 @@ class DecisionLog:
     per second are logged as well; with `everything`, all of them at all times.
     """
 
-    def __init__(self, size: int = 256, *, everything: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        size: int = 256,
+        *,
+        everything: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        unix_time: Callable[[], float] = time.time,
+    ) -> None:
         self._decisions: deque[DecisionRecord] = deque(maxlen=size)
         self._everything = everything
         self._clock = clock
+        self._unix_time = unix_time
         self._until = 0.0
         self._next = 0.0
         self.is_watched = everything
@@ -59,26 +66,8 @@ class DecisionLog:
         self._next = now + _PAUSE_S
         return True
 
-    def add(self, decision: DecisionRecord) -> None:
-        self._decisions.append(decision)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("routed: %s", msgspec.json.encode(decision).decode())
-
-
-class ExplainingRouter(RouterWrapper):
-    """Wraps a router: logs its decisions, and adds them to the explanations that requests want."""
-
-    def __init__(self, router: Router, decisions: DecisionLog, unix_time: Callable[[], float] = time.time) -> None:
-        super().__init__(router)
-        self.decisions = decisions
-        self._unix_time = unix_time
-
-    def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
-        decisions = self.decisions
-        wanted = explain or request.explanation is not None
-        if not wanted and not (decisions.is_watched and decisions.wants_next()):
-            return self.inner.pick(request, candidates)
-        decision = self.inner.pick(request, candidates, explain=True)
+    def add(self, request: RouteRequest, decision: RoutingDecision, instances: int) -> None:
+        """Log a decision among so many instances, and add it to the explanation that the request wants, if it does."""
         record = DecisionRecord(
             request_id=request.request_id,
             model=request.model,
@@ -88,10 +77,11 @@ class ExplainingRouter(RouterWrapper):
             overlap_blocks=decision.overlap_blocks,
             cost=round(decision.cost, 6),
             ttft_ms=None if decision.ttft_s is None else round(decision.ttft_s * 1e3, 1),
-            instances=len(candidates),
+            instances=instances,
             candidates=decision.candidates,
         )
-        decisions.add(record)
+        self._decisions.append(record)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("routed: %s", msgspec.json.encode(record).decode())
         if request.explanation is not None:
             request.explanation.add(record)
-        return decision

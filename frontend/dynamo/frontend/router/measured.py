@@ -1,4 +1,4 @@
-"""A router that reports the time and the outcome of its decisions."""
+"""A router that reports the time and the outcome of its decisions, and explains those that are to be explained."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, Overloaded
 from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
+from dynamo.frontend.router.explain import DecisionLog
 
 
 class Observer(Protocol):
@@ -28,16 +29,25 @@ class Observer(Protocol):
 
 
 class MeasuredRouter(RouterWrapper):
-    """Wraps a router and reports every decision to an observer."""
+    """Wraps a router, reports every decision to an observer, and has some explained in a log."""
 
-    def __init__(self, router: Router, observer: Observer, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        router: Router,
+        observer: Observer,
+        decisions: DecisionLog | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         super().__init__(router)
         self._observer = observer
+        self._decisions = decisions or DecisionLog()
         self._clock = clock
         self._predictions: dict[str, tuple[str, float, float]] = {}
         """Bookings without a first token: the model, the predicted TTFT, and when the decision was made."""
 
     def pick(self, request: RouteRequest, candidates: Sequence[Instance], *, explain: bool = False) -> RoutingDecision:
+        decisions = self._decisions
+        explain = explain or request.explanation is not None or (decisions.is_watched and decisions.wants_next())
         start = self._clock()
         try:
             decision = self.inner.pick(request, candidates, explain=explain)
@@ -46,6 +56,8 @@ class MeasuredRouter(RouterWrapper):
             raise
         end = self._clock()
         self._observer.picked(request, decision, end - start)
+        if explain:
+            decisions.add(request, decision, len(candidates))
         if decision.ttft_s is not None:
             self._predictions[request.booking_id] = (request.model, decision.ttft_s, end)
         return decision

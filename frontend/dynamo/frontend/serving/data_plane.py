@@ -118,7 +118,7 @@ class DataPlane:
 
     @property
     def router(self) -> Router:
-        """The router that requests meet: those that measure and explain, around the one that decides."""
+        """The router that requests meet: the one that measures and explains, around the one that decides."""
         return self._dispatcher.router
 
     @property

@@ -21,7 +21,7 @@ from dynamo.frontend.fleet.peers.bookings import shared_bookings
 from dynamo.frontend.fleet.peers.shared_state import open_shared_state
 from dynamo.frontend.metrics import RouterMetrics
 from dynamo.frontend.router.base import Router
-from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
+from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.router.loads.thresholds import ThresholdTable
@@ -56,7 +56,7 @@ async def open_router(
             )
             state.on_placed(sessions.placed)
         control = RoutingControl(thresholds, decisions, follows_loads(options), state.set_thresholds)
-        yield MeasuredRouter(ExplainingRouter(router, decisions), metrics), control
+        yield MeasuredRouter(router, metrics, decisions), control
 
 
 @asynccontextmanager

@@ -7,15 +7,18 @@ import logging
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import LoadReport
 from dynamo.common.names import InstanceId
+from dynamo.frontend.metrics import FrontendMetrics, RouterMetrics
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
-from dynamo.frontend.router.explain import DecisionLog, ExplainingRouter
+from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.explanation import DecisionRecord, Explanation
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.thresholds import Thresholds, ThresholdTable
+from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.policies.balance import LoadRouter, least_loaded
 from tests.support.fakes import instance
 
@@ -26,8 +29,8 @@ class Watched:
     def __init__(self, *, everything: bool = False) -> None:
         self.now = 0.0
         self.kv = KvRouter(clock=lambda: 0.0)
-        self.log = DecisionLog(8, everything=everything, clock=lambda: self.now)
-        self.router = ExplainingRouter(self.kv, self.log, unix_time=lambda: 1e9 + self.now)
+        self.log = DecisionLog(8, everything=everything, clock=lambda: self.now, unix_time=lambda: 1e9 + self.now)
+        self.router = MeasuredRouter(self.kv, RouterMetrics(FrontendMetrics(CollectorRegistry())), self.log)
         self._count = 0
 
     def ask(self, explanation: Explanation | None = None, pinned: Instance | None = None) -> RoutingDecision:
