@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from dynamo.common.process.lazy_event import LazyEvent
+
 Buffer = bytes | bytearray | memoryview
 Body = Buffer | Sequence[Buffer]
 
@@ -20,7 +22,7 @@ class FakeIncoming:
         self.request_id = request_id
         self.headers: dict[str, str] = {"request-id": request_id}
         self.deadline = deadline
-        self.cancelled = asyncio.Event()
+        self.cancelled = LazyEvent()
         self.body: Buffer = joined(body)
         self.sent: list[bytes] = []
         self.final: bytes | None = None

@@ -30,6 +30,7 @@ from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.observability.reception import Reception
 from dynamo.common.observability.tracing import Tracing, context_of
+from dynamo.common.process.lazy_event import LazyEvent
 from dynamo.common.process.steps import Steps
 from dynamo.common.tensors.known_heads import KnownHeads, PerHead
 from dynamo.common.tensors.request import TensorRequest
@@ -56,7 +57,7 @@ class IncomingRequest(Protocol):
     deadline: float | None
     headers: dict[str, str]
     body: Buffer
-    cancelled: asyncio.Event
+    cancelled: LazyEvent
 
     @property
     def request_id(self) -> str: ...
@@ -172,7 +173,8 @@ class Service:
         """Canaries of language models, by the model's own name."""
         self._tensor: dict[str, tuple[ServedModel, TensorEngine, Respond, PerHead[ResponseForm]]] = {}
         self._known_heads = KnownHeads()
-        self._llm: dict[str, tuple[ServedModel, Engine]] = {}
+        self._llm: dict[str, tuple[ServedModel, Engine, VersionStatistics, Canary]] = {}
+        """With the statistics of the newest version, and the canary."""
         self._left: set[str] = set()
         """Names of models that were served before: requests for them may still arrive."""
         self._on_accepted = on_accepted
@@ -220,7 +222,7 @@ class Service:
                 respond = tensor.respond if isinstance(tensor, RespondsOnce) else partial(_only, tensor)
                 self._tensor[name] = (model, tensor, respond, forms)
             elif llm is not None:
-                self._llm[name] = (model, llm)
+                self._llm[name] = (model, llm, model.version(""), self._canaries[card.name])
 
     def remove(self, model: str) -> None:
         """Stop taking requests for `model`. Requests that still arrive get an error that lets callers try another instance."""
@@ -277,7 +279,8 @@ class Service:
             context.timings.rows = request.head.inputs[0].shape[0]
         form = forms.of(request)
         body: Body = ()
-        with self._record(incoming, context, model, statistics, start, request.head.id) as record:
+        record = self._record(incoming, context, model, statistics, start, request.head.id)
+        try:
             self._refuse_late(incoming)
             if record.sinks:
                 record.request(request)
@@ -297,6 +300,10 @@ class Service:
             record.sent_bytes += size
             if size > COPIED_AT_ONCE_BYTES:
                 body = await incoming.lend_in_steps(body, last=True)
+        except BaseException as error:
+            record.fail(error)
+            raise
+        record.succeed()
         incoming.end(body)
 
     async def generate(self, incoming: IncomingRequest) -> None:
@@ -309,15 +316,14 @@ class Service:
         served = self._llm.get(request.model)
         if served is None:
             raise self._not_served(request.model)
-        model, engine = served
+        model, engine, statistics, canary = served
         if request.adapter and request.adapter not in self._llm:  # unloaded since the request was sent
             raise self._not_served(request.adapter)
-        statistics = model.version("")
         context = self._context(incoming, statistics.version)
         encode, send = delta_encoder.encode, incoming.send_nowait
         summary: Summary | None = None
-        canary = self._canaries[model.card.name]
-        with self._record(incoming, context, model, statistics, start, incoming.request_id) as record:
+        record = self._record(incoming, context, model, statistics, start, incoming.request_id)
+        try:
             if incoming.deadline is not None:
                 self._refuse_late(incoming)
             if request.sampling.guided is not None:
@@ -345,7 +351,10 @@ class Service:
                     self._adapters.end(request.adapter)
             if summary is None:
                 raise EngineError(f"the engine of model '{request.model}' ended without a summary")
-            record.generated(summary)
+        except BaseException as error:
+            record.fail(error)
+            raise
+        record.succeed(summary)
         incoming.end(summary_encoder.encode(summary))
 
     async def statistics(self, incoming: IncomingRequest) -> None:
@@ -420,8 +429,6 @@ class Service:
         logs.request_id.set(request_id)
         if "traceparent" in incoming.headers:
             context_of(incoming.headers)
-        if log.isEnabledFor(logging.DEBUG):
-            log.debug("request begins")
         return Context(request_id, incoming.deadline, incoming.headers, incoming.cancelled, version, RequestTimings())
 
     def _record(

@@ -5,6 +5,7 @@
 | `background` | tasks with an owner |
 | `decaying` | a counter that forgets |
 | `interpreter` | which Python runs this process, and how it was built |
+| `lazy_event` | an event for what is seldom waited for |
 | `memory` | freed memory: kept for the next large message, and given back after a while |
 | `ports` | ports that are free and stay this process's own |
 | `steps` | long work on the event loop, in steps of a few milliseconds |

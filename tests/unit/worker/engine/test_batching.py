@@ -305,7 +305,7 @@ async def test_a_model_that_responds_to_fewer_requests_than_it_got_fails_them_an
 
 async def test_requests_fail_when_no_batch_can_be_chosen() -> None:
     class Odd(Context):
-        reads = 0
+        reads: int = 0
 
         @property
         def deadline(self) -> float | None:  # type: ignore[override]

@@ -6,15 +6,17 @@ must keep that loop free: blocking work runs in threads or processes of the engi
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+import msgspec
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
 from dynamo.common.model_card import ModelCard
+from dynamo.common.process.lazy_event import LazyEvent
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferResponse
@@ -23,8 +25,7 @@ from dynamo.worker.traces.trace import Trace
 Buffer = bytes | bytearray | memoryview
 
 
-@dataclass(slots=True)
-class RequestTimings:
+class RequestTimings(msgspec.Struct):
     """How long the phases of one request took, in nanoseconds. An engine fills in what it measures; zero means not measured.
 
     The serving loop counts the remaining time as inference.
@@ -69,20 +70,19 @@ class Caller:
     """The process of it that does nothing else until the call has ended; None: there is none."""
 
 
-@dataclass(slots=True)
-class Context:
+class Context(msgspec.Struct):
     """One request as an engine sees it."""
 
     request_id: str
     deadline: float | None = None
     """Absolute time on the event loop's clock; None: no deadline."""
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = {}
     """W3C trace context and other headers from the frontend."""
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: LazyEvent = msgspec.field(default_factory=LazyEvent)
     """Set when the client left or the deadline passed. The iterator is closed as well; blocking code polls `is_cancelled`."""
     version: str = ""
     """The model version that serves the request: the requested one, or the newest. Tensor models only."""
-    timings: RequestTimings = field(default_factory=RequestTimings)
+    timings: RequestTimings = msgspec.field(default_factory=RequestTimings)
     trace: Trace | None = None
     """Trace of this request; until the request begins, trace of the request that it is a part of."""
     callers: tuple[Caller, ...] = ()

@@ -132,8 +132,14 @@ class WorkerModelMetrics:
         """Count the end of a request: this, or `failed`, exactly once for each `started`. `summary`: of a generation."""
         self._ended(version, _SUCCESS, duration_s, response_bytes)
         self._queue_time.observe(queue_s)
-        if summary is not None and self._generations is not None:
-            self._generations.add(summary)
+        generations = self._generations
+        if summary is not None and generations is not None:
+            generations.prefill_time.observe(summary.prefill_ms / 1000)
+            generations.output.value += summary.output_tokens
+            generations.prompt.value += summary.prompt_tokens
+            generations.cached.value += summary.cached_tokens
+            generations.prompt_ever += summary.prompt_tokens
+            generations.cached_ever += summary.cached_tokens
 
     def failed(self, version: str, duration_s: float, response_bytes: int, error: Code) -> None:
         if error is Code.CANCELLED:
@@ -179,20 +185,12 @@ class _Generations:
 
     def __init__(self, worker: WorkerMetrics, labels: tuple[str, ...]) -> None:
         tally = worker.tally
-        self._prefill_time = tally.spread(worker.prefill_time, *labels)
-        self._output = tally.amount(worker.output_tokens.labels(*labels))
-        self._prompt = tally.amount(worker.prompt_tokens.labels(*labels))
-        self._cached = tally.amount(worker.cached_tokens.labels(*labels))
-        self._prompt_ever = self._cached_ever = 0
-        tally.show(worker.hit_rate.labels(*labels), lambda: _share(self._cached_ever, self._prompt_ever))
-
-    def add(self, summary: Summary) -> None:
-        self._prefill_time.observe(summary.prefill_ms / 1000)
-        self._output.value += summary.output_tokens
-        self._prompt.value += summary.prompt_tokens
-        self._cached.value += summary.cached_tokens
-        self._prompt_ever += summary.prompt_tokens
-        self._cached_ever += summary.cached_tokens
+        self.prefill_time = tally.spread(worker.prefill_time, *labels)
+        self.output = tally.amount(worker.output_tokens.labels(*labels))
+        self.prompt = tally.amount(worker.prompt_tokens.labels(*labels))
+        self.cached = tally.amount(worker.cached_tokens.labels(*labels))
+        self.prompt_ever = self.cached_ever = 0
+        tally.show(worker.hit_rate.labels(*labels), lambda: _share(self.cached_ever, self.prompt_ever))
 
 
 def _share(part: float, whole: float) -> float:

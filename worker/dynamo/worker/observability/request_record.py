@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from time import perf_counter_ns
-from types import TracebackType
 from typing import NamedTuple
 
 from dynamo.common.errors import Code
@@ -59,16 +58,16 @@ class RequestSink:
 
 
 class RequestRecord:
-    """Counts the beginning of a request when it is made, and its end, of whatever kind, when it is left."""
+    """Counts the beginning of a request when it is made, and its end by `succeed` or `fail`, of which one is called, once."""
 
     __slots__ = (
         "_decoupled",
+        "_is_logged",
         "_last_ns",
         "_metrics",
         "_responses",
         "_start_ns",
         "_statistics",
-        "_summary",
         "_timings",
         "sent_bytes",
         "sinks",
@@ -87,33 +86,47 @@ class RequestRecord:
     ) -> None:
         """`start_ns`: when the request arrived, by `perf_counter_ns`."""
         metrics.started(request_bytes)
+        self._is_logged = log.isEnabledFor(logging.DEBUG)
+        if self._is_logged:
+            log.debug("request begins")
         self.sinks = sinks
         self.sent_bytes = 0
         self._metrics = metrics
         self._statistics = statistics
         self._timings = timings
-        self._summary: Summary | None = None
         self._start_ns = self._last_ns = start_ns
         self._responses = 0
         self._decoupled = decoupled
 
-    def __enter__(self) -> RequestRecord:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def succeed(self, summary: Summary | None = None) -> None:
+        """Count a request that succeeded. `summary`: of a generation."""
         taken_ns = perf_counter_ns() - self._start_ns
-        code: Code | None = None
-        if error is None:
-            statistics, queue_ns = self._statistics, self._timings.queue_ns
-            statistics.succeeded(taken_ns, self._timings)
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("request ends after %.1f ms: success", taken_ns / 1e6)
-            self._metrics.succeeded(statistics.version, taken_ns / 1e9, self.sent_bytes, queue_ns / 1e9, self._summary)
+        statistics, timings = self._statistics, self._timings
+        if summary is not None:
+            timings.queue_ns = int(summary.queue_ms * 1e6)
+        statistics.succeeded(taken_ns, timings)
+        if self._is_logged:
+            log.debug("request ends after %.1f ms: success", taken_ns / 1e6)
+        self._metrics.succeeded(statistics.version, taken_ns / 1e9, self.sent_bytes, timings.queue_ns / 1e9, summary)
+        for sink in self.sinks:
+            sink.end(timings, summary, None)
+
+    def fail(self, error: BaseException) -> None:
+        """Count a request that failed or was cancelled."""
+        taken_ns = perf_counter_ns() - self._start_ns
+        if isinstance(error, asyncio.CancelledError | GeneratorExit):
+            code = Code.CANCELLED
+            self._statistics.cancelled(taken_ns, self._responses, self._timings)
         else:
-            code = self._failed(error, taken_ns)
-        if self.sinks:
-            for sink in self.sinks:
-                sink.end(self._timings, self._summary, code)
+            code = code_of(error)
+            self._statistics.failed(taken_ns, self._timings, code)
+            if self._decoupled:
+                self._statistics.response_failed(self._responses, perf_counter_ns() - self._last_ns)
+        if self._is_logged:
+            log.debug("request ends after %.1f ms: %s", taken_ns / 1e6, code)
+        self._metrics.failed(self._statistics.version, taken_ns / 1e9, self.sent_bytes, code)
+        for sink in self.sinks:
+            sink.end(self._timings, None, code)
 
     def request(self, request: TensorRequest) -> None:
         """Tell the sinks of the inputs."""
@@ -125,11 +138,6 @@ class RequestRecord:
         for sink in self.sinks:
             sink.response(response)
 
-    def generated(self, summary: Summary) -> None:
-        """Count a complete generation, when the request ends."""
-        self._timings.queue_ns = int(summary.queue_ms * 1e6)
-        self._summary = summary
-
     def responded(self, made_ns: int, sent_bytes: int, *, empty: bool) -> None:
         """Count a response of a decoupled model, made at `made_ns` and encoded now."""
         now = perf_counter_ns()
@@ -138,17 +146,3 @@ class RequestRecord:
         self._responses += 1
         self.sent_bytes += sent_bytes
         self._last_ns = now
-
-    def _failed(self, error: BaseException, taken_ns: int) -> Code:
-        """Count a request that failed or was cancelled. Return the code of its error."""
-        if isinstance(error, asyncio.CancelledError | GeneratorExit):
-            code = Code.CANCELLED
-            self._statistics.cancelled(taken_ns, self._responses, self._timings)
-        else:
-            code = code_of(error)
-            self._statistics.failed(taken_ns, self._timings, code)
-            if self._decoupled:
-                self._statistics.response_failed(self._responses, perf_counter_ns() - self._last_ns)
-        log.debug("request ends after %.1f ms: %s", taken_ns / 1e6, code)
-        self._metrics.failed(self._statistics.version, taken_ns / 1e9, self.sent_bytes, code)
-        return code

@@ -104,12 +104,6 @@ class _Compute:
         self.infer_ns = 0
         self.output_ns = 0
 
-    def add(self, input_ns: int, infer_ns: int, output_ns: int) -> None:
-        self.count += 1
-        self.input_ns += input_ns
-        self.infer_ns += infer_ns
-        self.output_ns += output_ns
-
     def total(self, ns: int) -> StatisticDuration:
         """Return `ns` as the total time of all of them."""
         return StatisticDuration(count=self.count, ns=ns)
@@ -173,7 +167,11 @@ class VersionStatistics:
             self._looked_up(timings)
         if timings.cache_hit_ns:
             return
-        self._computed.add(timings.input_ns, infer_ns, timings.output_ns)
+        computed = self._computed
+        computed.count += 1
+        computed.input_ns += timings.input_ns
+        computed.infer_ns += infer_ns
+        computed.output_ns += timings.output_ns
         self.inferences += timings.rows
         if timings.batched:
             self.executed(timings)
@@ -274,7 +272,10 @@ class VersionStatistics:
         batch = self._batches.get(rows)
         if batch is None:
             batch = self._batches[rows] = _Compute()
-        batch.add(input_ns, infer_ns, output_ns)
+        batch.count += 1
+        batch.input_ns += input_ns
+        batch.infer_ns += infer_ns
+        batch.output_ns += output_ns
 
     def _response(self, index: int) -> _ResponseDurations:
         index = min(index, MAX_RESPONSE_INDEX)

@@ -79,14 +79,16 @@ class KvPublisher:
     def accepted(self, booking: str) -> None:
         """The engine got the request of `booking`, the id under which a frontend booked it."""
         self._accepted.append(request_key(booking))
-        self._report_soon()
+        if self._timer is None:
+            self._report_soon()
 
     def stepped(self) -> None:
         """The engine made a step: its cache or its load may have changed."""
         while (update := self.engine.kv.take_update()) is not None:
             # Lost while there is no connection: readers see the gap in the numbers and request what is missing.
             self._publish(update)
-        self._report_soon()
+        if self._timer is None:
+            self._report_soon()
 
     def _publish(self, update: KvUpdate) -> bool:
         payload, reply = message_encoder.encode(KvMessage(self.model, update)), ""
@@ -143,8 +145,7 @@ class KvPublisher:
                 return
 
     def _report_soon(self) -> None:
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._next_report_at, self._report_if_changed)
+        self._timer = self._loop.call_at(self._next_report_at, self._report_if_changed)
 
     def _report_if_changed(self) -> None:
         self._timer = None

@@ -15,6 +15,7 @@ from dynamo.common.messaging.request_plane.frames import BodyPieces
 from dynamo.common.messaging.request_plane.limits import FRAME_COST
 from dynamo.common.messaging.request_plane.outbox import Outbox
 from dynamo.common.process.background import awaited
+from dynamo.common.process.lazy_event import LazyEvent
 from dynamo.common.shared_memory.layout import Reference
 from dynamo.common.shared_memory.neighbour import Neighbour
 
@@ -91,7 +92,7 @@ class Incoming:
         self.deadline = None if frame.left_ms < 0 else loop.time() + frame.left_ms / 1000
         """Absolute, on the event loop's clock; None: none."""
         self.body: Buffer = body
-        self.cancelled = asyncio.Event()
+        self.cancelled = LazyEvent()
         """Set when the caller left or the deadline passed; the handler's task is cancelled as well."""
         self.has_sent = False
         """Something was sent since the last BEAT."""
@@ -376,7 +377,7 @@ class Incoming:
         self._server.forget(self)
 
     def release(self) -> None:
-        """Called once, when the server forgets the request."""
+        """Called once, when the server forgets a request that has a deadline, an incomplete body or credit left."""
         if self._timer is not None:
             self._timer.cancel()
         if self._missing or self._granted:
@@ -394,9 +395,10 @@ class Incoming:
         self.has_sent = True
 
     def check_upload(self) -> None:
-        """Say again how much may be sent if nothing came since the last call: either the CREDIT was lost, or a CHUNK."""
-        if self.is_whole:
-            return
+        """Say again how much may be sent if nothing came since the last call: either the CREDIT was lost, or a CHUNK.
+
+        For a request whose body is not complete.
+        """
         if self._stalled:
             self._send_credit()
         self._stalled = True

@@ -162,12 +162,13 @@ class RequestServer:
         handler = self.handlers.get(frame.verb)
         request = Incoming(self, peer, frame, body, neighbour, handler or _unknown_verb)
         peer.requests[frame.stream] = request
+        if not self.open_requests:
+            self._idle.clear()
         self.open_requests += 1
         self._held_bytes += frame.size
-        self._idle.clear()
         if refusal := self._reason_to_refuse(frame):
             request.fail(refusal)
-        elif request.is_whole:
+        elif frame.size == body.nbytes:
             request.start()
         elif frame.size > frame.flight:
             self.uploads.request(request, frame.size - frame.flight)
@@ -190,7 +191,8 @@ class RequestServer:
         """The request is over."""
         if request._peer.requests.pop(request.id, None) is None:
             return
-        request.release()
+        if request._timer is not None or request._missing or request._granted:
+            request.release()
         self.open_requests -= 1
         self._held_bytes -= request.held_bytes
         if not self.open_requests:
@@ -249,7 +251,8 @@ class RequestServer:
         silent: list[int] = []
         blocked: list[tuple[tuple[int, int, int], int]] = []
         for request in peer.requests.values():
-            request.check_upload()
+            if request._missing:
+                request.check_upload()
             if request.has_sent:
                 request.has_sent = False
             elif (waiting := request.blocked) is not None:

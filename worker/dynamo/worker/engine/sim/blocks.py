@@ -41,11 +41,6 @@ class BlockManager:
         return self.private + len(self._references)
 
     @property
-    def available(self) -> int:
-        """Blocks that are free or can be evicted."""
-        return self.total - self.active
-
-    @property
     def cached(self) -> set[int]:
         """The sequence hashes of all cached blocks."""
         return {*self._references, *self._idle}
@@ -63,25 +58,27 @@ class BlockManager:
 
         Returns False, changing nothing, if that would leave less than `keep_free` blocks available.
         """
-        woken = sum(1 for block in prefix if block in self._idle)
-        if self.available - woken - more < keep_free:
-            return False
         references, idle = self._references, self._idle
+        available = self.total - self.private - len(references)  # free, or can be evicted
+        woken = sum(map(idle.__contains__, prefix))
+        if available - woken - more < keep_free:
+            return False
         for block in prefix:
             if block in references:
                 references[block] += 1
             else:
                 del idle[block]
                 references[block] = 1
-        self._grow(more)
+        self.private += more
+        excess = self.private + len(references) + len(idle) - self.total
+        if excess > 0:
+            evict = idle.popitem
+            self.removed.extend([evict(last=False)[0] for _ in range(excess)])
         return True
 
     def grow(self, more: int) -> bool:
         """Add `more` private blocks. Returns False, changing nothing, if there are not as many."""
-        if self.available < more:
-            return False
-        self._grow(more)
-        return True
+        return self.take((), more)
 
     def commit(self, blocks: Sequence[int]) -> None:
         """Turn private blocks that are full into cached ones, referenced by their sequence.
@@ -116,10 +113,3 @@ class BlockManager:
         """Forget every idle block. Referenced ones stay."""
         self.removed.extend(self._idle)
         self._idle.clear()
-
-    def _grow(self, more: int) -> None:
-        self.private += more
-        excess = self.active + len(self._idle) - self.total
-        if excess > 0:
-            evict = self._idle.popitem
-            self.removed.extend([evict(last=False)[0] for _ in range(excess)])

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -24,8 +25,9 @@ from dynamo.common.process.background import start
 from dynamo.worker.engine.base import Context, EngineLoad
 from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, SimSequence, StepResult
 from dynamo.worker.engine.sim.script import Script
-from dynamo.worker.engine.sim.tokens import START, advance
+from dynamo.worker.engine.sim.tokens import state_of
 
+_generated = attrgetter("generated")
 _MAX_CHOICES = 128
 _MAX_LOGPROBS = 20
 _SUPPORTED = frozenset({Feature.GUIDED, Feature.ADAPTER, Feature.CACHE_SALT, Feature.KV_TRANSFER, Feature.LOGPROB_IDS})
@@ -60,22 +62,19 @@ class SimConfig:
             raise InvalidRequest("data_parallel_size, steps_per_turn and context_length of the simulated engine must be positive")
 
 
-class _Stream:
+class _Stream(msgspec.Struct, eq=False):
     """What the steps have made for one request and its handler has not taken yet.
 
     Bounded by the request's own token limit. A waiting handler is woken once per step, however many choices got a token.
     """
 
-    __slots__ = ("choices", "error", "finished", "new", "waiter")
-
-    def __init__(self) -> None:
-        self.choices: list[SimSequence] = []
-        self.new: dict[int, list[int]] = {}
-        """By choice: tokens not taken yet."""
-        self.finished: list[int] = []
-        """Choices that ended and are not reported yet."""
-        self.error: BaseException | None = None
-        self.waiter: asyncio.Future[None] | None = None
+    choices: list[SimSequence] = []
+    new: dict[int, list[int]] = {}
+    """By choice: tokens not taken yet."""
+    finished: list[int] = []
+    """Choices that ended and are not reported yet."""
+    error: BaseException | None = None
+    waiter: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
@@ -88,7 +87,8 @@ class _SimRank:
     def __init__(self, number: int, config: SimConfig) -> None:
         self.number = number
         self.scheduler = Scheduler(config.scheduler)
-        self.work = asyncio.Event()
+        self.awaits_work: asyncio.Future[None] | None = None
+        """Set while the task has nothing to do."""
         self.idle = asyncio.Event()
         """Set while no sequence holds a block, or when the rank has ended."""
         self.streams: dict[SimSequence, tuple[_Stream, int]] = {}
@@ -99,6 +99,11 @@ class _SimRank:
         """Why the rank has ended."""
         self.aborted: list[SimSequence] = []
         """Removed before the next step, since the present one still has them in its batch."""
+
+    def wake(self) -> None:
+        """There is work."""
+        if self.awaits_work is not None and not self.awaits_work.done():
+            self.awaits_work.set_result(None)
 
 
 class SimEngine:
@@ -155,16 +160,18 @@ class SimEngine:
             self._fail(rank, EngineError("the engine was closed"))
 
     def load(self) -> EngineLoad:
-        schedulers = [rank.scheduler for rank in self._ranks]
-        return EngineLoad(
-            waiting=sum(scheduler.waiting for scheduler in schedulers),
-            running=sum(len(scheduler.running) for scheduler in schedulers),
-            active_blocks=sum(scheduler.blocks.active for scheduler in schedulers),
-            total_blocks=sum(scheduler.blocks.total for scheduler in schedulers),
-            queued_prefill_tokens=sum(rank.scheduler.queued_prefill_tokens + rank.computing_tokens for rank in self._ranks),
-            step_ms=max((rank.step_ms for rank in self._ranks), default=0.0),
-            totals=sum((scheduler.totals for scheduler in schedulers), NO_STEPS),
-        )
+        waiting = running = active_blocks = total_blocks = queued_tokens = 0
+        step_ms, totals = 0.0, NO_STEPS
+        for rank in self._ranks:
+            scheduler = rank.scheduler
+            waiting += scheduler.waiting
+            running += len(scheduler.running)
+            active_blocks += scheduler.blocks.active
+            total_blocks += scheduler.blocks.total
+            queued_tokens += scheduler.queued_prefill_tokens + rank.computing_tokens
+            step_ms = max(step_ms, rank.step_ms)
+            totals = scheduler.totals if totals is NO_STEPS else totals + scheduler.totals
+        return EngineLoad(waiting, running, active_blocks, total_blocks, queued_tokens, step_ms, totals)
 
     def on_step(self, callback: Callable[[], None]) -> None:
         """Call `callback` after each step, on the event loop."""
@@ -211,16 +218,18 @@ class SimEngine:
         del self._adapters[name]
 
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
-        self._check(request)
-        script = self._scripted(request)
+        prompt_tokens = request.prompt_tokens
+        self._check(request, prompt_tokens)
+        is_scripted = self.config.calls or request.sampling.guided is not None
+        script = self._scripted(request) if is_scripted else ()
         config = self.config.scheduler
-        space = space_hash(request.adapter, request.cache_salt)
+        space = space_hash(request.adapter, request.cache_salt) if request.adapter or request.cache_salt else None
         hashes: list[int] = []
         if config.prefix_caching and len(request.prompt) >= _HASH_IN_THREAD_BYTES:
             hashes = await asyncio.to_thread(sequence_hashes, request.prompt, config.block_size, space)
         elif config.prefix_caching:
             hashes = sequence_hashes(request.prompt, config.block_size, space)
-        rank = self._choose_rank(request.data_parallel_rank, hashes)
+        rank = self._choose_rank(request.data_parallel_rank, hashes) if len(self._ranks) > 1 else self._ranks[0]
         if rank.error is not None:
             raise rank.error
         stream = _Stream()
@@ -228,11 +237,12 @@ class SimEngine:
         try:
             loop = asyncio.get_running_loop()
             for index in range(request.n):
-                sequence = self._sequence(request, hashes, space, request.first_choice + index, script)
+                sequence = self._sequence(request, prompt_tokens, hashes, space, request.first_choice + index, script)
                 rank.scheduler.add(sequence, loop.time())
                 rank.streams[sequence] = (stream, index)
                 stream.choices.append(sequence)
-            rank.work.set()
+            if rank.awaits_work is not None:
+                rank.wake()
             unfinished = request.n
             while unfinished:
                 if not stream.new and not stream.finished:
@@ -246,17 +256,17 @@ class SimEngine:
                     if delta.finish_reason is not None:
                         unfinished -= 1
                     yield delta
-            yield self._summary(stream, request)
+            yield self._summary(stream, request, prompt_tokens)
         finally:
             for sequence in stream.choices:
                 if rank.streams.pop(sequence, None) is not None:
                     rank.aborted.append(sequence)
-                    rank.work.set()
+                    rank.wake()
 
-    def _check(self, request: GenerateRequest) -> None:
+    def _check(self, request: GenerateRequest, tokens: int) -> None:
         """Raises InvalidRequest for a request that this engine cannot run."""
         check_features(request, "sim", _SUPPORTED)
-        tokens, limit = request.prompt_tokens, self.config.context_length
+        limit = self.config.context_length
         if tokens >= limit:
             raise InvalidRequest(f"the prompt of {tokens} tokens leaves no room in the context of {limit}", param="prompt")
         if not 1 <= request.n <= _MAX_CHOICES:
@@ -280,8 +290,6 @@ class SimEngine:
         """Return the rank with the least work left for this prompt, including the queued requests."""
         if requested is not None:
             return self._ranks[requested]
-        if len(self._ranks) == 1:
-            return self._ranks[0]
 
         def work(rank: _SimRank) -> float:
             scheduler = rank.scheduler
@@ -291,10 +299,16 @@ class SimEngine:
         return min(self._ranks, key=work)
 
     def _sequence(
-        self, request: GenerateRequest, hashes: list[int], space: int | None, index: int, script: tuple[int, ...]
+        self,
+        request: GenerateRequest,
+        prompt_tokens: int,
+        hashes: list[int],
+        space: int | None,
+        index: int,
+        script: tuple[int, ...],
     ) -> SimSequence:
         config = self.config
-        room = config.context_length - request.prompt_tokens
+        room = config.context_length - prompt_tokens
         limit = min(config.default_max_tokens if request.stop.max_tokens is None else request.stop.max_tokens, room)
         transfer: dict[str, Any] = request.kv_transfer or {}
         if transfer.get("do_remote_decode"):
@@ -304,10 +318,8 @@ class SimEngine:
         if eos is not None and not request.stop.ignore_eos:
             stop_tokens |= {eos}
         # Each choice and each seed has its own continuation; without a seed, all requests share the engine's.
-        seed = START
         adapter = (self._adapters[request.adapter],) if request.adapter in self._adapters else ()
-        for part in (config.seed, request.sampling.seed or 0, index, *adapter):
-            seed = advance(seed, part)
+        seed = state_of(config.seed, request.sampling.seed or 0, index, *adapter)
         return SimSequence(
             prompt=bytes(request.prompt),
             hashes=list(hashes),
@@ -322,7 +334,7 @@ class SimEngine:
             script=script,
         )
 
-    def _summary(self, stream: _Stream, request: GenerateRequest) -> Summary:
+    def _summary(self, stream: _Stream, request: GenerateRequest, prompt_tokens: int) -> Summary:
         first = stream.choices[0]
         queue_s = prefill_s = 0.0
         if first.scheduled_at is not None and first.prefilled_at is not None:
@@ -330,10 +342,10 @@ class SimEngine:
             prefill_s = first.prefilled_at - first.scheduled_at
         offered: dict[str, Any] | None = None
         if request.kv_transfer and request.kv_transfer.get("do_remote_decode"):
-            offered = {"do_remote_prefill": True, "do_remote_decode": False, "remote_tokens": request.prompt_tokens}
+            offered = {"do_remote_prefill": True, "do_remote_decode": False, "remote_tokens": prompt_tokens}
         return Summary(
-            prompt_tokens=request.prompt_tokens,
-            output_tokens=sum(choice.generated for choice in stream.choices),
+            prompt_tokens=prompt_tokens,
+            output_tokens=sum(map(_generated, stream.choices)),
             cached_tokens=first.cached_tokens,
             queue_ms=queue_s * 1e3,
             prefill_ms=prefill_s * 1e3,
@@ -358,9 +370,10 @@ class SimEngine:
                 scheduler.abort(sequence)
             rank.aborted.clear()
             if not scheduler.busy:
-                rank.work.clear()
                 rank.idle.set()
-                await rank.work.wait()
+                rank.awaits_work = loop.create_future()
+                await rank.awaits_work
+                rank.awaits_work = None
                 rank.idle.clear()
                 now = loop.time()
                 continue
@@ -409,8 +422,10 @@ class SimEngine:
             waiter = stream.waiter
             if waiter is not None and not waiter.done():
                 waiter.set_result(None)
-        self.kv.remove(result.removed, rank.number)
-        self.kv.store(result.stored, rank.number)
+        if result.removed:
+            self.kv.remove(result.removed, rank.number)
+        if result.stored:
+            self.kv.store(result.stored, rank.number)
         for callback in self._step_callbacks:
             callback()
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import msgspec
 import numpy as np
 
 from dynamo.common.errors import InvalidRequest
@@ -57,8 +58,10 @@ class SchedulerConfig:
                 raise InvalidRequest(f"{name} of the simulated engine must be at least 1")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class SimSequence:
+_NO_TOKENS = array("I")
+
+
+class SimSequence(msgspec.Struct, eq=False, kw_only=True):
     """One choice of one request, on its way through the scheduler."""
 
     prompt: bytes
@@ -108,20 +111,19 @@ class SimSequence:
     private: int = 0
     """Its other blocks, which are not in the cache."""
     state: int = START
-    pending: array[int] = field(default_factory=lambda: array("I"))
+    pending: array[int] = _NO_TOKENS
     """Tokens after the last full block."""
 
 
-@dataclass(slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, eq=False):
     """What one step did. It takes effect for others `duration_s` after the step began."""
 
     duration_s: float = 0.0
     prefill_tokens: int = 0
     decoding: int = 0
-    emitted: list[tuple[SimSequence, int]] = field(default_factory=list)
+    emitted: list[tuple[SimSequence, int]] = []
     """Each sequence that has a new token, with the token. A stop token is none."""
-    finished: list[SimSequence] = field(default_factory=list)
+    finished: list[SimSequence] = []
     preempted: int = 0
     removed: Sequence[int] = ()
     """Sequence hashes of blocks that were evicted."""

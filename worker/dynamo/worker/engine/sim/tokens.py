@@ -24,11 +24,19 @@ def advance(state: int, token: int) -> int:
     return (state * _BASE + token + 1) & _U64
 
 
+def state_of(*tokens: int) -> int:
+    """Return the state of a short sequence."""
+    state = START
+    for token in tokens:
+        state = (state * _BASE + token + 1) & _U64
+    return state
+
+
 def advance_all(state: int, tokens: NDArray[np.uint32]) -> int:
     """Return the state after many more tokens, which equals `advance` for each."""
     for start in range(0, len(tokens), _CHUNK):
         chunk = tokens[start : start + _CHUNK].astype(np.uint64) + np.uint64(1)
-        folded = int((chunk[::-1] * _POWERS[: len(chunk)]).sum(dtype=np.uint64))
+        folded = int(np.add.reduce(chunk[::-1] * _POWERS[: len(chunk)], dtype=np.uint64))
         state = (state * pow(_BASE, len(chunk), 2**64) + folded) & _U64
     return state
 

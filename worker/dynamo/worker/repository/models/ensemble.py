@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, from_wire
 from dynamo.common.model_card import ModelCard
@@ -232,7 +234,7 @@ class Ensemble:
             elif name not in optional:
                 raise EngineError(f"ensemble '{self._name}' has no tensor '{source}', which model '{model}' needs")
         callers = (*request.context.callers, Caller(self._name))
-        context = replace(request.context, version="", timings=RequestTimings(), callers=callers)
+        context = msgspec.structs.replace(request.context, version="", timings=RequestTimings(), callers=callers)
         outputs = tuple(step.config.output_map)
         return self._models.run(model, version, ModelRequest(inputs, context, outputs, request.parameters, request.id))
 
