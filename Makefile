@@ -1,6 +1,6 @@
 # make run          a deployment on this machine that serves a language model and a classifier over gRPC
 # make test         unit and integration, all that a change should pass (8 minutes)
-# make unit         tests of single parts (2 minutes); pytest prints the seconds and the ten slowest
+# make unit         tests of single parts, without a real model and the rules of the source tree (2 minutes); pytest prints the seconds and the ten slowest
 # make integration  tests with real processes, a real etcd and a real nats-server (6 minutes)
 # make slow         tests marked slow: kills, outages, floods, thousands of streams, bombs, schemathesis, histories (4 minutes)
 # make test-all     test and slow (11 minutes)
@@ -34,6 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The worker that is done first takes tests from the other: both are busy to the end.
 PYTEST_FLAGS ?= -n 2 --dist worksteal
 FAST := -m "not slow"
+SINGLE := -m "not slow and not real_model and not source_tree"
 
 # In environments of their own, warnings of other projects' packages are shown and fail nothing.
 THEIR_WARNINGS := -W default -W error::RuntimeWarning -W error::pytest.PytestUnraisableExceptionWarning
@@ -63,7 +64,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest $(FAST) $(PYTEST_FLAGS) $(TESTS)
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest $(FAST) $(PYTEST_FLAGS) tests/unit
+	$(BIN)/python -m pytest $(SINGLE) $(PYTEST_FLAGS) tests/unit
 
 integration: $(VENV)/.dev
 	$(BIN)/python -m pytest $(FAST) $(PYTEST_FLAGS) tests/integration

@@ -13,6 +13,8 @@ import pytest
 from tests.support.short_limits import short_limits
 from tests.support.wall_time import upper_bounds
 
+pytestmark = pytest.mark.source_tree
+
 ROOT = Path(__file__).parents[3]
 ROOTS = ("protos", "common", "frontend", "worker", "local")
 TESTS = sorted((ROOT / "tests").rglob("*.py"))

@@ -13,6 +13,8 @@ import pytest
 from tests.support.waiting import expiring
 from tests.support.wall_time import VIRTUAL
 
+pytestmark = pytest.mark.source_tree
+
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / "tests").rglob("*.py"))
 

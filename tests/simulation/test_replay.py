@@ -23,7 +23,7 @@ from dynamo.local.replay.fleet import Replay
 from dynamo.local.replay.trace import BLOCK_TOKENS, Row, Workload, expand, read_trace, synthesise
 from tests.support.waiting import WAIT_S
 
-SAMPLE = Path(__file__).parents[4] / "examples" / "trace.jsonl"
+SAMPLE = Path(__file__).parents[2] / "examples" / "trace.jsonl"
 FLEET = ReplayConfig(workers=4, blocks=400, rate=3.0)
 
 
