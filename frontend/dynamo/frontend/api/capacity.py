@@ -89,12 +89,9 @@ class Capacity:
         `own_bytes` of that message or response wait already. Several of an API key have half at most of what others leave, and
         one alone has all of it. The empty name means no key, and has no share. Raises Overloaded.
         """
-        self._wait(key, size_bytes, own_bytes)
-        try:
-            self.hold(size_bytes)
-        except Overloaded:
-            self.waiting_over(key, size_bytes)
-            raise
+        self._check_share(key, size_bytes, own_bytes)
+        self.hold(size_bytes)
+        self._waiting[key] += size_bytes
 
     def waiting_over(self, key: str, size_bytes: int) -> None:
         """Bytes, which stay held, wait no longer: the message is complete, the response has been read, or it is dropped."""
@@ -105,19 +102,19 @@ class Capacity:
     @contextmanager
     def unread(self, key: str, size_bytes: int) -> Iterator[None]:
         """Count bytes of a response that are held elsewhere as waiting for the client while the body runs. Raises Overloaded."""
-        self._wait(key, size_bytes, 0)
+        self._check_share(key, size_bytes, 0)
+        self._waiting[key] += size_bytes
         try:
             yield
         finally:
             self.waiting_over(key, size_bytes)
 
-    def _wait(self, key: str, size_bytes: int, own_bytes: int) -> None:
+    def _check_share(self, key: str, size_bytes: int, own_bytes: int) -> None:
         left = self._options.max_buffered_bytes - self.buffered_bytes
         waiting = self._waiting[key]
         if key and waiting > own_bytes and waiting + size_bytes > left >= size_bytes:
             message = f"{waiting} bytes of the API key '{key}' wait for its clients to send or read; the rest is for others"
             raise RateLimited(message, retry_after_s=_RETRY_AFTER_S)
-        self._waiting[key] += size_bytes
 
 
 class Occupancy(msgspec.Struct, eq=False):

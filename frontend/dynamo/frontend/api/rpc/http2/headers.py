@@ -32,7 +32,7 @@ _MAX_REMEMBERED_BYTES: Final = 32 * 1024
 """What the remembered blocks of a connection take, which may be idle, with the headers that they stand for: a block of some bytes
 may name a long entry of the table many times."""
 _FIELD_BYTES: Final = 160
-"""What a field takes besides its characters."""
+"""Bytes of memory that a header field takes beside its name and value."""
 _MANY_UPDATES: Final = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*+[\x00-\x7f]){3}")
 """The start of a block with more updates of the table's size than the two that RFC 7541 (4.2) has a use for."""
 _TIMEOUT: Final = re.compile(r"(\d{1,8})([HMSmun])", re.ASCII)
