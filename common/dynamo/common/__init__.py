@@ -24,6 +24,7 @@
 | `process` | what runs in every process: tasks with an owner, long work in steps, freed memory |
 | `protocol` | the version of what frontends and workers send one another |
 | `repository` | the state of a worker's model repository, and the requests that change it |
+| `scaling` | how many instances a model needs: what frontends and the planner tell each other of it |
 | `security` | TLS, and files that are read again when they change |
 | `shared_memory` | bodies by reference between the processes of one host |
 | `tensors` | tensors of KServe v2: their bytes, requests and responses with them, checks and limits |

@@ -16,7 +16,7 @@ from tests.support.wall_time import upper_bounds
 pytestmark = pytest.mark.source_tree
 
 ROOT = Path(__file__).parents[3]
-ROOTS = ("protos", "common", "frontend", "worker", "local")
+ROOTS = ("protos", "common", "frontend", "worker", "planner", "local")
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 ALLOWED = {
@@ -379,7 +379,7 @@ def catches_all(caught: ast.expr | None) -> bool:
 @pytest.fixture(scope="module")
 def production() -> dict[str, ast.Module]:
     """All modules of production, read once, and let go after this module."""
-    return modules_of("common", "frontend", "worker", "local")
+    return modules_of("common", "frontend", "worker", "planner", "local")
 
 
 def test_no_error_is_swallowed(production: dict[str, ast.Module]) -> None:

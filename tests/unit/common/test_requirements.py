@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[3]
-ROOTS = ("common", "frontend", "worker", "local")
+ROOTS = ("common", "frontend", "worker", "planner", "local")
 
 EXTRAS = ("fast", "llama", "local", "onnx", "otel", "store")
 GROUPS = ("lint", "test")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-ROOTS = ("common", "frontend", "worker", "local")
+ROOTS = ("common", "frontend", "worker", "planner", "local")
 UNIT = ROOT / "tests" / "unit"
 
 MAX_FILES = 20

@@ -19,7 +19,7 @@ from examples.extending.option import ExampleConfig
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 CONFIGS = (FrontendConfig, WorkerConfig, LocalConfig, ReplayConfig, ExampleConfig)
-FOLDERS = ("protos", "common", "frontend", "worker", "local", "tests", "docs", "deploy", "examples", "benchmarks")
+FOLDERS = ("protos", "common", "frontend", "worker", "planner", "local", "tests", "docs", "deploy", "examples", "benchmarks")
 
 FLAGS_OF_OTHERS = {
     "vLLM": "--data-parallel-rank --data-parallel-size --dtype --enforce-eager --gpu-memory-utilization"
@@ -77,7 +77,7 @@ def known_flags() -> set[str]:
     for config in CONFIGS:
         found.update(re.findall(r"`(--[a-z0-9-]+)`", markdown_table(config)))
         found.update(replacements(config))
-    for folder in ("common", "frontend", "worker", "local", "benchmarks", "tests/simulation"):
+    for folder in ("common", "frontend", "worker", "planner", "local", "benchmarks", "tests/simulation"):
         for source in (ROOT / folder).rglob("*.py"):
             found.update(ARGUMENT.findall(source.read_text()))
     return found

@@ -14,7 +14,7 @@ from dynamo.common.process.background import TaskFailed, Tasks, outlasting, runn
 from tests.support.virtual_time import in_virtual_time
 
 ROOT = Path(__file__).parents[4]
-SOURCES = [path for room in ("common", "frontend", "worker", "local") for path in (ROOT / room).rglob("*.py")]
+SOURCES = [path for room in ("common", "frontend", "worker", "planner", "local") for path in (ROOT / room).rglob("*.py")]
 
 
 async def _fail() -> None:

@@ -1,0 +1,85 @@
+"""How many requests arrive for each pool, and how much they would have instances compute.
+
+Each frontend publishes a `DemandReport` once a second. Demand is measured where requests arrive, so that a fleet which cannot
+keep up does not look idle. Totals count from the start of the process: a lost report is made up for by the next one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from dynamo.common.names import encode
+from dynamo.common.scaling.pool import Pool
+
+REPORT_EVERY_S = 1.0
+MAX_SAMPLES = 64
+"""Arrivals that one report describes, over all pools. Of more, each described one stands for several."""
+MAX_SAMPLE_HASHES = 64
+"""Hashes that describe one prompt: of a longer prompt, those of every n-th block."""
+
+# What readers accept, so that no process can make a planner compute with infinities or less than nothing.
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_Duration: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+
+
+def demand_subject(namespace: str) -> str:
+    """Return the NATS subject of the reports of a namespace."""
+    return f"dynamo.{encode(namespace, 'namespace')}.demand"
+
+
+class ArrivalTotals(msgspec.Struct, frozen=True, array_like=True):
+    """What arrived at one frontend since it started. A request counts once, however often it is sent to an instance."""
+
+    placed: _Count = 0
+    """Requests that were sent to an instance."""
+    placed_tokens: _Count = 0
+    """The prompt tokens of these."""
+    computed_tokens: _Count = 0
+    """The part of these that was not cached where they were sent."""
+    output_tokens: _Count = 0
+    """The limits of their outputs, summed; a request without a limit adds nothing."""
+    refused: _Count = 0
+    """Requests that got no instance: there was none, all were busy, goals would have been missed, they waited too long."""
+    refused_tokens: _Count = 0
+    """The prompt tokens of these that no instance had cached."""
+
+
+class ArrivalSample(msgspec.Struct, frozen=True, array_like=True):
+    """One request that arrived since the last report, so that a planner can try what another number of instances would do."""
+
+    age_s: _Duration
+    """When it arrived, before the report."""
+    weight: Annotated[float, msgspec.Meta(ge=1.0, le=1e9)]
+    """How many requests it stands for."""
+    prompt_tokens: _Count
+    max_output: _Count = 0
+    """The limit of its output; 0: none."""
+    priority: int = 0
+    tokens_per_hash: _Count = 0
+    """How many tokens lie between two hashes; 0: its blocks are not known."""
+    hashes: bytes = b""
+    """Sequence hashes of the prompt, see `pack_hashes`: of each block, or of every n-th."""
+
+
+class PoolDemand(msgspec.Struct, frozen=True, array_like=True):
+    """What one frontend knows of the demand for one pool."""
+
+    pool: Pool
+    totals: ArrivalTotals
+    waiting: _Count = 0
+    """Requests that wait for an instance now."""
+    waiting_tokens: _Count = 0
+    """The prompt tokens of these that no instance has cached."""
+    ttft_ratio: _Duration = 0.0
+    """The observed time to first token over the predicted one, the median of the last requests; 0: not known."""
+    samples: tuple[ArrivalSample, ...] = ()
+
+
+class DemandReport(msgspec.Struct, frozen=True, array_like=True):
+    """What one frontend knows of the demand."""
+
+    origin: str
+    """The process that sent it."""
+    pools: tuple[PoolDemand, ...] = ()

@@ -1,0 +1,115 @@
+"""What a planner sees of a pool at one moment, what it is to reach, and what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from dynamo.common.names import InstanceId
+from dynamo.common.scaling.demand import ArrivalSample
+from dynamo.common.scaling.pool import Pool
+from dynamo.frontend.router.cost.step_model import StepTimes
+
+
+class Goals(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests are to get."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    """The mean time between the tokens of a request."""
+    share: float = 0.95
+    """The share of requests that are to reach both."""
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """How many instances a pool may have, and how fast that may change."""
+
+    least: int = 1
+    most: int = 8
+    startup_s: float = 60.0
+    """From the decision until a new instance serves. Used until it has been seen."""
+    cool_up_s: float = 0.0
+    """After instances were added, none are for so long."""
+    cool_down_s: float = 180.0
+    """None are taken away before demand has been lower for so long."""
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """What one instance of a pool can do."""
+
+    times: StepTimes
+    observations: int = 0
+    """How many load reports the times were learned from; 0: they are those of a typical engine."""
+    block_size: int = 0
+    """Tokens in a KV block; 0: unknown."""
+    total_blocks: int = 0
+    """0: unknown."""
+    max_num_seqs: int = 0
+    """Sequences that run at once; 0: unknown."""
+    max_batched_tokens: int = 0
+    """Tokens of one step; 0: unknown."""
+
+
+class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
+    """One instance that serves."""
+
+    id: InstanceId
+    requests: int = 0
+    """Running and waiting there."""
+    cache_worth_s: float = 0.0
+    """Seconds of an engine that its cache saves each second."""
+
+
+class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
+    """What arrived in one interval, from all frontends."""
+
+    seconds: float
+    requests: float = 0.0
+    """Requests, waiting and refused ones included."""
+    prompt_tokens: float = 0.0
+    computed_tokens: float = 0.0
+    """The part of these that instances had or would have had to compute."""
+    refused: float = 0.0
+
+
+class PoolView(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool at one moment."""
+
+    pool: Pool
+    now: float
+    """Seconds on a clock that never goes back."""
+    arrivals: Arrivals
+    """Since the last view."""
+    engine: Engine
+    instances: Sequence[InstanceView] = ()
+    """The instances that serve."""
+    waiting: int = 0
+    """Requests that wait for an instance."""
+    waiting_tokens: int = 0
+    ttft_ratio: float = 0.0
+    """The observed time to first token over the predicted one; 0: not known."""
+    samples: Sequence[ArrivalSample] = ()
+    """Arrivals since the last view."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """How many instances a pool is to have, and why."""
+
+    pool: Pool
+    instances: int
+    leave: tuple[InstanceId, ...] = ()
+    """Which to end first, the most dispensable first."""
+    by: str = ""
+    """Which rule: `formula`, `what-if`, `load`, `bounds`, `budget`, `schedule`."""
+    reason: str = ""
+    arrivals_per_s: float = 0.0
+    """Requests."""
+    forecast_per_s: float = 0.0
+    """The most requests per second that are expected until a new instance could serve."""
+    engine_seconds: float = 0.0
+    """The work that is forecast, in seconds of one engine for each second."""
+    needed: int = 0
+    """Instances by the formula, before bounds."""
+    goodput_share: float | None = None
+    """The share of requests that the last what-if expects to reach the goals with this many instances; None: there was none."""
