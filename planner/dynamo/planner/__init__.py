@@ -2,5 +2,8 @@
 
 | module | holds |
 |---|---|
+| `capacity` | how many instances a demand needs, by formula |
+| `decide` | how many instances one pool is to have, anew at each interval |
+| `forecast` | what a rate will be some time ahead |
 | `pools` | what a planner sees of a pool at one moment, what it is to reach, and what it decides |
 """

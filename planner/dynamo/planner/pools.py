@@ -29,10 +29,12 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     most: int = 8
     startup_s: float = 60.0
     """From the decision until a new instance serves. Used until it has been seen."""
-    cool_up_s: float = 0.0
-    """After instances were added, none are for so long."""
-    cool_down_s: float = 180.0
-    """None are taken away before demand has been lower for so long."""
+    cool_up_s: float = 30.0
+    """After the number has changed, it is raised by less than a quarter only so much later."""
+    cool_down_s: float = 120.0
+    """It is lowered to the most that was needed in the last so many seconds."""
+    idle_s: float = 0.0
+    """With `least` = 0: the last instance ends when there was no request for so long; 0: it never does."""
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +59,8 @@ class InstanceView(msgspec.Struct, frozen=True, kw_only=True):
     id: InstanceId
     requests: int = 0
     """Running and waiting there."""
+    queued_tokens: int = 0
+    """Prompt tokens that it has accepted and not computed."""
     cache_worth_s: float = 0.0
     """Seconds of an engine that its cache saves each second."""
 
@@ -110,6 +114,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     engine_seconds: float = 0.0
     """The work that is forecast, in seconds of one engine for each second."""
     needed: int = 0
-    """Instances by the formula, before bounds."""
+    """Instances that the forecast needs, before bounds."""
+    missing: int = 0
+    """Instances that were wanted so long ago that they will hardly come: capacity that is not there."""
     goodput_share: float | None = None
     """The share of requests that the last what-if expects to reach the goals with this many instances; None: there was none."""

@@ -9,15 +9,16 @@ import heapq
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import InvalidRequest, Overloaded
 from dynamo.common.kv.events import KvState, LoadReport, request_key
-from dynamo.common.kv.hashes import pack_hashes
+from dynamo.common.kv.hashes import TOKEN_BYTES, pack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.config import QueuePolicy, RouterMode, RouterOptions
@@ -37,7 +38,7 @@ from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, SimSe
 from dynamo.worker.engine.sim.timing import TimingModel
 
 _REPORT_EVERY_S = 0.05
-_MODEL = "trace"
+MODEL = "trace"
 
 
 @dataclass(slots=True)
@@ -52,10 +53,32 @@ class _Worker:
     accepted: list[int] = field(default_factory=list)
     accepted_before: list[int] = field(default_factory=list)
     computed_tokens: int = 0
+    is_leaving: bool = False
+    """It gets no more requests, and ends with its last one."""
+
+
+class ReplayObserver(Protocol):
+    """Is told what happens to requests, and when."""
+
+    def placed(self, arrival: Arrival, computed_tokens: int) -> None:
+        """Take note of a request that was sent to an instance, which has to compute so many of its prompt's tokens."""
+        ...
+
+    def refused(self, arrival: Arrival) -> None: ...
+
+    def reported(self, instance: InstanceId, report: LoadReport) -> None: ...
+
+    def ended(self, arrival: Arrival, ttft_s: float, *, is_good: bool) -> None:
+        """Take note of a completed request. `is_good`: within the goals."""
+        ...
+
+    def left(self, instance: InstanceId) -> None:
+        """Take note that an instance that was to leave has ended."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
-class _Arrival:
+class Arrival:
     """A request that has not been placed yet."""
 
     number: int
@@ -63,7 +86,7 @@ class _Arrival:
     output_tokens: int
     router: Router
     arrived_at: float
-    instances: Sequence[Instance]
+    fleet: Replay
     rank: float
     order: tuple[float, int]
 
@@ -71,21 +94,17 @@ class _Arrival:
     """All are of one client."""
 
     def __lt__(self, other: object) -> bool:
-        return isinstance(other, _Arrival) and self.order < other.order
+        return isinstance(other, Arrival) and self.order < other.order
 
     def missing_tokens(self) -> int | None:
-        return self.router.missing_tokens(self.request, self.instances, with_room=True)
+        return self.router.missing_tokens(self.request, self.fleet.instances, with_room=True)
 
 
 @dataclass(slots=True)
 class _Live:
     """A request on its way."""
 
-    booking_id: str
-    router: Router
-    priority: int
-    arrived_at: float
-    """At the queue, if it had to wait there."""
+    arrival: Arrival
     placed_at: float
     predicted_s: float | None
     """The TTFT that its router predicted."""
@@ -96,18 +115,31 @@ class _Live:
 class Replay:
     """One mode over one trace. Raises InvalidRequest for a timing table that cannot be used."""
 
-    def __init__(self, rows: Sequence[Row], mode: ReplayMode, config: ReplayConfig, terms: CostTerms = COST_TERMS) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        mode: ReplayMode,
+        config: ReplayConfig,
+        terms: CostTerms = COST_TERMS,
+        observer: ReplayObserver | None = None,
+    ) -> None:
         self._rows = rows
         self._config = config
-        self._now = 0.0
-        self._figures = Figures(requests=len(rows))
-        self._workers = _workers(config)
-        self._by_instance = {worker.instance.id: worker for worker in self._workers}
-        self._instances = tuple(worker.instance for worker in self._workers)
+        self.now = 0.0
+        self.figures = Figures(requests=len(rows))
+        self._observer = observer
+        self._factory = _WorkerFactory(config)
+        self._workers: dict[InstanceId, _Worker] = {}
+        self.instances: tuple[Instance, ...] = ()
+        """The instances that get requests."""
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_count = 0
         self._live: dict[SimSequence, _Live] = {}
         self._steps: list[tuple[float, int, _Worker, StepResult]] = []
         self._step_count = 0
-        self._queues = [FairQueue[_Arrival]() for _ in range(config.frontends)]
+        self._queues = [FairQueue[Arrival]() for _ in range(config.frontends)]
+        for _ in range(config.workers):
+            self.add_worker()
         self._choose = nearest_to_caches if config.queue.policy is QueuePolicy.PREFIX else None
         options = router_options(config.router, mode)
         self.load_tables = [LoadTable(f"frontend-{number}") for number in range(config.frontends)]
@@ -117,7 +149,7 @@ class Replay:
             for table in self.load_tables:
                 table.on_unshared(self._share_soon)
         self._routers = [
-            make_router(options, table, lambda: self._now, rng=random.Random(config.seed + number), terms=terms)
+            make_router(options, table, lambda: self.now, rng=random.Random(config.seed + number), terms=terms)
             for number, table in enumerate(self.load_tables)
         ]
 
@@ -126,54 +158,106 @@ class Replay:
         start = time.perf_counter()
         arrivals = iter(enumerate(self._rows))
         arrival = next(arrivals, None)
-        while arrival is not None or self._steps:
-            arrives_at = arrival[1].timestamp / 1e3 / self._config.rate if arrival is not None else float("inf")
-            if arrival is not None and (not self._steps or arrives_at <= self._steps[0][0]):
-                self._now = self._figures.arrivals_s = arrives_at
+        while arrival is not None or self._steps or (self._timers and self.waiting):
+            arrives_at = arrival[1].timestamp / 1e3 / self._config.rate if arrival is not None else math.inf
+            steps_at = self._steps[0][0] if self._steps else math.inf
+            if self._timers and self._timers[0][0] < min(arrives_at, steps_at):
+                self.now, _, call = heapq.heappop(self._timers)
+                call()
+            elif arrival is not None and arrives_at <= steps_at:
+                self.now = self.figures.arrivals_s = arrives_at
                 self._share()
                 self._arrive(*arrival)
                 arrival = next(arrivals, None)
             else:
-                self._now, _, worker, result = heapq.heappop(self._steps)
+                self.now, _, worker, result = heapq.heappop(self._steps)
                 worker.stepping = False
                 self._finish_step(worker, result)
                 self._start_step(worker)
                 for queue in self._queues:
                     self._serve(queue)
-        figures = self._figures
-        figures.rejected += sum(len(queue) for queue in self._queues)  # for which there is no room in an idle fleet
-        figures.virtual_s = self._now
+        figures = self.figures
+        figures.rejected += self.waiting  # for which there is no room in an idle fleet
+        figures.virtual_s = self.now
         figures.wall_s = time.perf_counter() - start
-        figures.computed_tokens = [worker.computed_tokens for worker in self._workers]
+        figures.computed_tokens += [worker.computed_tokens for worker in self._workers.values()]
         return figures
 
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for an instance."""
+        return sum(len(queue) for queue in self._queues)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """The prompt tokens of these."""
+        return sum(len(arrival.request.prompt) // TOKEN_BYTES for queue in self._queues for arrival in queue)
+
+    def requests_of(self, instance: InstanceId) -> tuple[int, int]:
+        """Return how many requests run or wait at an instance, and the prompt tokens that it has still to compute."""
+        scheduler = self._workers[instance].scheduler
+        return len(scheduler.running) + scheduler.waiting, scheduler.queued_prefill_tokens
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        """Call a function at a time of the replay."""
+        self._timer_count += 1
+        heapq.heappush(self._timers, (when, self._timer_count, call))
+
+    def add_worker(self) -> InstanceId:
+        """Start a worker with an empty cache, which gets requests at once."""
+        worker = self._factory.make()
+        self._workers[worker.instance.id] = worker
+        self.instances = (*self.instances, worker.instance)
+        for queue in self._queues:
+            self._serve(queue)
+        return worker.instance.id
+
+    def end_worker(self, instance: InstanceId) -> None:
+        """Send no more requests to a worker, which ends when it has completed those that it has."""
+        self._workers[instance].is_leaving = True
+        self.instances = tuple(each for each in self.instances if each.id != instance)
+        self._remove_if_done(self._workers[instance])
+
+    def _remove_if_done(self, worker: _Worker) -> None:
+        if not worker.is_leaving or worker.scheduler.busy or worker.stepping:
+            return
+        instance = worker.instance.id
+        del self._workers[instance]
+        self.figures.computed_tokens.append(worker.computed_tokens)
+        for table in self.load_tables:
+            table.remove_instance(instance)
+        for router in self._routers:
+            router.removed(instance)
+        if self._observer is not None:
+            self._observer.left(instance)
+
     def _share_soon(self) -> None:
-        self._share_due_at = min(self._share_due_at, self._now + SHARE_S)
+        self._share_due_at = min(self._share_due_at, self.now + SHARE_S)
 
     def _share(self) -> None:
         """Publish the bookings of each frontend to the others, if that is due."""
-        if self._share_due_at > self._now:
+        if self._share_due_at > self.now:
             return
         self._share_due_at = math.inf
         for sender in self.load_tables:
             for message in sender.take_unshared(len(self._workers) + len(self._rows)):
                 for table in self.load_tables:
                     if table is not sender:
-                        table.apply(message, self._now, self._by_instance.__contains__)
+                        table.apply(message, self.now, self._workers.__contains__)
 
     def _start_step(self, worker: _Worker) -> None:
         if not worker.stepping and worker.scheduler.busy:
             worker.stepping = True
-            result = worker.scheduler.step(self._now)
+            result = worker.scheduler.step(self.now)
             self._step_count += 1
-            heapq.heappush(self._steps, (self._now + result.duration_s, self._step_count, worker, result))
+            heapq.heappush(self._steps, (self.now + result.duration_s, self._step_count, worker, result))
 
     def _arrive(self, number: int, row: Row) -> None:
         prompt = expand(row.hash_ids)
         router = self._routers[number % len(self._routers)]
         hashes = PromptHashes.of(prompt, self._config.block_size)
         request = RouteRequest(
-            model=_MODEL,
+            model=MODEL,
             booking_id=str(number),
             prompt=prompt,
             expected_output_tokens=row.output_length,
@@ -182,7 +266,7 @@ class Replay:
         )
         tokens = len(row.hash_ids) * self._config.block_size + row.output_length
         rank, order = rank_and_order(self._config.queue.policy, row.priority, tokens, number)
-        arrival = _Arrival(number, request, row.output_length, router, self._now, self._instances, rank, order)
+        arrival = Arrival(number, request, row.output_length, router, self.now, self, rank, order)
         queue = self._queues[number % len(self._queues)]
         if not queue and self._place(arrival):
             return
@@ -190,9 +274,14 @@ class Replay:
             queue.push(arrival)
             self._serve(queue)
         else:
-            self._figures.rejected += 1
+            self._refuse(arrival)
 
-    def _serve(self, queue: FairQueue[_Arrival]) -> None:
+    def _refuse(self, arrival: Arrival) -> None:
+        self.figures.rejected += 1
+        if self._observer is not None:
+            self._observer.refused(arrival)
+
+    def _serve(self, queue: FairQueue[Arrival]) -> None:
         """Place requests in line until one finds no room."""
         while (first := queue.next()) is not None:
             arrival = queue.pop(first, self._choose)
@@ -200,30 +289,35 @@ class Replay:
                 queue.push(arrival)
                 return
 
-    def _place(self, arrival: _Arrival) -> bool:
+    def _place(self, arrival: Arrival) -> bool:
         """Route a request. Return whether it is over with it: False if it may wait in the queue."""
-        router, figures = arrival.router, self._figures
-        request = msgspec.structs.replace(arrival.request, waited_s=self._now - arrival.arrived_at)
+        if not self.instances:
+            return False
+        router, figures = arrival.router, self.figures
+        request = msgspec.structs.replace(arrival.request, waited_s=self.now - arrival.arrived_at)
         begin = time.thread_time()
         try:
-            choice = router.pick(request, self._instances)
+            choice = router.pick(request, self.instances)
         except TooLate:
-            figures.rejected += 1
+            self._refuse(arrival)
             return True
         except Overloaded:
             return False
         figures.pick_s.append(time.thread_time() - begin)
-        worker = self._by_instance[choice.instance.id]
+        worker = self._workers[choice.instance.id]
         assert request.hashes is not None
         hashes = list(request.hashes.values)
         sequence = SimSequence(prompt=request.prompt, hashes=hashes, limit=max(1, arrival.output_tokens))
         try:
-            worker.scheduler.add(sequence, self._now)
+            worker.scheduler.add(sequence, self.now)
         except InvalidRequest:
             router.finished(request.booking_id)
-            figures.rejected += 1
+            self._refuse(arrival)
             return True
-        self._live[sequence] = _Live(request.booking_id, router, request.priority, arrival.arrived_at, self._now, choice.ttft_s)
+        self._live[sequence] = _Live(arrival, self.now, choice.ttft_s)
+        if self._observer is not None:
+            overlap = choice.overlap_blocks * self._config.block_size
+            self._observer.placed(arrival, len(request.prompt) // TOKEN_BYTES - overlap)
         figures.prompt_blocks += len(hashes)
         worker.accepted.append(request_key(request.booking_id))
         self._start_step(worker)
@@ -231,7 +325,7 @@ class Replay:
 
     def _finish_step(self, worker: _Worker, result: StepResult) -> None:
         worker.computed_tokens += result.prefill_tokens
-        self._figures.preempted += result.preempted
+        self.figures.preempted += result.preempted
         for sequence, _ in result.emitted:
             self._emit(sequence)
         for sequence in result.finished:
@@ -244,38 +338,43 @@ class Replay:
         if update is not None:
             for router in self._routers:
                 if isinstance(router, KvRouter):
-                    router.apply(_MODEL, worker.instance.id, update)
-        if self._now >= worker.report_due_at or not worker.scheduler.busy:
+                    router.apply(MODEL, worker.instance.id, update)
+        if self.now >= worker.report_due_at or not worker.scheduler.busy:
             self._report(worker)
+        self._remove_if_done(worker)
 
     def _emit(self, sequence: SimSequence) -> None:
-        request, now, figures = self._live[sequence], self._now, self._figures
+        request, now, figures = self._live[sequence], self.now, self.figures
         if request.first_at is None:
             request.first_at = now
-            ttft_s = now - request.arrived_at
+            ttft_s = now - request.arrival.arrived_at
             figures.ttft_s.append(ttft_s)
             if request.predicted_s is not None:
                 figures.ttft_error_s.append(abs(request.predicted_s - (now - request.placed_at)))
             figures.hit_blocks += sequence.cached_tokens // self._config.block_size
-            request.router.first_token(request.booking_id)
+            request.arrival.router.first_token(request.arrival.request.booking_id)
         else:
             figures.itl_s.append(now - request.last_at)
         request.last_at = now
 
     def _end(self, sequence: SimSequence) -> None:
-        request, figures = self._live.pop(sequence), self._figures
-        request.router.finished(request.booking_id)
+        request, figures = self._live.pop(sequence), self.figures
+        arrival = request.arrival
+        arrival.router.finished(arrival.request.booking_id)
         if request.first_at is not None:
-            figures.e2e_s.append(request.last_at - request.arrived_at)
+            figures.e2e_s.append(request.last_at - arrival.arrived_at)
             figures.output_tokens += sequence.generated
             itl_s = (request.last_at - request.first_at) / max(1, sequence.generated - 1)
-            in_time = request.first_at - request.arrived_at <= self._config.ttft_goal_s
-            if in_time and itl_s <= self._config.itl_goal_s:
-                figures.good[request.priority] += 1
+            ttft_s = request.first_at - arrival.arrived_at
+            is_good = ttft_s <= self._config.ttft_goal_s and itl_s <= self._config.itl_goal_s
+            if is_good:
+                figures.good[arrival.request.priority] += 1
+            if self._observer is not None:
+                self._observer.ended(arrival, ttft_s, is_good=is_good)
 
     def _report(self, worker: _Worker) -> None:
         scheduler = worker.scheduler
-        worker.report_due_at = self._now + _REPORT_EVERY_S
+        worker.report_due_at = self.now + _REPORT_EVERY_S
         report = LoadReport(
             waiting=scheduler.waiting,
             running=len(scheduler.running),
@@ -288,7 +387,9 @@ class Replay:
         )
         worker.accepted_before, worker.accepted = worker.accepted, []
         for table in self.load_tables:
-            table.report(worker.instance.id, report, self._now, _MODEL)
+            table.report(worker.instance.id, report, self.now, MODEL)
+        if self._observer is not None:
+            self._observer.reported(worker.instance.id, report)
 
 
 def router_options(options: RouterOptions, mode: ReplayMode) -> RouterOptions:
@@ -298,22 +399,27 @@ def router_options(options: RouterOptions, mode: ReplayMode) -> RouterOptions:
     return replace(options, mode=RouterMode(mode.value))
 
 
-def _workers(config: ReplayConfig) -> list[_Worker]:
-    timing = TimingModel(speedup=config.speedup)
-    if config.timing is not None:
-        timing = TimingModel.load(config.timing, config.speedup)
-    scheduling = SchedulerConfig(
-        block_size=config.block_size,
-        total_blocks=config.blocks,
-        max_num_seqs=config.max_num_seqs,
-        max_batched_tokens=config.max_batched_tokens,
-        vocabulary=VOCABULARY,
-        timing=timing,
-    )
-    llm = LlmInfo(context_length=1 << 20, tokenizer="", block_size=config.block_size, total_blocks=config.blocks)
-    card = ModelCard(name=_MODEL, kind=ModelKind.LLM, llm=llm)
-    instances = (
-        Instance(id=InstanceId(number + 1), endpoint=Endpoint(), subject="", card=card, started_at=0.0)
-        for number in range(config.workers)
-    )
-    return [_Worker(instance, Scheduler(scheduling)) for instance in instances]
+class _WorkerFactory:
+    """Makes workers, each with an empty cache."""
+
+    def __init__(self, config: ReplayConfig) -> None:
+        """Raises InvalidRequest for a timing table that cannot be used."""
+        timing = TimingModel(speedup=config.speedup)
+        if config.timing is not None:
+            timing = TimingModel.load(config.timing, config.speedup)
+        self._scheduling = SchedulerConfig(
+            block_size=config.block_size,
+            total_blocks=config.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=config.max_batched_tokens,
+            vocabulary=VOCABULARY,
+            timing=timing,
+        )
+        llm = LlmInfo(context_length=1 << 20, tokenizer="", block_size=config.block_size, total_blocks=config.blocks)
+        self._card = ModelCard(name=MODEL, kind=ModelKind.LLM, llm=llm)
+        self._made = 0
+
+    def make(self) -> _Worker:
+        self._made += 1
+        instance = Instance(id=InstanceId(self._made), endpoint=Endpoint(), subject="", card=self._card, started_at=0.0)
+        return _Worker(instance, Scheduler(self._scheduling))

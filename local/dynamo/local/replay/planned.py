@@ -1,0 +1,202 @@
+"""A replay in which a planner decides how many workers there are, as time goes on.
+
+It sees what a planner sees: arrivals as frontends count them, load reports, the workers that serve. What it decides is carried
+out as by a platform: a new worker serves after its start-up time, one that is to end completes what it has. Each costs from the
+decision until it has ended.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dynamo.common.kv.events import LoadReport
+from dynamo.common.kv.hashes import TOKEN_BYTES, pack_hashes
+from dynamo.common.names import InstanceId
+from dynamo.common.scaling.demand import MAX_SAMPLE_HASHES, ArrivalSample
+from dynamo.common.scaling.pool import Pool
+from dynamo.frontend.router.cost.step_model import StepModel
+from dynamo.local.replay.config import ReplayConfig, ReplayMode
+from dynamo.local.replay.figures import Figures
+from dynamo.local.replay.fleet import MODEL, Arrival, Replay
+from dynamo.local.replay.trace import Row
+from dynamo.planner.pools import Arrivals, Decision, Engine, InstanceView, PoolView
+
+
+class Scaler(Protocol):
+    """Decides how many instances a pool is to have: a planner, or a rule that it is compared with."""
+
+    def decide(self, view: PoolView) -> Decision: ...
+
+
+@dataclass(slots=True)
+class Course:
+    """What happened, interval by interval."""
+
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+    arrivals_per_s: array[float] = field(default_factory=lambda: array("d"))
+    wanted: array[float] = field(default_factory=lambda: array("d"))
+    serving: array[float] = field(default_factory=lambda: array("d"))
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    """The mean of the requests that were completed in the interval; NaN if there were none."""
+    good_share: array[float] = field(default_factory=lambda: array("d"))
+    events: int = 0
+    """How often the number of wanted instances changed."""
+    instance_s: float = 0.0
+    """What all instances cost, from the decision until the end of each."""
+    by: dict[str, int] = field(default_factory=dict)
+    """How often each rule decided."""
+
+
+class PlannedFleet:
+    """Follows a replay, and has its number of workers decided."""
+
+    def __init__(self, config: ReplayConfig, scaler: Scaler, interval_s: float, startup_s: float) -> None:
+        self.course = Course()
+        self.replay: Replay | None = None
+        self._config = config
+        self._scaler = scaler
+        self._interval_s = interval_s
+        self._startup_s = startup_s
+        self._steps = StepModel()
+        self._wanted = config.workers
+        self._starting = 0
+        """Workers whose start-up goes on."""
+        self._cancelled = 0
+        """How many of these are not wanted any more, and end when they are there."""
+        self._leaving = 0
+        self._arrivals = [0.0, 0.0, 0.0, 0.0]
+        """Requests, prompt tokens, tokens to compute, refused."""
+        self._samples: list[ArrivalSample] = []
+        self._ended: list[tuple[float, bool]] = []
+        self._ratios: list[float] = []
+
+    def run(self, rows: Sequence[Row], mode: ReplayMode) -> Figures:
+        self.replay = replay = Replay(rows, mode, self._config, observer=self)
+        replay.at(self._interval_s, self._tick)
+        return replay.run()
+
+    # What the replay tells
+
+    def placed(self, arrival: Arrival, computed_tokens: int) -> None:
+        self._count(arrival, computed_tokens)
+
+    def refused(self, arrival: Arrival) -> None:
+        missing = arrival.missing_tokens() if self.replay is not None and self.replay.instances else None
+        tokens = len(arrival.request.prompt) // TOKEN_BYTES
+        self._count(arrival, tokens if missing is None else missing)
+        self._arrivals[3] += 1
+        self._ended.append((float("nan"), False))
+
+    def reported(self, instance: InstanceId, report: LoadReport) -> None:
+        assert self.replay is not None
+        self._steps.report(instance, report.totals, self.replay.now)
+
+    def ended(self, arrival: Arrival, ttft_s: float, *, is_good: bool) -> None:
+        self._ended.append((ttft_s, is_good))
+
+    def left(self, instance: InstanceId) -> None:
+        self._leaving -= 1
+        self._steps.remove_instance(instance)
+
+    def _count(self, arrival: Arrival, computed_tokens: int) -> None:
+        request, totals = arrival.request, self._arrivals
+        tokens = len(request.prompt) // TOKEN_BYTES
+        totals[0] += 1
+        totals[1] += tokens
+        totals[2] += computed_tokens
+        assert self.replay is not None and request.hashes is not None
+        values = request.hashes.values
+        stride = -(-len(values) // MAX_SAMPLE_HASHES) or 1
+        self._samples.append(
+            ArrivalSample(
+                age_s=0.0,  # set when the interval is over
+                weight=1.0,
+                prompt_tokens=tokens,
+                max_output=arrival.output_tokens,
+                priority=request.priority,
+                tokens_per_hash=stride * self._config.block_size,
+                hashes=pack_hashes(values[stride - 1 :: stride]),
+            )
+        )
+
+    # What the planner sees, and what becomes of its decisions
+
+    def _tick(self) -> None:
+        replay = self.replay
+        assert replay is not None
+        view = self._view(replay)
+        decision = self._scaler.decide(view)
+        self._note(replay, view, decision)
+        self._carry_out(replay, decision)
+        replay.at(replay.now + self._interval_s, self._tick)
+
+    def _view(self, replay: Replay) -> PoolView:
+        config = self._config
+        instances = []
+        for instance in replay.instances:
+            requests, queued = replay.requests_of(instance.id)
+            instances.append(InstanceView(id=instance.id, requests=requests, queued_tokens=queued))
+        requests_, prompt, computed, refused = self._arrivals
+        samples, self._samples, self._arrivals = self._samples, [], [0.0, 0.0, 0.0, 0.0]
+        return PoolView(
+            pool=Pool(MODEL),
+            now=replay.now,
+            arrivals=Arrivals(
+                seconds=self._interval_s, requests=requests_, prompt_tokens=prompt, computed_tokens=computed, refused=refused
+            ),
+            engine=Engine(
+                times=self._steps.times,
+                observations=self._steps.observations,
+                block_size=config.block_size,
+                total_blocks=config.blocks,
+                max_num_seqs=config.max_num_seqs,
+                max_batched_tokens=config.max_batched_tokens,
+            ),
+            instances=instances,
+            waiting=replay.waiting,
+            waiting_tokens=replay.waiting_tokens,
+            samples=samples,
+        )
+
+    def _note(self, replay: Replay, view: PoolView, decision: Decision) -> None:
+        course = self.course
+        course.seconds.append(replay.now)
+        course.arrivals_per_s.append(view.arrivals.requests / self._interval_s)
+        course.wanted.append(decision.instances)
+        course.serving.append(len(replay.instances))
+        times = [ttft_s for ttft_s, _ in self._ended if ttft_s == ttft_s]
+        course.ttft_s.append(sum(times) / len(times) if times else float("nan"))
+        course.good_share.append(sum(good for _, good in self._ended) / len(self._ended) if self._ended else float("nan"))
+        self._ended.clear()
+        course.events += decision.instances != self._wanted
+        course.by[decision.by] = course.by.get(decision.by, 0) + 1
+        # Workers on their way and those that complete their last requests are paid for, too.
+        course.instance_s += self._interval_s * (len(replay.instances) + self._starting + self._leaving)
+
+    def _carry_out(self, replay: Replay, decision: Decision) -> None:
+        self._wanted = decision.instances
+        there = len(replay.instances) + self._starting - self._cancelled
+        for _ in range(decision.instances - there):
+            if self._cancelled:
+                self._cancelled -= 1
+            else:
+                self._starting += 1
+                replay.at(replay.now + self._startup_s, self._started)
+        less = there - decision.instances
+        if less > 0:
+            cancelled = min(less, self._starting - self._cancelled)
+            self._cancelled += cancelled
+            for instance in decision.leave[: less - cancelled]:
+                self._leaving += 1
+                replay.end_worker(instance)
+
+    def _started(self) -> None:
+        assert self.replay is not None
+        self._starting -= 1
+        if self._cancelled:
+            self._cancelled -= 1
+        else:
+            self.replay.add_worker()

@@ -1,0 +1,170 @@
+"""Decisions for one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from dynamo.common.model_card import Role
+from dynamo.common.names import InstanceId
+from dynamo.common.scaling.pool import Pool
+from dynamo.frontend.router.cost.step_model import StepTimes
+from dynamo.planner.capacity import Size
+from dynamo.planner.decide import PoolPlanner, WhatIfResult
+from dynamo.planner.pools import Arrivals, Bounds, Decision, Engine, Goals, InstanceView, PoolView
+
+TIMES = StepTimes(base=6e-3, token=0.125e-3, sequence=0.35e-3, block=0.0, output_tokens=150.0)
+KNOWN = Engine(times=TIMES, observations=100, block_size=16, total_blocks=50_000, max_num_seqs=256, max_batched_tokens=8192)
+UNKNOWN = Engine(times=TIMES, max_num_seqs=16)
+GOALS = Goals(ttft_s=3.0, itl_s=0.1)
+
+
+class Fleet:
+    """Shows a planner one view after the other, five seconds apart."""
+
+    def __init__(self, bounds: Bounds, engine: Engine = KNOWN, pool: Pool | None = None, target: int | None = None) -> None:
+        self.planner = PoolPlanner(pool or Pool("m"), GOALS, bounds, interval_s=5.0, target=target)
+        self.engine = engine
+        self.now = 0.0
+
+    def decide(
+        self,
+        rate: float,
+        instances: int | Sequence[InstanceView],
+        *,
+        waiting: int = 0,
+        waiting_tokens: int = 0,
+        tokens: int = 8000,
+        ttft_ratio: float = 0.0,
+        least: int = 0,
+    ) -> Decision:
+        self.now += 5.0
+        if isinstance(instances, int):
+            instances = [InstanceView(id=InstanceId(number)) for number in range(instances)]
+        requests = rate * 5.0
+        arrivals = Arrivals(seconds=5.0, requests=requests, prompt_tokens=requests * tokens, computed_tokens=requests * tokens)
+        view = PoolView(
+            pool=self.planner.pool,
+            now=self.now,
+            arrivals=arrivals,
+            engine=self.engine,
+            instances=instances,
+            waiting=waiting,
+            waiting_tokens=waiting_tokens,
+            ttft_ratio=ttft_ratio,
+        )
+        return self.planner.decide(view, least=least)
+
+    def decide_often(self, times: int, rate: float, instances: int) -> Decision:
+        for _ in range(times - 1):
+            self.decide(rate, instances)
+        return self.decide(rate, instances)
+
+
+def test_a_load_gets_the_instances_that_it_needs() -> None:
+    decision = Fleet(Bounds(most=40)).decide_often(12, 10.0, 13)
+    assert 12 <= decision.instances <= 14
+    assert decision.by == "formula"
+    assert decision.arrivals_per_s == pytest.approx(10.0)
+    assert "10/s arrive" in decision.reason
+
+
+def test_a_need_far_above_the_target_is_met_at_once() -> None:
+    fleet = Fleet(Bounds(most=40))
+    fleet.decide_often(6, 1.0, 2)
+    assert fleet.decide_often(2, 20.0, 2).instances > 8
+
+
+def test_a_lower_load_takes_instances_away_after_the_cooling_time_only() -> None:
+    fleet = Fleet(Bounds(most=40, cool_down_s=60.0))
+    before = fleet.decide_often(24, 10.0, 13).instances
+    assert fleet.decide(2.0, 13).instances == before
+    assert fleet.decide_often(60, 2.0, 13).instances < 6
+
+
+def test_instances_that_hold_the_least_leave_first() -> None:
+    instances = [
+        InstanceView(id=InstanceId(1), cache_worth_s=0.5),
+        InstanceView(id=InstanceId(2), cache_worth_s=0.1, requests=3),
+        InstanceView(id=InstanceId(3), cache_worth_s=0.1),
+    ]
+    assert Fleet(Bounds()).decide(1.0, instances).leave == (3, 2, 1)
+
+
+def test_no_more_instances_than_the_bounds_allow() -> None:
+    decision = Fleet(Bounds(most=3)).decide_often(12, 20.0, 3)
+    assert decision.instances == 3
+    assert decision.by == "bounds"
+    assert decision.needed > 3
+
+
+def test_a_schedule_raises_the_least() -> None:
+    assert Fleet(Bounds(most=10)).decide(0.1, 1, least=5).instances == 5
+
+
+def test_requests_that_wait_for_a_model_without_instances_start_one_at_once() -> None:
+    assert Fleet(Bounds(least=0), target=0).decide(0.0, 0, waiting=1).instances == 1
+
+
+def test_without_requests_a_model_without_instances_stays_without() -> None:
+    assert Fleet(Bounds(least=0, idle_s=60.0), target=0).decide_often(20, 0.0, 0).instances == 0
+
+
+def test_the_last_instance_ends_when_there_was_no_request_for_so_long() -> None:
+    fleet = Fleet(Bounds(least=0, idle_s=300.0, cool_down_s=30.0))
+    fleet.decide_often(6, 1.0, 1)
+    assert fleet.decide_often(50, 0.0, 1).instances == 1
+    assert fleet.decide_often(40, 0.0, 1).instances == 0
+
+
+def test_before_its_steps_are_known_a_fleet_is_scaled_by_requests_in_flight() -> None:
+    instances = [InstanceView(id=InstanceId(1), requests=30)]
+    decision = Fleet(Bounds(most=10), UNKNOWN).decide(1.0, instances, waiting=10)
+    assert decision.by == "load"
+    assert decision.instances == 5
+
+
+def test_observed_times_above_the_predicted_ones_take_more_instances() -> None:
+    exact, slow = Fleet(Bounds(most=60)), Fleet(Bounds(most=60))
+    for _ in range(12):
+        last = exact.decide(10.0, 13), slow.decide(10.0, 13, ttft_ratio=1.5)
+    assert last[1].needed >= 1.4 * last[0].needed
+
+
+def test_prompts_that_wait_take_instances_beyond_the_steady_need() -> None:
+    steady, behind = Fleet(Bounds(most=60)), Fleet(Bounds(most=60))
+    for _ in range(12):
+        last = steady.decide(10.0, 13), behind.decide(10.0, 13, waiting=100, waiting_tokens=2_000_000)
+    assert last[1].needed > last[0].needed + 2
+
+
+def test_a_decode_pool_needs_nothing_for_prompts() -> None:
+    together, decode = Fleet(Bounds(most=60)), Fleet(Bounds(most=60), pool=Pool("m", Role.DECODE))
+    assert decode.decide_often(12, 20.0, 5).needed < together.decide_often(12, 20.0, 5).needed / 4
+
+
+def test_a_new_planner_goes_on_from_the_target_that_was_decided() -> None:
+    assert Fleet(Bounds(most=20), target=9).decide(1.0, 3).instances == 9
+
+
+def test_instances_that_do_not_come_are_counted_as_missing() -> None:
+    fleet = Fleet(Bounds(most=40, startup_s=20.0))
+    fleet.decide_often(4, 10.0, 2)
+    assert fleet.decide(10.0, 2).missing == 0
+    assert fleet.decide_often(20, 10.0, 2).missing > 5
+
+
+def test_a_what_if_corrects_the_formula() -> None:
+    class OneInFiveMore:
+        def advise(self, view: PoolView, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult:
+            return WhatIfResult(ratio=1.2, goodput_share=0.97)
+
+    planner = PoolPlanner(Pool("m"), GOALS, Bounds(most=60), interval_s=5.0, what_if=OneInFiveMore())
+    fleet = Fleet(Bounds(most=60))
+    plain = fleet.decide_often(12, 10.0, 13)
+    fleet.planner, fleet.now = planner, 0.0
+    corrected = fleet.decide_often(12, 10.0, 13)
+    assert corrected.by == "what-if"
+    assert corrected.goodput_share == 0.97
+    assert plain.needed < corrected.needed <= 1.25 * plain.needed + 1
