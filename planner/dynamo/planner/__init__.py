@@ -6,4 +6,5 @@
 | `decide` | how many instances one pool is to have, anew at each interval |
 | `forecast` | what a rate will be some time ahead |
 | `pools` | what a planner sees of a pool at one moment, what it is to reach, and what it decides |
+| `whatif` | what another number of instances would do to the arrivals of the last minutes |
 """

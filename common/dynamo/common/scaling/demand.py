@@ -6,6 +6,7 @@ keep up does not look idle. Totals count from the start of the process: a lost r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -17,7 +18,7 @@ REPORT_EVERY_S = 1.0
 MAX_SAMPLES = 64
 """Arrivals that one report describes, over all pools. Of more, each described one stands for several."""
 MAX_SAMPLE_HASHES = 64
-"""Hashes that describe one prompt: of a longer prompt, those of every n-th block."""
+"""Hashes that describe one prompt: of a longer prompt, those of every n-th block, where n is a power of two."""
 
 # What readers accept, so that no process can make a planner compute with infinities or less than nothing.
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -27,6 +28,14 @@ _Duration: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 def demand_subject(namespace: str) -> str:
     """Return the NATS subject of the reports of a namespace."""
     return f"dynamo.{encode(namespace, 'namespace')}.demand"
+
+
+def thin_hashes(hashes: Sequence[int]) -> tuple[int, Sequence[int]]:
+    """Return n, and the hashes of every n-th block of a prompt."""
+    every = 1
+    while len(hashes) // every > MAX_SAMPLE_HASHES:
+        every *= 2
+    return every, hashes[every - 1 :: every]
 
 
 class ArrivalTotals(msgspec.Struct, frozen=True, array_like=True):

@@ -20,6 +20,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.local.replay.config import ReplayConfig
 from dynamo.local.replay.figures import Figures, Summary, summary, table
 from dynamo.local.replay.fleet import Replay
+from dynamo.local.replay.planned import Course, PlannedFleet, planner_of
 from dynamo.local.replay.trace import Row, Workload, read_trace, synthesise
 
 PROGRAM = "dynamo-local replay"
@@ -30,12 +31,23 @@ _DESCRIPTION = (
 _MADE_UP_REQUESTS = 1000
 
 
-def replay(trace: Path | None, config: ReplayConfig) -> dict[str, tuple[Figures, Summary]]:
-    """By mode. Raises InvalidRequest for a file that cannot be used."""
+def replay(
+    trace: Path | None, config: ReplayConfig, courses: dict[str, Course] | None = None
+) -> dict[str, tuple[Figures, Summary]]:
+    """Return what each mode did. With a planner, `courses` gets what happened as time went on, by mode.
+
+    Raises InvalidRequest for a file that cannot be used.
+    """
     rows = _made_up(config) if trace is None else read_trace(trace, config.requests)
     results: dict[str, tuple[Figures, Summary]] = {}
     for mode in config.modes:
-        figures = Replay(rows, mode, config).run()
+        if config.planner:
+            fleet = PlannedFleet(config, planner_of(config))
+            figures = fleet.run(rows, mode)
+            if courses is not None:
+                courses[mode.value] = fleet.course
+        else:
+            figures = Replay(rows, mode, config).run()
         results[mode.value] = (figures, summary(figures))
     return results
 
@@ -56,16 +68,20 @@ def _made_up(config: ReplayConfig) -> list[Row]:
 
 
 def _replay_once(trace: Path | None, config: ReplayConfig) -> None:
-    results = replay(trace, config)
+    courses: dict[str, Course] = {}
+    results = replay(trace, config, courses)
     summaries = {mode: each for mode, (_, each) in results.items()}
     if config.json:
         print(msgspec.json.encode(summaries).decode())
     else:
         print("\n".join(table(summaries)))
     if config.plot is not None:
-        from dynamo.local.replay.plot import draw  # matplotlib is not always there
+        from dynamo.local.replay.plot import draw, draw_courses  # matplotlib is not always there
 
-        draw(results, config.plot)
+        if courses:
+            draw_courses(courses, config, config.plot)
+        else:
+            draw(results, config.plot)
 
 
 def _replay_at_rates(trace: Path | None, config: ReplayConfig) -> None:
@@ -84,6 +100,20 @@ def _replay_at_rates(trace: Path | None, config: ReplayConfig) -> None:
         draw_rates(list(by_rate.values()), config.plot)
 
 
+def _check_planning(config: ReplayConfig) -> None:
+    """Raise ConfigError for options that contradict each other."""
+    planning = config.planning
+    if planning.min_instances > planning.max_instances:
+        raise ConfigError(
+            f"--planner-min-instances {planning.min_instances} is above --planner-max-instances {planning.max_instances}"
+        )
+    if not planning.min_instances <= config.workers <= planning.max_instances:
+        raise ConfigError(
+            f"--workers {config.workers}, the number at the start, is not between --planner-min-instances "
+            f"{planning.min_instances} and --planner-max-instances {planning.max_instances}"
+        )
+
+
 def main(arguments: Sequence[str]) -> NoReturn:
     trace = Path(arguments[0]) if arguments and not arguments[0].startswith("-") else None
     flags = arguments if trace is None else arguments[1:]
@@ -91,6 +121,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         config = load(ReplayConfig, flags, os.environ, program=PROGRAM, description=_DESCRIPTION)
         if config.plot is not None and find_spec("matplotlib") is None:
             raise ConfigError("--plot needs matplotlib: pip install 'dynamo-serving[plot]'")
+        if config.planner:
+            _check_planning(config)
         if config.rates:
             _replay_at_rates(trace, config)
         else:

@@ -38,6 +38,31 @@ class WorkloadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningOptions:
+    """A planner that decides how many workers there are, see `--planner`. `--workers` is their number at the start."""
+
+    min_instances: int = option(1, env=(), file_key=(), minimum=0, maximum=10_000, help="The least workers.")
+    max_instances: int = option(48, env=(), file_key=(), minimum=1, maximum=10_000, help="The most workers.")
+    startup_s: float = option(
+        60.0, env=(), file_key=(), minimum=0, maximum=86_400, metavar="SECONDS", help="From the decision until a worker serves."
+    )
+    interval_s: float = option(
+        5.0, env=(), file_key=(), minimum=0.5, maximum=3600, metavar="SECONDS", help="How often it decides."
+    )
+    goodput_share: float = option(
+        0.95, env=(), file_key=(), minimum=0.01, maximum=0.9999, help="The share of requests that are to reach the goals."
+    )
+    whatif_cpu: float = option(
+        0.1,
+        env=(),
+        file_key=(),
+        minimum=0,
+        maximum=1,
+        help="The share of a core that trying other numbers takes; 0: none.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayConfig:
     """A simulated fleet, how fast requests reach it, and the options of its routers, which are those of a frontend."""
 
@@ -85,6 +110,10 @@ class ReplayConfig:
     )
     json: bool = option(False, env=(), file_key=(), help="Print one JSON object instead of a table.")
 
+    planner: bool = option(
+        False, env=(), file_key=(), help="Have a planner decide how many workers there are, by --ttft-goal and --itl-goal."
+    )
+
     @property
     def ttft_goal_s(self) -> float:
         """Goodput counts requests with a TTFT up to this …"""
@@ -98,5 +127,6 @@ class ReplayConfig:
         return _ITL_GOAL_S if goal_s is None else goal_s
 
     workload: WorkloadOptions = group("Made-up workload", default=WorkloadOptions)
+    planning: PlanningOptions = group("Planner", prefix="planner", default=PlanningOptions)
     router: RouterOptions = group("Routing", prefix="router", default=RouterOptions)
     queue: QueueOptions = group("Queue", prefix="queue", default=QueueOptions)

@@ -41,6 +41,10 @@ class Figures:
     itl_s: array[float] = field(default_factory=lambda: array("f"))
     pick_s: array[float] = field(default_factory=lambda: array("d"))
     """CPU time of each decision, without hashing."""
+    instance_s: float = 0.0
+    """What the workers cost, each from the decision to start it until it has ended."""
+    scaling_events: int = 0
+    """How often the number of workers that a planner wanted changed."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +68,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     rejected_share: float
     goodput_rps: float
     """Requests per second that were completed within the goals."""
+    goodput_share: float
+    """The share of all requests that were."""
+    instance_hours: float
+    scaling_events: int
     offered_rps: float
     """Over the whole replay, until the last request is completed."""
     requests_per_s: float
@@ -91,6 +99,9 @@ def summary(figures: Figures) -> Summary:
         tokens_per_s=figures.output_tokens / figures.virtual_s if figures.virtual_s else 0.0,
         rejected_share=figures.rejected / figures.requests if figures.requests else 0.0,
         goodput_rps=figures.good.total() / figures.virtual_s if figures.virtual_s else 0.0,
+        goodput_share=figures.good.total() / figures.requests if figures.requests else 0.0,
+        instance_hours=figures.instance_s / 3600.0,
+        scaling_events=figures.scaling_events,
         offered_rps=figures.requests / figures.virtual_s if figures.virtual_s else 0.0,
         requests_per_s=figures.requests / figures.arrivals_s if figures.arrivals_s else 0.0,
         preempted=figures.preempted,
@@ -119,7 +130,10 @@ _COLUMNS = (
     ("tokens/s", "tokens_per_s", 1.0),
     ("rejected %", "rejected_share", 100.0),
     ("goodput/s", "goodput_rps", 1.0),
+    ("goodput %", "goodput_share", 100.0),
     ("offered/s", "offered_rps", 1.0),
+    ("instance hours", "instance_hours", 1.0),
+    ("scalings", "scaling_events", 1.0),
     ("preempted", "preempted", 1.0),
     ("pick p99 µs", "pick_p99_us", 1.0),
 )

@@ -180,6 +180,7 @@ class Replay:
         figures.rejected += self.waiting  # for which there is no room in an idle fleet
         figures.virtual_s = self.now
         figures.wall_s = time.perf_counter() - start
+        figures.instance_s = self.now * len(self._workers)
         figures.computed_tokens += [worker.computed_tokens for worker in self._workers.values()]
         return figures
 

@@ -12,17 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from dynamo.common.kv.events import LoadReport
 from dynamo.common.kv.hashes import TOKEN_BYTES, pack_hashes
 from dynamo.common.names import InstanceId
-from dynamo.common.scaling.demand import MAX_SAMPLE_HASHES, ArrivalSample
+from dynamo.common.scaling.demand import ArrivalSample, thin_hashes
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.router.cost.step_model import StepModel
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures
 from dynamo.local.replay.fleet import MODEL, Arrival, Replay
 from dynamo.local.replay.trace import Row
-from dynamo.planner.pools import Arrivals, Decision, Engine, InstanceView, PoolView
+from dynamo.planner.decide import PoolPlanner
+from dynamo.planner.pools import Arrivals, Bounds, Decision, Engine, Goals, InstanceView, PoolView
+from dynamo.planner.whatif.advisor import Advisor
+from dynamo.planner.whatif.fleet import without_goals
 
 
 class Scaler(Protocol):
@@ -42,6 +47,8 @@ class Course:
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     """The mean of the requests that were completed in the interval; NaN if there were none."""
     good_share: array[float] = field(default_factory=lambda: array("d"))
+    paid: array[float] = field(default_factory=lambda: array("d"))
+    """Workers that cost: those that start, serve, or complete their last requests."""
     events: int = 0
     """How often the number of wanted instances changed."""
     instance_s: float = 0.0
@@ -50,16 +57,25 @@ class Course:
     """How often each rule decided."""
 
 
+def planner_of(config: ReplayConfig) -> PoolPlanner:
+    """Return a planner with the goals and bounds of a replay."""
+    planning = config.planning
+    bounds = Bounds(least=planning.min_instances, most=planning.max_instances, startup_s=planning.startup_s)
+    goals = Goals(ttft_s=config.ttft_goal_s, itl_s=config.itl_goal_s, share=planning.goodput_share)
+    advisor = Advisor(without_goals(config.router), cpu_share=planning.whatif_cpu) if planning.whatif_cpu else None
+    return PoolPlanner(Pool(MODEL), goals, bounds, interval_s=planning.interval_s, what_if=advisor)
+
+
 class PlannedFleet:
     """Follows a replay, and has its number of workers decided."""
 
-    def __init__(self, config: ReplayConfig, scaler: Scaler, interval_s: float, startup_s: float) -> None:
+    def __init__(self, config: ReplayConfig, scaler: Scaler) -> None:
         self.course = Course()
         self.replay: Replay | None = None
         self._config = config
         self._scaler = scaler
-        self._interval_s = interval_s
-        self._startup_s = startup_s
+        self._interval_s = config.planning.interval_s
+        self._startup_s = config.planning.startup_s
         self._steps = StepModel()
         self._wanted = config.workers
         self._starting = 0
@@ -69,14 +85,17 @@ class PlannedFleet:
         self._leaving = 0
         self._arrivals = [0.0, 0.0, 0.0, 0.0]
         """Requests, prompt tokens, tokens to compute, refused."""
-        self._samples: list[ArrivalSample] = []
+        self._samples: list[tuple[float, ArrivalSample]] = []
+        """When each arrived, and what."""
         self._ended: list[tuple[float, bool]] = []
         self._ratios: list[float] = []
 
     def run(self, rows: Sequence[Row], mode: ReplayMode) -> Figures:
         self.replay = replay = Replay(rows, mode, self._config, observer=self)
         replay.at(self._interval_s, self._tick)
-        return replay.run()
+        figures = replay.run()
+        figures.instance_s, figures.scaling_events = self.course.instance_s, self.course.events
+        return figures
 
     # What the replay tells
 
@@ -108,19 +127,16 @@ class PlannedFleet:
         totals[1] += tokens
         totals[2] += computed_tokens
         assert self.replay is not None and request.hashes is not None
-        values = request.hashes.values
-        stride = -(-len(values) // MAX_SAMPLE_HASHES) or 1
-        self._samples.append(
-            ArrivalSample(
-                age_s=0.0,  # set when the interval is over
-                weight=1.0,
-                prompt_tokens=tokens,
-                max_output=arrival.output_tokens,
-                priority=request.priority,
-                tokens_per_hash=stride * self._config.block_size,
-                hashes=pack_hashes(values[stride - 1 :: stride]),
-            )
+        every, hashes = thin_hashes(request.hashes.values)
+        sample = ArrivalSample(
+            age_s=0.0,
+            weight=1.0,
+            prompt_tokens=tokens,
+            priority=request.priority,
+            tokens_per_hash=every * self._config.block_size,
+            hashes=pack_hashes(hashes),
         )
+        self._samples.append((arrival.arrived_at, sample))
 
     # What the planner sees, and what becomes of its decisions
 
@@ -158,7 +174,7 @@ class PlannedFleet:
             instances=instances,
             waiting=replay.waiting,
             waiting_tokens=replay.waiting_tokens,
-            samples=samples,
+            samples=[msgspec.structs.replace(sample, age_s=replay.now - at) for at, sample in samples],
         )
 
     def _note(self, replay: Replay, view: PoolView, decision: Decision) -> None:
@@ -174,7 +190,8 @@ class PlannedFleet:
         course.events += decision.instances != self._wanted
         course.by[decision.by] = course.by.get(decision.by, 0) + 1
         # Workers on their way and those that complete their last requests are paid for, too.
-        course.instance_s += self._interval_s * (len(replay.instances) + self._starting + self._leaving)
+        course.paid.append(len(replay.instances) + self._starting + self._leaving)
+        course.instance_s += self._interval_s * course.paid[-1]
 
     def _carry_out(self, replay: Replay, decision: Decision) -> None:
         self._wanted = decision.instances

@@ -10,8 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
+from numpy.typing import NDArray
 
+from dynamo.local.replay.config import ReplayConfig
 from dynamo.local.replay.figures import Figures, Summary
+from dynamo.local.replay.planned import Course
 
 _CURVE_POINTS = 400
 
@@ -60,6 +63,43 @@ def draw_rates(summaries: Sequence[Mapping[str, Summary]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)
     figure.savefig(path, dpi=110)
+
+
+def draw_courses(courses: Mapping[str, Course], config: ReplayConfig, path: Path) -> None:
+    """Arrivals, workers, time to first token and cost as time goes on, one curve per mode. Raises as `draw`."""
+    figure = Figure(figsize=(11, 9), layout="constrained")
+    arrivals, workers, ttft, cost = figure.subplots(4, 1, sharex=True)
+    step_h = config.planning.interval_s / 3600.0
+    for number, (mode, course) in enumerate(courses.items()):
+        hours = np.array(course.seconds) / 3600.0
+        if not number:
+            arrivals.plot(hours, _smooth(course.arrivals_per_s), color="grey")
+        workers.step(hours, np.array(course.serving), where="post", label=f"{mode}: serving", color=f"C{number}")
+        workers.step(hours, np.array(course.wanted), where="post", label=f"{mode}: wanted", color=f"C{number}", alpha=0.35)
+        ttft.plot(hours, _smooth(course.ttft_s), label=mode, color=f"C{number}")
+        cost.plot(hours, np.cumsum(np.array(course.paid)) * step_h, label=mode, color=f"C{number}")
+    ttft.axhline(config.ttft_goal_s, color="grey", linestyle=":", label="goal")
+    arrivals.set_ylabel("arrivals, requests/s")
+    workers.set_ylabel("workers")
+    ttft.set_ylabel("TTFT, mean of a minute, s")
+    cost.set(ylabel="instance hours", xlabel="hours")
+    for axes in (arrivals, workers, ttft, cost):
+        axes.set_ylim(bottom=0.0)
+        axes.grid(alpha=0.3)
+    for axes in (workers, ttft):
+        axes.legend(fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def _smooth(values: array[float], count: int = 12) -> NDArray[np.float64]:
+    """Return the mean of each value and those before it, `count` in all; values that are not known are left out."""
+    known = np.array(values, dtype=np.float64)
+    weights = np.ones(count)
+    present = ~np.isnan(known)
+    sums = np.convolve(np.where(present, known, 0.0), weights)[: len(known)]
+    numbers = np.convolve(present.astype(np.float64), weights)[: len(known)]
+    means: NDArray[np.float64] = np.divide(sums, numbers, out=np.full(len(known), np.nan), where=numbers > 0)
+    return means
 
 
 def _bars(axes: Axes, title: str, values: Mapping[str, float], colours: Mapping[str, str]) -> None:

@@ -1,0 +1,201 @@
+"""Which numbers of instances are tried on the last arrivals, when, and what follows from it.
+
+The arrivals are those that frontends describe in their reports, sped up or slowed down to the rate that is forecast. From the
+number that the formula gives, corrected as the last time, the search goes down while the goals are held, or up until they are.
+What it finds is kept as a ratio to the formula, which goes on with it between two searches. Caches begin with what older
+arrivals would have left there, wherever these went.
+
+A search takes seconds of CPU at a high rate. The next one begins when the time since has brought its share down to `cpu_share`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from dynamo.common.kv.hashes import unpack_hashes
+from dynamo.common.scaling.demand import ArrivalSample
+from dynamo.frontend.config import RouterMode, RouterOptions
+from dynamo.planner.capacity import Size
+from dynamo.planner.decide import WhatIfResult
+from dynamo.planner.pools import Engine, Goals, PoolView
+from dynamo.planner.whatif.fleet import WhatIfFleet, WhatIfRequest
+
+_PLAYED = 1500
+"""Arrivals that are played at most."""
+_KEPT = 4500
+"""Arrivals that are kept; those that are not played fill the caches."""
+_OLDEST_S = 900.0
+_FEWEST = 50
+"""With fewer arrivals to play, chance would decide."""
+_SHORTEST_S = 15.0
+"""A shorter time shows no queues."""
+_WARM_SHARE = 0.2
+"""The share of the time whose requests do not count: the fleet begins idle."""
+_STEP = 0.06
+"""By which share of the instances the search goes on, at least by one."""
+_PART_S = 20.0
+"""How arrivals are bunched within so long is kept; between such parts, they are made even."""
+_MOST_TRIES = 5
+_VALID_S = 180.0
+_EVERY_S = 20.0
+"""Not sooner, whatever a search takes."""
+_LEAST_RATIO, _MOST_RATIO = 0.5, 3.0
+_FEWEST_INSTANCES = 2
+
+
+class Advisor:
+    """Tries numbers of instances for one pool. Not for several threads."""
+
+    def __init__(
+        self,
+        options: RouterOptions | None = None,
+        *,
+        cpu_share: float = 0.1,
+        cpu_clock: Callable[[], float] = time.thread_time,
+        seed: int = 0,
+    ) -> None:
+        """`options`: of the router that frontends use, without goals; `cpu_clock`: the CPU time of the calling thread."""
+        self._options = RouterOptions(mode=RouterMode.KV) if options is None else options
+        self._cpu_share = cpu_share
+        self._cpu_clock = cpu_clock
+        self._seed = seed
+        self._samples: deque[tuple[float, ArrivalSample]] = deque(maxlen=_KEPT)
+        """When each arrived, and what."""
+        self._result: WhatIfResult | None = None
+        self._ratio = 1.0
+        self._found_at = -math.inf
+        self._next_at = -math.inf
+        self.searches = 0
+        self.cpu_s = 0.0
+        """What all searches took."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<Advisor, {len(self._samples)} arrivals, ratio {self._ratio:.2f}, {self.searches} searches in {self.cpu_s:.1f} s>"
+        )
+
+    def advise(self, view: PoolView, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult | None:
+        """Return what the last search found; search anew if it is time. None: there is nothing valid."""
+        self._keep(view)
+        if view.now >= self._next_at and self._cpu_share > 0.0 and size.instances:
+            begin = self._cpu_clock()
+            result = self._search(view.now, engine, goals, forecast_per_s, size)
+            took_s = self._cpu_clock() - begin
+            self._next_at = view.now + max(_EVERY_S, took_s / self._cpu_share)
+            self.cpu_s += took_s
+            if result is not None:
+                self.searches += 1
+                self._result, self._found_at, self._ratio = result, view.now, result.ratio
+        return self._result if view.now - self._found_at <= _VALID_S else None
+
+    def _keep(self, view: PoolView) -> None:
+        arrived = sorted(((view.now - sample.age_s, sample) for sample in view.samples), key=lambda each: each[0])
+        self._samples.extend(arrived)
+        while self._samples and self._samples[0][0] < view.now - _OLDEST_S:
+            self._samples.popleft()
+
+    def _search(self, now: float, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult | None:
+        """Return the least number of instances that holds the goals, as a ratio to the formula's; None: too little is known."""
+        played = list(self._samples)[-_PLAYED:]
+        if len(played) < _FEWEST or forecast_per_s <= 0.0:
+            return None
+        each = sum(sample.weight for _, sample in played) / len(played)
+        """How many requests each of them stands for: so much smaller is the fleet that they are played on."""
+        seconds = len(played) * each / forecast_per_s
+        if seconds < _SHORTEST_S or size.instances / each < _FEWEST_INSTANCES:
+            return None
+        requests = self._requests(played, engine, seconds)
+        before = self._requests(list(self._samples)[: -len(played)], engine, seconds)
+        least = max(_FEWEST_INSTANCES, math.ceil(size.engine_seconds / each))
+
+        def goodput(instances: int) -> float:
+            fleet = WhatIfFleet(instances, engine, self._options, self._seed)
+            return fleet.run(requests, goals, _WARM_SHARE * seconds, before).share
+
+        first = max(least, round(size.instances * self._ratio / each))
+        found, share = _least_good(first, least, goals.share, goodput)
+        ratio = min(max(found * each / size.instances, _LEAST_RATIO), _MOST_RATIO)
+        return WhatIfResult(ratio=ratio, goodput_share=share)
+
+    def _requests(self, samples: Sequence[tuple[float, ArrivalSample]], engine: Engine, seconds: float) -> list[WhatIfRequest]:
+        """Return the arrivals, spread over so many seconds, with outputs of random lengths, the same at each call."""
+        if not samples:
+            return []
+        rng = random.Random(self._seed)
+        per_hash = _common_stride([sample for _, sample in self._samples])
+        mean = max(1.0, engine.times.output_tokens)
+        requests: list[WhatIfRequest] = []
+        for at, sample in zip(levelled([at for at, _ in samples], seconds), (sample for _, sample in samples), strict=True):
+            output = 1 + int(rng.expovariate(1.0 / mean))
+            thinned = _thinned(sample, per_hash)
+            requests.append(
+                WhatIfRequest(
+                    at=at,
+                    prompt_tokens=max(1, sample.prompt_tokens),
+                    output_tokens=min(output, sample.max_output) if sample.max_output else output,
+                    max_output=sample.max_output,
+                    priority=sample.priority,
+                    tokens_per_hash=per_hash if thinned else 0,
+                    hashes=thinned,
+                )
+            )
+        return requests
+
+
+def levelled(times: Sequence[float], seconds: float) -> list[float]:
+    """Return times spread over so many seconds, at the same rate in each part of the history, bunched as they are within it.
+
+    Otherwise the end of a rise would come at a rate far above the one that is forecast.
+    """
+    begin, lasted_s = times[0], times[-1] - times[0]
+    counts = [0] * max(1, round(lasted_s / _PART_S))
+    length_s = lasted_s / len(counts) or 1.0
+    numbers = [min(int((at - begin) / length_s), len(counts) - 1) for at in times]
+    for number in numbers:
+        counts[number] += 1
+    before = [0, *accumulate(counts)]
+    each_s = seconds / len(times)
+    return [
+        each_s * (before[number] + ((at - begin) / length_s - number) * counts[number])
+        for at, number in zip(times, numbers, strict=True)
+    ]
+
+
+def _least_good(first: int, least: int, share: float, goodput: Callable[[int], float]) -> tuple[int, float]:
+    """Return the least number that holds the share, as far as the tries go, and its share. Begins with `first`."""
+    number, got = first, goodput(first)
+    step = max(1, round(_STEP * first))
+    for _ in range(_MOST_TRIES - 1):
+        if got >= share:
+            if number <= least:
+                break
+            fewer = max(least, number - step)
+            got_there = goodput(fewer)
+            if got_there < share:
+                break
+        else:
+            fewer = number + step
+            got_there = goodput(fewer)
+            if got_there >= share:
+                return fewer, got_there
+        number, got = fewer, got_there
+    return number, got
+
+
+def _common_stride(samples: Sequence[ArrivalSample]) -> int:
+    """Return the tokens between two hashes with which nine of ten samples can be told; 0: none has hashes."""
+    strides = sorted(sample.tokens_per_hash for sample in samples if sample.tokens_per_hash)
+    return strides[int(0.9 * (len(strides) - 1))] if strides else 0
+
+
+def _thinned(sample: ArrivalSample, per_hash: int) -> list[int]:
+    """Return the hashes of a sample that lie so many tokens apart; none if it has others."""
+    if not per_hash or not sample.tokens_per_hash or per_hash % sample.tokens_per_hash:
+        return []
+    every = per_hash // sample.tokens_per_hash
+    return unpack_hashes(sample.hashes)[every - 1 :: every]

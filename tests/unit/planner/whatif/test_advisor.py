@@ -1,0 +1,99 @@
+"""Searches for the least number of instances that holds the goals."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from dynamo.common.scaling.demand import ArrivalSample
+from dynamo.common.scaling.pool import Pool
+from dynamo.frontend.router.cost.step_model import StepTimes
+from dynamo.planner.capacity import Size
+from dynamo.planner.decide import WhatIfResult
+from dynamo.planner.pools import Arrivals, Engine, Goals, PoolView
+from dynamo.planner.whatif.advisor import Advisor, levelled
+
+TIMES = StepTimes(base=6e-3, token=0.125e-3, sequence=0.35e-3, block=0.0, output_tokens=50.0)
+ENGINE = Engine(times=TIMES, observations=9, block_size=16, total_blocks=20_000, max_num_seqs=256, max_batched_tokens=8192)
+GOALS = Goals(ttft_s=3.0, itl_s=0.1)
+
+
+def view(now: float, rate: float, *, weight: float = 1.0, seconds: float = 60.0) -> PoolView:
+    """Return a view with the samples of so many seconds, prompts of 4,000 tokens that take half a second each."""
+    rng = random.Random(1)
+    samples = [
+        ArrivalSample(age_s=rng.uniform(0.0, seconds), weight=weight, prompt_tokens=4000)
+        for _ in range(int(rate * seconds / weight))
+    ]
+    return PoolView(pool=Pool("m"), now=now, arrivals=Arrivals(seconds=seconds), engine=ENGINE, samples=samples)
+
+
+def advise(advisor: Advisor, seen: PoolView, rate: float, instances: int) -> WhatIfResult | None:
+    size = Size(instances=instances, engine_seconds=rate * 0.5175, bound="work")
+    return advisor.advise(seen, ENGINE, GOALS, rate, size)
+
+
+def test_too_few_instances_by_the_formula_are_raised_until_the_goals_are_held() -> None:
+    result = advise(Advisor(), view(60.0, 5.0), 5.0, 3)
+    assert result is not None
+    assert result.goodput_share >= GOALS.share
+    assert 1.0 < result.ratio <= 5 / 3
+
+
+def test_too_many_instances_by_the_formula_are_lowered() -> None:
+    result = advise(Advisor(), view(60.0, 5.0), 5.0, 8)
+    assert result is not None
+    assert result.goodput_share >= GOALS.share
+    assert result.ratio <= 5 / 8
+
+
+def test_the_arrivals_are_played_at_the_rate_that_is_forecast() -> None:
+    advisor = Advisor()
+    result = advise(advisor, view(60.0, 5.0), 10.0, 6)
+    assert result is not None
+    assert result.ratio > 1.0
+
+
+def test_samples_that_stand_for_several_requests_are_played_on_a_smaller_fleet() -> None:
+    result = advise(Advisor(), view(60.0, 20.0, weight=4.0), 20.0, 16)
+    assert result is not None
+    assert 0.6 < result.ratio < 1.3
+
+
+@pytest.mark.parametrize(("rate", "forecast"), [(0.5, 0.5), (5.0, 100.0)], ids=["few requests", "too short a time"])
+def test_too_little_to_judge_by_gives_no_advice(rate: float, forecast: float) -> None:
+    assert advise(Advisor(), view(60.0, rate), forecast, 8) is None
+
+
+def test_the_next_search_waits_until_the_last_one_is_paid_for() -> None:
+    ticks: Iterator[float] = iter([0.0, 6.0, 6.0, 12.0])
+    advisor = Advisor(cpu_share=0.1, cpu_clock=lambda: next(ticks))
+    for now in (60.0, 90.0, 119.0):
+        advise(advisor, view(now, 5.0), 5.0, 4)
+    assert advisor.searches == 1
+    advise(advisor, view(120.0, 5.0), 5.0, 4)
+    assert advisor.searches == 2
+    assert advisor.cpu_s == 12.0
+
+
+def test_old_advice_is_none() -> None:
+    advisor = Advisor()
+    assert advise(advisor, view(60.0, 5.0), 5.0, 4) is not None
+    assert advise(advisor, view(1000.0, 0.0), 5.0, 4) is None
+
+
+def test_without_a_share_of_cpu_nothing_is_tried() -> None:
+    assert advise(Advisor(cpu_share=0.0), view(60.0, 5.0), 5.0, 4) is None
+
+
+def test_a_rise_within_the_history_is_made_even_and_short_bunches_are_kept() -> None:
+    rng = random.Random(1)
+    rise = sorted(100.0 * rng.random() ** 0.5 for _ in range(1000))
+    even = levelled(rise, 50.0)
+    firsts = sum(at < 25.0 for at in even)
+    assert even == sorted(even)
+    assert 430 < firsts < 570
+    bunches = [20.0 * number + (0.0 if each < 9 else 19.9) for number in range(5) for each in range(10)]
+    assert max(levelled(bunches, 100.0)[:9]) < 1.0
