@@ -7,6 +7,7 @@ decision until it has ended.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,19 @@ from dynamo.planner.whatif.fleet import without_goals
 class Scaler(Protocol):
     """Decides how many instances a pool is to have: a planner, or a rule that it is compared with."""
 
-    def decide(self, view: PoolView) -> Decision: ...
+    def decide(self, view: PoolView, ttft_s: Sequence[float]) -> Decision:
+        """Return how many there are to be. `ttft_s`: of the requests that were completed since the last call."""
+        ...
+
+
+class PlannerScaler:
+    """The planner, which needs no times to first token."""
+
+    def __init__(self, planner: PoolPlanner) -> None:
+        self._planner = planner
+
+    def decide(self, view: PoolView, ttft_s: Sequence[float]) -> Decision:
+        return self._planner.decide(view)
 
 
 @dataclass(slots=True)
@@ -57,13 +70,13 @@ class Course:
     """How often each rule decided."""
 
 
-def planner_of(config: ReplayConfig) -> PoolPlanner:
+def planner_of(config: ReplayConfig) -> Scaler:
     """Return a planner with the goals and bounds of a replay."""
     planning = config.planning
     bounds = Bounds(least=planning.min_instances, most=planning.max_instances, startup_s=planning.startup_s)
     goals = Goals(ttft_s=config.ttft_goal_s, itl_s=config.itl_goal_s, share=planning.goodput_share)
     advisor = Advisor(without_goals(config.router), cpu_share=planning.whatif_cpu) if planning.whatif_cpu else None
-    return PoolPlanner(Pool(MODEL), goals, bounds, interval_s=planning.interval_s, what_if=advisor)
+    return PlannerScaler(PoolPlanner(Pool(MODEL), goals, bounds, interval_s=planning.interval_s, what_if=advisor))
 
 
 class PlannedFleet:
@@ -144,8 +157,9 @@ class PlannedFleet:
         replay = self.replay
         assert replay is not None
         view = self._view(replay)
-        decision = self._scaler.decide(view)
-        self._note(replay, view, decision)
+        times = [ttft_s for ttft_s, _ in self._ended if not math.isnan(ttft_s)]
+        decision = self._scaler.decide(view, times)
+        self._note(replay, view, decision, times)
         self._carry_out(replay, decision)
         replay.at(replay.now + self._interval_s, self._tick)
 
@@ -177,13 +191,12 @@ class PlannedFleet:
             samples=[msgspec.structs.replace(sample, age_s=replay.now - at) for at, sample in samples],
         )
 
-    def _note(self, replay: Replay, view: PoolView, decision: Decision) -> None:
+    def _note(self, replay: Replay, view: PoolView, decision: Decision, times: Sequence[float]) -> None:
         course = self.course
         course.seconds.append(replay.now)
         course.arrivals_per_s.append(view.arrivals.requests / self._interval_s)
         course.wanted.append(decision.instances)
         course.serving.append(len(replay.instances))
-        times = [ttft_s for ttft_s, _ in self._ended if ttft_s == ttft_s]
         course.ttft_s.append(sum(times) / len(times) if times else float("nan"))
         course.good_share.append(sum(good for _, good in self._ended) / len(self._ended) if self._ended else float("nan"))
         self._ended.clear()
