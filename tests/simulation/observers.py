@@ -40,7 +40,7 @@ from dynamo.frontend.fleet.peers.usage import UsageStore
 from dynamo.frontend.metrics import ModelMetrics
 from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.security.sharing import Shares
-from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream
+from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.queue.admission import QueuePosition
 from dynamo.frontend.serving.queue.fair_share import QueueShare
 from tests.simulation.clients import Attempt, Outcome

@@ -48,7 +48,8 @@ from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.keys import MAX_PRIORITY
 from dynamo.frontend.serving.call import Call, Client, Link, TensorSource, Work, priority_of_level
 from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation
-from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream, Dispatcher
+from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
+from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel
 from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
 from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN, tokens_of

@@ -43,7 +43,8 @@ from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.serving.call import Stream, Work
 from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation, Prefill
-from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream, Dispatcher
+from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
+from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.text.text_models import DeltaDecoder, TextModel, TextModels, Vocabulary
@@ -451,8 +452,7 @@ class Generation:
             received[delta.index].extend(tokens)
             if delta.finish_reason is not None:
                 unfinished.remove(delta.index)
-            text = feed(delta)
-            if text is not None:
+            if (text := feed(delta)) is not None:
                 texts.append(text)
             if budget is not None and self._has_reasoned_enough:
                 break  # what follows is not part of the response

@@ -23,7 +23,8 @@ from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.keys import ApiKey
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.data_plane import open_data_plane
-from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream, Dispatcher
+from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
+from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from dynamo.frontend.serving.queue.admission import AdmissionQueue
 from dynamo.frontend.serving.queue.fair_queue import FairQueue
 from dynamo.frontend.serving.queue.fair_slots import FairSlots

@@ -19,7 +19,7 @@ from dynamo.frontend.api.openai.store.quota import StoredBytes
 from dynamo.frontend.api.openai.store.stored import LOST_S, new_response_id
 from dynamo.frontend.config import CapacityOptions
 from dynamo.frontend.security.accounts import ANONYMOUS
-from dynamo.frontend.serving.dispatch.dispatcher import DispatchedStream
+from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from tests.support.fake_records import FakeRecords
 from tests.support.fakes import FakeStream
 from tests.support.http_edge import Speaker

@@ -1,0 +1,40 @@
+"""What all requests of a process are dispatched with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dynamo.common.errors import DynamoError, InstanceGone
+from dynamo.frontend.serving.call import Link
+from dynamo.frontend.serving.dispatch.booking import Booker
+from dynamo.frontend.serving.dispatch.candidates import Candidates
+from dynamo.frontend.serving.dispatch.retry import RetryBudgets, RetryPolicy, Suspects
+from dynamo.frontend.serving.queue.admission import AdmissionQueue
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchParts:
+    """What all requests of a process are dispatched with."""
+
+    candidates: Candidates
+    booker: Booker
+    queue: AdmissionQueue | None
+    link: Link
+    reconnect_grace_s: float
+    policy: RetryPolicy
+    budgets: RetryBudgets
+    suspects: Suspects
+    clock: Callable[[], float]
+
+    def is_disturbed(self, now: float) -> bool:
+        """Return whether our own connection is away or silent, or came back so recently that those of the instances may not."""
+        link = self.link
+        return not link.is_connected or link.is_silent or now - link.reconnected_at < self.reconnect_grace_s
+
+    def may_come_back(self, error: DynamoError, now: float) -> bool:
+        """Return whether the instance that failed with `error` is probably well: see `retry`."""
+        if self.is_disturbed(now):
+            return True
+        is_young = now - self.link.opened_at < self.reconnect_grace_s
+        return is_young and isinstance(error, InstanceGone) and not error.has_responded
