@@ -262,6 +262,7 @@ NOT_ALLOWED = {
         "publish": [
             REQUEST,
             "dynamo.ns.backend.bookings",
+            "dynamo.ns.demand",
             "dynamo.ns.frontends",
             "dynamo.ns.limits",
             "dynamo.ns.stored.resp_1",
@@ -296,7 +297,7 @@ NOT_ALLOWED = {
 }
 ALLOWED = {
     "frontend": {
-        "publish": [REQUEST, "dynamo.ns.backend.bookings"],
+        "publish": [REQUEST, "dynamo.ns.backend.bookings", "dynamo.ns.demand"],
         "subscribe": ["dynamo.ns.responses.c1.>", "dynamo.ns.backend.kv.*", "_INBOX_frontend.1.>"],
     },
     "worker": {

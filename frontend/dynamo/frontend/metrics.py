@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -19,6 +19,8 @@ from dynamo.common.errors import Code, DynamoError
 from dynamo.common.model_card import ModelCard
 from dynamo.common.observability.tally import Amount, Tally
 from dynamo.common.observability.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, code_of, error_type
+from dynamo.common.scaling.demand import ArrivalTotals, PoolDemand
+from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.security.ledger import UsageCounts
 
@@ -75,6 +77,17 @@ class FrontendMetrics:
         self.queue_refusals = self._counter(
             "router_queue_refusals", "Requests that found the router's queue full, or had no time for it.", ("model", "reason")
         )
+        self.demand = self._counter(
+            "demand_requests",
+            "Requests for a pool, each once: that were placed on an instance, or refused one.",
+            ("model", "role", "outcome"),
+        )
+        self.demand_waiting = self._gauge(
+            "demand_waiting_requests", "Requests that wait for an instance of a pool, as planners are told.", ("model", "role")
+        )
+        self._of_pools: dict[tuple[str, str], tuple[Amount, Amount, Amount]] = {}
+        self._shown: dict[Pool, PoolDemand] = {}
+        """What was reported last of each pool."""
         self.ready = self._gauge("model_ready", "1 if an instance serves the model.", by_model, "livemax")
         self.duration = self._histogram("request_duration_seconds", "From arrival to the last byte.", by_model)
         self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", by_model)
@@ -205,6 +218,28 @@ class FrontendMetrics:
         for counter, amount in zip(counters, amounts, strict=True):
             if amount:
                 counter.inc(amount)
+
+    def show_demand(self, demands: Iterable[PoolDemand]) -> None:
+        """Show what was reported of all pools, whose totals grow from report to report."""
+        before, self._shown = self._shown, {demand.pool: demand for demand in demands}
+        gone = before.keys() - self._shown.keys()
+        for pool, now in {**self._shown, **{pool: PoolDemand(pool, before[pool].totals) for pool in gone}}.items():
+            then = before.get(pool) or PoolDemand(pool, ArrivalTotals())
+            if now.totals == then.totals and now.waiting == then.waiting:
+                continue
+            placed, refused, waiting = self._demand_of(pool)
+            placed.value += max(0, now.totals.placed - then.totals.placed)
+            refused.value += max(0, now.totals.refused - then.totals.refused)
+            waiting.value += now.waiting - then.waiting
+
+    def _demand_of(self, pool: Pool) -> tuple[Amount, Amount, Amount]:
+        key = self.for_model(pool.model).label, pool.role.value
+        amounts = self._of_pools.get(key)
+        if amounts is None:
+            counters = (self.demand.labels(*key, "placed"), self.demand.labels(*key, "refused"))
+            placed, refused = map(self.tally.amount, counters)
+            amounts = self._of_pools[key] = placed, refused, self.tally.amount(self.demand_waiting.labels(*key))
+        return amounts
 
     def unknown_field(self, endpoint: str, field: str) -> None:
         """Count a field of a request that was ignored. The caller bounds the number of names."""

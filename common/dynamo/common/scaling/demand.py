@@ -1,7 +1,9 @@
 """How many requests arrive for each pool, and how much they would have instances compute.
 
-Each frontend publishes a `DemandReport` once a second. Demand is measured where requests arrive, so that a fleet which cannot
-keep up does not look idle. Totals count from the start of the process: a lost report is made up for by the next one.
+Each frontend publishes a `DemandReport` once a second, each of its processes one of its own. Demand is measured where requests
+arrive, so that a fleet which cannot keep up does not look idle. Totals count from the start of the process: a lost report is made
+up for by the next one. A pool that is missing in one is in another one of the same second: they are as large as NATS takes. A
+frontend that serves more than a thousand pools forgets one, whose totals then begin at 0.
 """
 
 from __future__ import annotations
@@ -42,24 +44,27 @@ class ArrivalTotals(msgspec.Struct, frozen=True, array_like=True):
     """What arrived at one frontend since it started. A request counts once, however often it is sent to an instance."""
 
     placed: _Count = 0
-    """Requests that were sent to an instance."""
+    """Requests that were sent to an instance. One whose prompt is computed apart counts for both pools."""
     placed_tokens: _Count = 0
     """The prompt tokens of these."""
     computed_tokens: _Count = 0
-    """The part of these that was not cached where they were sent."""
+    """The part of these that was not cached where they were sent, as far as the router knows caches; none for one that
+    gets the computed prompt."""
     output_tokens: _Count = 0
     """The limits of their outputs, summed; a request without a limit adds nothing."""
     refused: _Count = 0
-    """Requests that got no instance: there was none, all were busy, goals would have been missed, they waited too long."""
+    """Requests that got no instance: there was none, all were busy, goals would have been missed, they waited too long, or for
+    longer than their clients did. What their clients sent wrongly is not among them."""
     refused_tokens: _Count = 0
     """The prompt tokens of these that no instance had cached."""
 
 
 class ArrivalSample(msgspec.Struct, frozen=True, array_like=True):
-    """One request that arrived since the last report, so that a planner can try what another number of instances would do."""
+    """One request that was placed or refused since the last report, so that a planner can try what another number of instances
+    would do. Only requests with a prompt are described."""
 
     age_s: _Duration
-    """When it arrived, before the report."""
+    """How long before the report it arrived. It may have waited before it was placed or refused."""
     weight: Annotated[float, msgspec.Meta(ge=1.0, le=1e9)]
     """How many requests it stands for."""
     prompt_tokens: _Count

@@ -6,11 +6,12 @@
 | `cache` | which instances hold which prefixes |
 | `cost` | what a request would cost at each instance |
 | `cost_terms` | the weights and the tuned constants of the KV router's cost in seconds |
+| `demand` | the demand for each pool, counted where requests get an instance or are refused one |
 | `explain` | a log of explained routing decisions |
 | `explanation` | the explanation of a routing decision, as clients and the decision log see it |
 | `kv` | routing by KV cache overlap and load |
 | `loads` | the load of each instance, and from which load on it is busy |
-| `measured` | a router that reports the time and the outcome of its decisions, and explains some |
+| `measured` | a router that reports the time and the outcome of its decisions, counts the demand, and explains some |
 | `overrides` | router settings that a single request may override, and their ranges |
 | `policies` | policies by load, session and sequence |
 | `select` | makes the router that the options describe |

@@ -48,6 +48,10 @@ class RouteRequest(msgspec.Struct, gc=False):
     """Per-request router settings, see `overrides.py`."""
     hashes: PromptHashes | None = None
     """The hashes of `prompt`, if they were computed before. Must not be modified."""
+    block_hashes: Sequence[int] = ()
+    """The hashes of `prompt` that the router has used; empty if it uses none. Must not be modified."""
+    is_counted: bool = False
+    """It is part of the demand already: it, or what it continues, was sent to an instance or refused one before."""
     waited_s: float = 0.0
     """How long it has waited for an instance: that counts for the time to first token."""
     request_id: str = ""

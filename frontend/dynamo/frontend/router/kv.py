@@ -339,6 +339,7 @@ class KvRouter:
             hashes, shared = computed.values, 0
         else:
             hashes, shared = self._recent.hashes(request.prompt, block_size, space_hash(request.adapter, request.cache_salt))
+        request.block_hashes = hashes
         return Prompt(tokens, block_size, hashes, tokens / block_size, shared)
 
     def _choose(

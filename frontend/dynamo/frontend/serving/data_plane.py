@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -33,6 +33,7 @@ from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.observability.tracing import Tracing
 from dynamo.common.repository import NO_FILES, Files, IndexEntry, LoadRequest, UnloadRequest, merge_indexes
+from dynamo.common.scaling.pool import Pool
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.config import ServingOptions
 from dynamo.frontend.fleet.adapters import Adapters
@@ -44,6 +45,7 @@ from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
+from dynamo.frontend.router.demand import DemandTable, WaitingRequests
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.keys import MAX_PRIORITY
 from dynamo.frontend.serving.call import Call, Client, Link, TensorSource, Work, priority_of_level
@@ -126,6 +128,10 @@ class DataPlane:
     def fair_shares(self) -> FairShares | None:
         """The fair shares of keys whose requests wait in queues; None without a queue."""
         return self._dispatcher.fair_shares
+
+    def waiting(self) -> Mapping[Pool, WaitingRequests]:
+        """Return how many requests wait for the instances of each pool."""
+        return self._dispatcher.waiting()
 
     def server_ready(self) -> bool:
         """Return whether some model is ready, nats-server was heard lately, and this process is not about to stop."""
@@ -459,8 +465,12 @@ async def open_data_plane(
     repositories: RepositoryView | None = None,
     rules: RuleTable | None = None,
     adapters: Adapters | None = None,
+    demand: DemandTable | None = None,
 ) -> AsyncIterator[DataPlane]:
-    """Open a data plane that follows `directory`. `text_loader` reads tokenizers; `link` is the client's connection."""
+    """Open a data plane that follows `directory`. `text_loader` reads tokenizers; `link` is the client's connection.
+
+    `demand` counts the requests that get no instance, beside those that `router` places.
+    """
     settings = settings or ServingOptions()
     queue: AdmissionQueue | None = None
     if settings.queue.size:
@@ -473,7 +483,7 @@ async def open_data_plane(
 
         queue = AdmissionQueue(settings.queue.size, settings.queue.policy, changed, refused)
     client.on_sign_of_life(directory.mark_up)
-    dispatcher = Dispatcher(directory, client, link, router, settings, queue)
+    dispatcher = Dispatcher(directory, client, link, router, settings, queue, demand)
     directory.confirm_by(Presence(dispatcher, link).served_by)
     async with TextModels(text_loader) as texts:
         repository = None

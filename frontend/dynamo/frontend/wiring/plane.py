@@ -32,6 +32,7 @@ from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.frontend.fleet.leases import Leases, open_leases
+from dynamo.frontend.fleet.peers.demand import reported_demand
 from dynamo.frontend.fleet.peers.limits import shared_limits
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
 from dynamo.frontend.fleet.peers.usage import UsageStore, open_usage
@@ -40,6 +41,7 @@ from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.fleet.worker_streams import open_worker_streams
 from dynamo.frontend.names.table import NameTable, open_names
 from dynamo.frontend.preprocess.text_files import open_text_files
+from dynamo.frontend.router.demand import DemandTable
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.wiring.metrics import Metrics
 from dynamo.frontend.wiring.routing import open_router
@@ -110,7 +112,8 @@ async def open_plane(config: FrontendConfig, links: Links, metrics: Metrics, acc
         client = await enter(open_client(nats, namespace, memory=memory))
         await enter(running(metrics.follow(client), "metrics of requests on NATS"))
         origin = secrets.token_hex(8) if accounts is None else accounts.fleet.origin
-        router, control = await enter(open_router(config, links, client, origin, metrics.router))
+        demand = DemandTable()
+        router, control = await enter(open_router(config, links, client, origin, metrics.router, demand))
         leases = await enter(open_leases(etcd, leases_prefix(namespace, "batches")))
         names = await enter(open_names(etcd, namespace))
         settings = await enter(open_server_settings(etcd, namespace, lambda settings: apply_log_settings(settings.log)))
@@ -119,9 +122,23 @@ async def open_plane(config: FrontendConfig, links: Links, metrics: Metrics, acc
         texts = await enter(open_text_files(store, config.text))
         plane = await enter(
             open_data_plane(
-                directory, client, nats, router, texts, metrics.frontend, config.serving, tracing, repositories, names, adapters
+                *(
+                    directory,
+                    client,
+                    nats,
+                    router,
+                    texts,
+                    metrics.frontend,
+                    config.serving,
+                    tracing,
+                    repositories,
+                    names,
+                    adapters,
+                ),
+                demand=demand,
             )
         )
+        await enter(reported_demand(links.events, namespace, origin, demand, plane.waiting, metrics.frontend))
         if plane.fair_shares is not None:
             await enter(shared_fairness(nats, namespace, origin, plane.fair_shares))
         if not directory.ready.is_set():

@@ -21,6 +21,7 @@ from dynamo.frontend.fleet.peers.bookings import shared_bookings
 from dynamo.frontend.fleet.peers.shared_state import open_shared_state
 from dynamo.frontend.metrics import RouterMetrics
 from dynamo.frontend.router.base import Router
+from dynamo.frontend.router.demand import DemandTable
 from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.table import LoadTable
@@ -33,11 +34,12 @@ from dynamo.frontend.router.select import follows_loads, make_router
 
 @asynccontextmanager
 async def open_router(
-    config: FrontendConfig, links: Links, client: RequestClient, origin: str, metrics: RouterMetrics
+    config: FrontendConfig, links: Links, client: RequestClient, origin: str, metrics: RouterMetrics, demand: DemandTable
 ) -> AsyncIterator[tuple[Router, RoutingControl]]:
     """Open the router that requests meet: metrics, explanations and sessions around the one that picks instances.
 
-    It comes with what can be read and changed about routing while the process runs. `origin` names this frontend to others.
+    It comes with what can be read and changed about routing while the process runs. `origin` names this frontend to others, and
+    `demand` counts the requests that are placed.
     """
     options, thresholds = config.router, ThresholdTable(config.router.thresholds)
     decisions = DecisionLog(everything=logging.getLogger("dynamo.frontend.router.explain").isEnabledFor(logging.DEBUG))
@@ -56,7 +58,7 @@ async def open_router(
             )
             state.on_placed(sessions.placed)
         control = RoutingControl(thresholds, decisions, follows_loads(options), state.set_thresholds)
-        yield MeasuredRouter(router, metrics, decisions), control
+        yield MeasuredRouter(router, metrics, decisions, demand=demand), control
 
 
 @asynccontextmanager

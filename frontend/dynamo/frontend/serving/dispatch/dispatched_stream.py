@@ -15,6 +15,7 @@ from dynamo.common.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineError,
+    InvalidRequest,
     NoInstances,
     Overloaded,
     Unavailable,
@@ -22,6 +23,7 @@ from dynamo.common.errors import (
 )
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.messaging.buffers import Buffer
+from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import RoutingDecision, TooLate
 from dynamo.frontend.router.cache.hashing import LONG_PROMPT_BYTES
@@ -148,7 +150,11 @@ class DispatchedStream:
         """
         queue, work, call = self._shared.queue, self._work, self._call
         if queue is not None and queue.must_wait(work.model, work.role, call.account, work.priority):
-            self._position(queue)
+            try:
+                self._position(queue)
+            except Overloaded as error:
+                self._count_refusal(error)
+                raise
 
     async def result(self) -> Buffer:
         """Return the one response of a request that has just one; however this ends, so does the stream. Raises DynamoError."""
@@ -303,6 +309,7 @@ class DispatchedStream:
             return self._book_one_of(candidates)
         except DynamoError as error:
             self._failure = error
+            self._count_refusal(error)
             raise
 
     async def _book(self) -> Booking:
@@ -313,6 +320,10 @@ class DispatchedStream:
             return await self._booked()
         except DynamoError as error:
             self._failure = error
+            self._count_refusal(error)
+            raise
+        except asyncio.CancelledError as error:  # its client has waited for long enough
+            self._count_refusal(error)
             raise
 
     async def _booked(self) -> Booking:
@@ -382,6 +393,7 @@ class DispatchedStream:
             tokens=_cost(work),
             deadline=self._deadline,
             missing_tokens=self._missing_tokens_with_room,
+            demand=self._demand,
             instance=work.pinned,
         )
 
@@ -389,6 +401,24 @@ class DispatchedStream:
         """Return how many tokens of the prompt an instance would have to compute; None: unknown, or all instances are busy."""
         candidates = self._shared.candidates.select(self._work, self._attempts.failed)
         return self._shared.booker.missing_tokens_with_room(self._work, candidates) if candidates else None
+
+    def _demand(self) -> tuple[Role, int]:
+        """Return the role of the instances that the request is for, and the tokens of its prompt that none of them has cached."""
+        work = self._work
+        candidates = self._shared.candidates.select(work)
+        role = candidates[0].card.role if candidates else work.role or Role.AGGREGATED
+        missing_tokens = len(work.prompt) // TOKEN_BYTES
+        if candidates and (work.hashes is not None or len(work.prompt) < LONG_PROMPT_BYTES):
+            cached = self._shared.booker.router.missing_tokens(work, candidates)
+            missing_tokens = missing_tokens if cached is None else cached
+        return role, missing_tokens
+
+    def _count_refusal(self, error: BaseException) -> None:
+        """Count a request that gets no instance, unless that is the client's mistake."""
+        work, candidates = self._work, self._shared.candidates.select(self._work)
+        is_misdirected = work.pinned is not None and not candidates
+        if self.decision is None and not work.is_counted and not is_misdirected and not isinstance(error, InvalidRequest):
+            self._shared.demand.refuse(work, *self._demand(), candidates)
 
     def _book_unless_busy(self, candidates: Sequence[Instance]) -> Booking | None:
         """Book the request; None: it may wait in line. Raises TooLate if that would not help."""
@@ -402,6 +432,8 @@ class DispatchedStream:
     def _book_one_of(self, candidates: Sequence[Instance]) -> Booking:
         shared, work, failed = self._shared, self._work, self._attempts.number
         work.was_admitted = failed > 0
+        if self.decision is not None:
+            work.is_counted = True
         work.waited_s = 0.0 if self._tried_at is None else shared.clock() - self._tried_at
         self._booking = booking = shared.booker.book(
             work, self._call, candidates, deadline=self._deadline, failed_attempts=failed

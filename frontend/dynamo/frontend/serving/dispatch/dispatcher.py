@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dynamo.common.discovery import Instance
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.names import InstanceId
+from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.config import ServingOptions
 from dynamo.frontend.router.base import Router
+from dynamo.frontend.router.demand import DemandTable, WaitingRequests
 from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
 from dynamo.frontend.serving.dispatch.booking import Booker
 from dynamo.frontend.serving.dispatch.candidates import Candidates
@@ -37,7 +39,9 @@ class Dispatcher:
         router: Router,
         settings: ServingOptions | None = None,
         queue: AdmissionQueue | None = None,
+        demand: DemandTable | None = None,
     ) -> None:
+        """`demand`: where `router` counts the requests that it places; those that get no instance are counted here."""
         settings = settings or ServingOptions()
         retry, clock = settings.retry, asyncio.get_running_loop().time
         self._client = client
@@ -53,6 +57,7 @@ class Dispatcher:
             policy=RetryPolicy(retry),
             budgets=RetryBudgets(retry, clock()),
             suspects=Suspects(),
+            demand=demand or DemandTable(),
             clock=clock,
         )
         self.reuse = PrefixReuse(clock)
@@ -66,6 +71,11 @@ class Dispatcher:
     def fair_shares(self) -> FairShares | None:
         """The fair shares of keys whose requests wait in queues; None without a queue."""
         return None if self._shared.queue is None else self._shared.queue.fair_shares
+
+    def waiting(self) -> Mapping[Pool, WaitingRequests]:
+        """Return how many requests wait for the instances of each pool."""
+        queue = self._shared.queue
+        return {} if queue is None else queue.waiting_requests()
 
     async def missing_tokens(self, work: Work, candidates: Sequence[Instance]) -> int | None:
         """Return the fewest tokens of the prompt that one of `candidates` has not cached, as the router has it; None: unknown."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.common.errors import DynamoError, InstanceGone
+from dynamo.frontend.router.demand import DemandTable
 from dynamo.frontend.serving.call import Link
 from dynamo.frontend.serving.dispatch.booking import Booker
 from dynamo.frontend.serving.dispatch.candidates import Candidates
@@ -25,6 +26,7 @@ class DispatchParts:
     policy: RetryPolicy
     budgets: RetryBudgets
     suspects: Suspects
+    demand: DemandTable
     clock: Callable[[], float]
 
     def is_disturbed(self, now: float) -> bool:

@@ -27,15 +27,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from dynamo.common.errors import DeadlineExceeded, Overloaded
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
+from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.config import QueuePolicy
 from dynamo.frontend.router.base import TooLate
+from dynamo.frontend.router.demand import WaitingRequests
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.serving.queue.fair_queue import FairQueue
 from dynamo.frontend.serving.queue.fair_share import FairShares, QueueShare
@@ -46,6 +48,8 @@ _RETRY_S = 0.02
 _BUSY_AT_ONCE = 8
 """So many busy instances that requests name are tried again after `_RETRY_S`; more of them later, in proportion."""
 _PACE_WEIGHT = 0.2
+_DESCRIBED = 32
+"""Requests of a queue from which the tokens of all that wait there are estimated."""
 
 
 class QueuePosition:
@@ -57,6 +61,7 @@ class QueuePosition:
         "_order",
         "_queue",
         "_turn",
+        "demand",
         "displaced",
         "instance",
         "key",
@@ -76,12 +81,15 @@ class QueuePosition:
         tokens: int,
         deadline: float | None,
         missing_tokens: Callable[[], int | None],
+        demand: Callable[[], tuple[Role, int]],
         instance: InstanceId | None,
     ) -> None:
         """`rank` is compared with those of other keys, `order` with those of the same key."""
         self.displaced: tuple[QueuePosition, Overloaded] | None = None
         """The one that has to leave a full queue for this one, and why."""
         self.missing_tokens = missing_tokens
+        self.demand = demand
+        """Returns the role of the instances that it waits for, and how many tokens of its prompt none of them has cached."""
         self.instance = instance
         """The only one that may serve the request; None: any."""
         self.number = order[1]
@@ -168,6 +176,17 @@ class _ModelQueue:
 
     def __len__(self) -> int:
         return len(self._waiting) + (self._trying is not None)
+
+    def demand(self) -> tuple[Role, WaitingRequests]:
+        """Return the role of the instances that requests wait for, and how many do, at least one."""
+        described = [position.demand() for position in itertools.islice(self._positions(), _DESCRIBED)]
+        tokens = sum(missing_tokens for _, missing_tokens in described) * len(self) // len(described)
+        return described[0][0], WaitingRequests(len(self), tokens)
+
+    def _positions(self) -> Iterator[QueuePosition]:
+        if self._trying is not None:
+            yield self._trying
+        yield from self._waiting
 
     def before(self, position: QueuePosition) -> int:
         """Return about how many requests have their turn earlier."""
@@ -300,6 +319,15 @@ class AdmissionQueue:
         queue = self._queues.get((model, role))
         return 0 if queue is None else len(queue)
 
+    def waiting_requests(self) -> Mapping[Pool, WaitingRequests]:
+        """Return how many requests wait for each pool that some wait for."""
+        waiting: dict[Pool, WaitingRequests] = {}
+        for (model, _), queue in self._queues.items():
+            if len(queue):
+                role, requests = queue.demand()
+                waiting[Pool(model, role)] = waiting.get(Pool(model, role), WaitingRequests(0)) + requests
+        return waiting
+
     def must_wait(self, model: str, role: Role | None, account: Account, priority: int) -> bool:
         """Return whether a new request has to queue up: behind others here, or one at another frontend is before it."""
         queue = self.fair_shares.of(model, role)
@@ -319,17 +347,18 @@ class AdmissionQueue:
         tokens: int,
         deadline: float | None,
         missing_tokens: Callable[[], int | None] = lambda: None,
+        demand: Callable[[], tuple[Role, int]] = lambda: (Role.AGGREGATED, 0),
         instance: InstanceId | None = None,
     ) -> QueuePosition:
         """Return a position, for which another request has to leave a full queue when it is entered. Raises Overloaded.
 
-        `tokens` are those of the prompt and of the expected response; `missing_tokens`: see `queue_order`; `instance` is the
-        only one that may serve the request.
+        `tokens` are those of the prompt and of the expected response; `missing_tokens`: see `queue_order`; `demand`: see
+        `QueuePosition`; `instance` is the only one that may serve the request.
         """
         queue = self._queue_of(model, role)
         tokens = max(tokens, 1)
         rank, order = rank_and_order(self._policy, priority, tokens, queue.number())
-        position = QueuePosition(queue, account, rank, order, tokens, deadline, missing_tokens, instance)
+        position = QueuePosition(queue, account, rank, order, tokens, deadline, missing_tokens, demand, instance)
         if deadline is not None:
             wait_s = queue.before(position) * queue.interval_s
             left_s = deadline - self._loop.time()

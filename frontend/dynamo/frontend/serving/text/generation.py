@@ -348,6 +348,7 @@ class Generation:
             session=call.session,
             session_owner=call.account.name if call.session else "",
             overrides=call.overrides,
+            is_counted=prompt is not self._prompt,  # else it is the rest of a response
             request_id=call.request_id,
             explanation=call.explanation,
         )
