@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.model_card import ModelCard
-from dynamo.common.names import ADAPTERS_ROOT, LEASES_ROOT, NAMES_ROOT, REPOSITORY_ROOT, Endpoint, InstanceId
+from dynamo.common.names import ROOT, Endpoint, InstanceId
 from dynamo.common.protocol import UNNAMED, OtherProtocol, check_protocol
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ WITHDRAWN = b""
 
 MAX_REGISTRATION_BYTES = 1024 * 1024
 """etcd refuses requests above 1.5 MiB."""
+_OTHER_RECORD = re.compile(rf"{ROOT}/%[a-z]")
+"""Keys of records that are no registrations; no encoded namespace looks like this."""
 _SUBJECT = re.compile(r"[^\s*>]+")
 
 
@@ -419,7 +421,7 @@ class View:
         if value is None or value == WITHDRAWN:
             self._warned.discard(key)
             return None
-        if key.startswith((REPOSITORY_ROOT, NAMES_ROOT, LEASES_ROOT, ADAPTERS_ROOT)):  # seen by views of all namespaces
+        if _OTHER_RECORD.match(key):  # seen by views of all namespaces
             return None
         try:
             return decode_registration(key, value)

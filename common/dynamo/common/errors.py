@@ -12,6 +12,7 @@
     │   └── RateLimited           the caller has used what it may use; others are served
     ├── Unavailable               nothing can serve this now
     │   ├── NoInstances
+    │   ├── ModelStarting         the first instance is not there yet; carries when to try again
     │   ├── InstanceGone          left, or fell silent, while it held the request
     │   └── ShuttingDown          refuses new work; another instance may take it
     ├── DeadlineExceeded
@@ -142,6 +143,14 @@ class NoInstances(Unavailable):
 
     def __init__(self, model: str) -> None:
         super().__init__(f"no instance is serving model '{model}' now")
+
+
+class ModelStarting(Unavailable):
+    """The model has no instance yet, and the request may not wait for it (any longer). `retry_after_s` is a hint."""
+
+    def __init__(self, model: str, why: str, *, retry_after_s: float) -> None:
+        super().__init__(f"model '{model}' is starting: {why}")
+        self.retry_after_s = retry_after_s
 
 
 class InstanceGone(Unavailable):

@@ -26,6 +26,8 @@ LEASES_ROOT = f"{ROOT}/%leases"
 """Below `ROOT` too; the work that one process of a namespace does at a time."""
 ADAPTERS_ROOT = f"{ROOT}/%adapters"
 """Below `ROOT` too; one key for each LoRA adapter that was loaded at run time."""
+STANDBY_ROOT = f"{ROOT}/%standby"
+"""Below `ROOT` too; one key for each model and role that can be started when there are requests."""
 MAX_NAME_CHARS = 256
 _ALLOWED = re.compile(r"[A-Za-z0-9._/\-]")
 _TOKEN = re.compile(r"[A-Za-z0-9_\-%]+")
@@ -195,6 +197,16 @@ def leases_prefix(namespace: str, work: str) -> str:
 def adapters_prefix(namespace: str) -> str:
     """The etcd prefix of the LoRA adapters that the models of a namespace are to have, each under its encoded name."""
     return f"{ADAPTERS_ROOT}/{encode(namespace, 'namespace')}/"
+
+
+def standby_prefix(namespace: str) -> str:
+    """The etcd prefix of the models of a namespace that can be started."""
+    return f"{STANDBY_ROOT}/{encode(namespace, 'namespace')}/"
+
+
+def standby_key(namespace: str, role: str, model: str) -> str:
+    """The etcd key of one model that can be started, in one role."""
+    return f"{standby_prefix(namespace)}{role}/{encode(model)}"
 
 
 def responses_prefix(namespace: str, client: str) -> str:

@@ -1084,6 +1084,29 @@ class QueueOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """Requests for models that a planner starts when there are requests."""
+
+    timeout_s: float = option(
+        120.0,
+        flags=("--start-timeout",),
+        env=("DYN_START_TIMEOUT",),
+        minimum=0.1,
+        maximum=86_400,
+        metavar="SECONDS",
+        help="How long a request waits for the first instance of its model, if a planner starts one.",
+    )
+    queue_size: int = option(
+        1000,
+        flags=("--start-queue-size",),
+        env=("DYN_START_QUEUE_SIZE",),
+        minimum=0,
+        maximum=1_000_000,
+        help="Requests of a model that may wait while its first instance starts; 0: they are refused at once.",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DisaggregationOptions:
     """For models that have instances of the roles prefill and decode."""
 
@@ -1126,6 +1149,7 @@ class ServingOptions:
     statistics_timeout_s: float = 5.0
     """How long to wait for the statistics of instances."""
     queue: QueueOptions = group("Queue", prefix="queue", default=QueueOptions)
+    start: StartOptions = group("Models that start from zero", prefix="start", default=StartOptions)
     disaggregation: DisaggregationOptions = group("Disaggregated serving", prefix="disaggregation", default=DisaggregationOptions)
     retry: RetryOptions = group("Retries and migration", prefix="retry", default=RetryOptions)
     canary: CanaryOptions = group("Canaries", prefix="canary", default=CanaryOptions)

@@ -14,7 +14,7 @@ class State(StrEnum):
     STARTING = "starting"
     READY = "healthy"
     NOT_READY = "unhealthy"
-    """No model can be served."""
+    """No model can be served, or started."""
     SHUTTING_DOWN = "shutting_down"
 
 
@@ -35,6 +35,7 @@ class Readiness:
         """Complete the start with the data plane."""
         self._plane = plane
         plane.models.on_change(self._notify)
+        plane.standby.on_change(lambda added, removed: self._notify())
         self._notify()
 
     def registered(self) -> Collection[Instance]:

@@ -6,7 +6,7 @@ import logging
 
 import grpc
 
-from dynamo.common.errors import Code, DynamoError, EngineError, Overloaded
+from dynamo.common.errors import Code, DynamoError, EngineError, ModelStarting, Overloaded
 from dynamo.frontend.config import OverloadStatus
 
 _STATUSES: dict[Code, tuple[grpc.StatusCode, int]] = {
@@ -60,7 +60,7 @@ def public_message(error: BaseException) -> str:
 
 def retry_after_s(error: BaseException) -> float | None:
     """Return after how many seconds the caller may retry; None if the error does not say."""
-    return error.retry_after_s if isinstance(error, Overloaded) else None
+    return error.retry_after_s if isinstance(error, Overloaded | ModelStarting) else None
 
 
 def log_failure(error: BaseException, request_id: str, what: str) -> None:

@@ -11,6 +11,7 @@
 | `peers` | what the frontends of a namespace tell one another |
 | `presence` | whether instances that etcd does not list any more are still there |
 | `repository` | the model repositories of the fleet |
+| `standby` | models that can be started when there are requests |
 | `statistics` | aggregates the statistics of several instances |
 | `worker_streams` | streams of JetStream that workers write, made by frontends |
 """

@@ -1,8 +1,9 @@
 """What every protocol edge calls: which models there are, and requests to them.
 
 A model is *ready* when an instance that can serve it is registered and, for a language model, its tokenizer is at hand here.
-A model that was served a short while ago, or that the configuration declares, is known but not ready: requests for it raise
-`NoInstances`. Requests for any other model raise `ModelNotFound`.
+A model that can be started is not ready without an instance, and requests for it wait. A model that was served a short while ago,
+or that the configuration declares, is known but not ready: requests for it raise `NoInstances`. Requests for any other model
+raise `ModelNotFound`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
 from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN, tokens_of
 from dynamo.frontend.serving.queue.admission import AdmissionQueue
 from dynamo.frontend.serving.queue.fair_share import FairShares
+from dynamo.frontend.serving.queue.starting import NoStandby, StandbyModels, StartQueue
 from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.shadows import Shadows
 from dynamo.frontend.serving.text.generation import Generation
@@ -91,10 +93,13 @@ class DataPlane:
         repository: Repository | None = None,
         rules: RuleTable | None = None,
         adapters: Adapters | None = None,
+        standby: StandbyModels | None = None,
     ) -> None:
+        self.standby = standby or NoStandby()
+        """The models that can be started."""
         self.models = directory
         """The live view of registrations."""
-        self.names = ModelNames(rules or NoRules(), metrics, self.model, self.model_ready)
+        self.names = ModelNames(rules or NoRules(), metrics, self.model, self.model_ready, passed_over=dispatcher.passed_over)
         """The names of operators. All other methods take names of models."""
         self.shadows = Shadows(metrics)
         self._link = link
@@ -115,6 +120,8 @@ class DataPlane:
         catalog.on_change(self._changed)
         texts.on_change(self._show_readiness_of)
         self._texts.follow(added=[instance.card for instance in directory.registered()])
+        self._texts.follow(added=self.standby.cards().values())
+        self.standby.on_change(self._texts.follow)
         self._show_readiness(catalog.served)
 
     # Models
@@ -134,9 +141,13 @@ class DataPlane:
         return self._dispatcher.waiting()
 
     def server_ready(self) -> bool:
-        """Return whether some model is ready, nats-server was heard lately, and this process is not about to stop."""
-        is_heard = self._link.away_s < _UNREADY_AFTER_S
-        return not self._draining and is_heard and any(map(self.model_ready, self._catalog.served))
+        """Return whether a model is ready or can be started, nats-server was heard lately, and this process is not to stop."""
+        if self._draining or self._link.away_s >= _UNREADY_AFTER_S:
+            return False
+        return any(map(self.model_ready, self._catalog.served)) or any(map(self._has_text, self.standby.cards().values()))
+
+    def _has_text(self, card: ModelCard) -> bool:
+        return card.llm is None or self._texts.is_ready(card)
 
     def all_models_ready(self) -> bool:
         """Return whether every model is ready that is registered, or that a repository should have loaded."""
@@ -154,7 +165,7 @@ class DataPlane:
             return False
         if card.llm is not None and not self._disaggregation.is_complete(model, tokenizer):
             return False
-        return card.llm is None or self._texts.is_ready(card)
+        return self._has_text(card)
 
     def model(self, account: Account, name: str, version: str = "") -> NamedModel:
         """Return a model by its name, an alias or an adapter. Raises ModelNotFound, Forbidden."""
@@ -173,7 +184,7 @@ class DataPlane:
         return self.card(account, self.names.representative(account, name, version), version)
 
     def cards(self, account: Account) -> list[ModelCard]:
-        """Return one card per model that is served or declared and that the caller may use, in order of name."""
+        """Return one card per model that is served, startable or declared and that the caller may use, in order of name."""
         return [card for card in self._catalog.cards() if any(map(account.permits, (card.name, *other_names(card))))]
 
     def start_draining(self) -> None:
@@ -297,8 +308,7 @@ class DataPlane:
             names = [card.name for card in self.cards(account) if card.name in self._catalog.served]
             queried = list({instance.id: instance for name in names for instance in self.models.instances(name)}.values())
         body = msgspec.msgpack.encode({"model": model, "version": version})
-        deadline = self._loop.time() + self._settings.statistics_timeout_s
-        limit = asyncio.Semaphore(_STATISTICS_AT_ONCE)
+        deadline, limit = self._loop.time() + self._settings.statistics_timeout_s, asyncio.Semaphore(_STATISTICS_AT_ONCE)
         failures: list[DynamoError] = []
         parts: list[ModelStatisticsResponse] = []
 
@@ -466,6 +476,7 @@ async def open_data_plane(
     rules: RuleTable | None = None,
     adapters: Adapters | None = None,
     demand: DemandTable | None = None,
+    standby: StandbyModels | None = None,
 ) -> AsyncIterator[DataPlane]:
     """Open a data plane that follows `directory`. `text_loader` reads tokenizers; `link` is the client's connection.
 
@@ -473,24 +484,30 @@ async def open_data_plane(
     """
     settings = settings or ServingOptions()
     queue: AdmissionQueue | None = None
+
+    def refused(model: str, reason: str) -> None:
+        metrics.for_model(model).queue_refused(reason)
+
     if settings.queue.size:
 
         def changed(model: str, waiting: int) -> None:
             metrics.for_model(model).set_router_queue(waiting)
 
-        def refused(model: str, reason: str) -> None:
-            metrics.for_model(model).queue_refused(reason)
-
         queue = AdmissionQueue(settings.queue.size, settings.queue.policy, changed, refused)
     client.on_sign_of_life(directory.mark_up)
-    dispatcher = Dispatcher(directory, client, link, router, settings, queue, demand)
+    standby = standby or NoStandby()
+    starts = StartQueue(directory, standby, settings.start, refused)
+    directory.on_change(starts.changed)
+    dispatcher = Dispatcher(directory, client, link, router, settings, queue, demand, starts)
     directory.confirm_by(Presence(dispatcher, link).served_by)
     async with TextModels(text_loader) as texts:
         repository = None
         if repositories is not None:
             repository = Repository(repositories, dispatcher.query_at, directory, settings.repository_timeout_s)
-        catalog = ModelCatalog(directory, metrics, settings.models, settings.remember_s)
-        plane = DataPlane(directory, catalog, link, dispatcher, texts, metrics, settings, tracing, repository, rules, adapters)
+        catalog = ModelCatalog(directory, metrics, settings.models, settings.remember_s, standby)
+        plane = DataPlane(
+            directory, catalog, link, dispatcher, texts, metrics, settings, tracing, repository, rules, adapters, standby
+        )
         try:
             if settings.canary.wait_s is None:
                 yield plane

@@ -1,6 +1,7 @@
-"""The models that requests can name: those that are served, were served a short while ago, or are declared.
+"""The models that requests can name: those that are served, can be started, were served a short while ago, or are declared.
 
-A request for a model that is in here and has no instance raises `NoInstances`; for any other model, `ModelNotFound`.
+A request for a model that is in here and has no instance waits if it can be started, and raises `NoInstances` otherwise; for any
+other model, it raises `ModelNotFound`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from dynamo.common.discovery import Instance, other_names
 from dynamo.common.errors import ModelNotFound
 from dynamo.common.model_card import ModelCard, Role
 from dynamo.common.names import InstanceId
+from dynamo.common.scaling.pool import Pool
 from dynamo.common.tensors.check import RequestChecker
 from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.serving.call import Instances
 from dynamo.frontend.serving.prompt_tokens import counts_tokens
+from dynamo.frontend.serving.queue.starting import NoStandby, StandbyModels
 
 
 class ModelDirectory(Instances, Protocol):
@@ -69,7 +72,7 @@ class NamedModel:
     counts_tokens: bool = False
     """Whether the tokens of a request are charged by what the model says; see `prompt_tokens`."""
     has_prefill: bool = False
-    """Whether some of them compute prompts for others."""
+    """Whether some of them compute prompts for others, or can be started to do so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +94,15 @@ class ModelCatalog:
     """Follows a directory. Lookups are cached until it changes."""
 
     def __init__(
-        self, directory: ModelDirectory, metrics: FrontendMetrics, declared: Iterable[ModelCard], remember_s: float
+        self,
+        directory: ModelDirectory,
+        metrics: FrontendMetrics,
+        declared: Iterable[ModelCard],
+        remember_s: float,
+        standby: StandbyModels | None = None,
     ) -> None:
         """`remember_s`: how long a model that lost its last instance is known."""
+        self._standby = standby or NoStandby()
         self._directory = directory
         self._metrics = metrics
         self._declared = tuple(declared)
@@ -107,6 +116,7 @@ class ModelCatalog:
         self._models_of: Counter[InstanceId] = Counter()
         """How many models each instance serves."""
         self._closed = False
+        self._standby.on_change(lambda added, removed: self._looked_up.clear())
         directory.on_registrations(self._registrations_changed)
         self._registrations_changed(tuple(directory.registered()), ())
 
@@ -126,6 +136,7 @@ class ModelCatalog:
         card = self._lookup(name, version)
         is_served = card.name in self._served
         has_prefill = any(instance.card.role is Role.PREFILL for instance in self._directory.newest_first(name))
+        has_prefill = has_prefill or self._standby.start_s(Pool(card.name, Role.PREFILL)) is not None
         metrics = self._metrics.for_model(card.name)
         model = NamedModel(name, version, card, metrics, RequestChecker(card), is_served, counts_tokens(card), has_prefill)
         if is_served:  # a model without instances is forgotten after a time, which is no change of the directory
@@ -133,8 +144,9 @@ class ModelCatalog:
         return model
 
     def cards(self) -> list[ModelCard]:
-        """Return one card per model that is served or declared, in order of name."""
+        """Return one card per model that is served, can be started, or is declared, in order of name."""
         cards = {card.name: card for card in self._declared}
+        cards.update(self._standby.cards())
         cards.update((name, card) for name in self._served if (card := self._directory.card(name)) is not None)
         return [cards[name] for name in sorted(cards)]
 
@@ -175,7 +187,9 @@ class ModelCatalog:
         else:
             now = self._loop.time()
             lost = (card for card, gone_at in self._gone.values() if now - gone_at < self._remember_s)
+            startable = self._standby.card(name)
             cards = [card for card in (*lost, *self._declared) if name in (card.name, *other_names(card))][:1]
+            cards = cards if startable is None else [startable]
             if not cards:
                 raise ModelNotFound(name)
         for card in cards:

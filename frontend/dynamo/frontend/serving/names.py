@@ -63,8 +63,13 @@ class ModelNames:
         find: Callable[[Account, str, str], NamedModel],
         is_ready: Callable[[str, str], bool],
         draw: Draw = random.random,
+        passed_over: Callable[[str], None] = lambda model: None,
     ) -> None:
-        """`find` returns a model that an account may use; `is_ready` says whether one, in this version, can be used now."""
+        """`find` returns a model that an account may use; `is_ready` says whether one, in this version, can be used now.
+
+        `passed_over` is called with each that was not ready, and whose request another model gets.
+        """
+        self._passed_over = passed_over
         self._table = table
         self._metrics = metrics
         self._find = find
@@ -124,6 +129,7 @@ class ModelNames:
             candidate = plan.candidates[position]
             next_one = _next(plan, position, Condition.NO_INSTANCES)
             if next_one is not None and not self._is_ready(candidate.model, version):
+                self._passed_over(candidate.model)
                 position, reason = next_one, Condition.NO_INSTANCES.value
                 continue
             self._metrics.sent_by_name(name, candidate.model, reason)

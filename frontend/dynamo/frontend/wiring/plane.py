@@ -38,6 +38,7 @@ from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
 from dynamo.frontend.fleet.peers.usage import UsageStore, open_usage
 from dynamo.frontend.fleet.peers.waiting_keys import shared_fairness
 from dynamo.frontend.fleet.repository import open_repositories
+from dynamo.frontend.fleet.standby import open_standby
 from dynamo.frontend.fleet.worker_streams import open_worker_streams
 from dynamo.frontend.names.table import NameTable, open_names
 from dynamo.frontend.preprocess.text_files import open_text_files
@@ -117,6 +118,7 @@ async def open_plane(config: FrontendConfig, links: Links, metrics: Metrics, acc
         leases = await enter(open_leases(etcd, leases_prefix(namespace, "batches")))
         names = await enter(open_names(etcd, namespace))
         settings = await enter(open_server_settings(etcd, namespace, lambda settings: apply_log_settings(settings.log)))
+        standby = await enter(open_standby(etcd, namespace))
         repositories = await enter(open_repositories(etcd, namespace))
         adapters = Adapters(etcd, namespace, directory, config.serving.repository_timeout_s)
         texts = await enter(open_text_files(store, config.text))
@@ -136,6 +138,7 @@ async def open_plane(config: FrontendConfig, links: Links, metrics: Metrics, acc
                     adapters,
                 ),
                 demand=demand,
+                standby=standby,
             )
         )
         await enter(reported_demand(links.events, namespace, origin, demand, plane.waiting, metrics.frontend))
@@ -145,6 +148,7 @@ async def open_plane(config: FrontendConfig, links: Links, metrics: Metrics, acc
             log.info("waiting for etcd")
         await directory.ready.wait()  # before, every model would be unknown
         await names.ready.wait()
+        await standby.ready.wait()
         yield Reached(
             plane=plane,
             memory=memory,

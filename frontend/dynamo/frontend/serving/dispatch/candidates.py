@@ -77,6 +77,13 @@ class Candidates:
             cached = self._reduced[key] = (able, self._reduce(able))
         return cached[1]
 
+    def are_others(self, work: Work) -> bool:
+        """Return whether there are instances in the role that work is for, and none of them is able to do it."""
+        name = work.name or work.model
+        if self.able_to_serve(name, work.version, work.tokenizer, work.role):
+            return False
+        return bool(able_to_serve(self._directory.instances(work.model), role=work.role))
+
     def leave_out(self, instance: InstanceId) -> None:
         """Send the instance no requests until `take_back`, unless there is no other."""
         self._leave_out_until(instance, math.inf)

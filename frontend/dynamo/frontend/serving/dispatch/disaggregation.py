@@ -8,7 +8,8 @@ that the request goes to a decode instance, chosen by load alone. A prompt goes 
 2. fewer than `min_prompt_tokens` of its tokens are missing there: moving the blocks would take longer than computing them.
 
 Where that cannot work, no request fails: without a prefill instance that can take it, or after a decode instance failed, one
-instance does both. `enforce` forbids that. A request that names its prefill instance has it computed there, or fails.
+instance does both. `enforce` forbids that: then requests wait for instances of either role that are to start. A request that
+names its prefill instance has it computed there, or fails.
 """
 
 from __future__ import annotations
@@ -79,8 +80,13 @@ class Disaggregation:
         instance would have to do both and may not.
         """
         named = call.prefill_instance
-        decode = self._decode_instances(work, prompt)
+        try:
+            decode = self._decode_instances(work, prompt)
+        except Unavailable:
+            await self._start(work, call)
+            decode = self._decode_instances(work, prompt)
         if not decode:
+            self._dispatcher.stream(msgspec.structs.replace(work, role=Role.PREFILL), call).count_missing()
             if named is not None:
                 raise Unavailable(f"instance {named:x} computes no prompts of model '{work.model}' for other instances now")
             return Placed(work)
@@ -102,6 +108,13 @@ class Disaggregation:
         decoding.hashes = work.hashes
         decoding.is_prefilled = True
         return Placed(decoding, prefill)
+
+    async def _start(self, work: Work, call: Call) -> None:
+        """Wait for instances of both roles, as far as they are to start. Raises ModelStarting, DeadlineExceeded."""
+        stream = self._dispatcher.stream(msgspec.structs.replace(work, role=Role.PREFILL), call)
+        await stream.instance_started()
+        stream.redirect(msgspec.structs.replace(work, role=Role.DECODE))
+        await stream.instance_started()
 
     def _decode_instances(self, work: Work, prompt: GenerateRequest) -> Sequence[Instance]:
         """Return the instances that may go on with a computed prompt; none: one does both. Raises Unavailable, InvalidRequest."""

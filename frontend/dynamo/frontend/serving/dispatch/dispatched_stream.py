@@ -16,6 +16,7 @@ from dynamo.common.errors import (
     DynamoError,
     EngineError,
     InvalidRequest,
+    ModelStarting,
     NoInstances,
     Overloaded,
     Unavailable,
@@ -25,6 +26,7 @@ from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
+from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.router.base import RoutingDecision, TooLate
 from dynamo.frontend.router.cache.hashing import LONG_PROMPT_BYTES
 from dynamo.frontend.serving.call import Call, Stream, Work
@@ -144,17 +146,20 @@ class DispatchedStream:
         return bodies
 
     def check_line(self) -> None:
-        """Raise Overloaded if the request, which has not been read, would have to wait now and has no place in line.
+        """Raise Overloaded or ModelStarting if the request, which has not been read, would have to wait now and has no place.
 
         A queue may be full a moment later nevertheless.
         """
-        queue, work, call = self._shared.queue, self._work, self._call
-        if queue is not None and queue.must_wait(work.model, work.role, call.account, work.priority):
-            try:
+        shared, work, call = self._shared, self._work, self._call
+        queue = shared.queue
+        try:
+            if queue is not None and queue.must_wait(work.model, work.role, call.account, work.priority):
                 self._position(queue)
-            except Overloaded as error:
-                self._count_refusal(error)
-                raise
+            elif not shared.candidates.select(work) and (pool := shared.starting(work, call)) is not None:
+                shared.starts.check_room(pool, call.account.name)
+        except (Overloaded, ModelStarting) as error:
+            self._count_refusal(error)
+            raise
 
     async def result(self) -> Buffer:
         """Return the one response of a request that has just one; however this ends, so does the stream. Raises DynamoError."""
@@ -197,6 +202,22 @@ class DispatchedStream:
             raise error
         return DispatchedStream(shared, work, self._call, self._deadline, attempts.copy())
 
+    async def instance_started(self) -> None:
+        """Return when there is an instance for the request, or none is to start. Raises ModelStarting, DeadlineExceeded."""
+        shared = self._shared
+        try:
+            while not shared.candidates.select(self._work) and (pool := shared.starting(self._work, self._call)) is not None:
+                await self._wait_for_start(pool, shared.clock())
+        except (DynamoError, asyncio.CancelledError) as error:
+            self._count_refusal(error)
+            raise
+
+    def count_missing(self) -> None:
+        """Count the request as refused if an instance for it is to start, and it is done without one."""
+        shared = self._shared
+        if not shared.candidates.select(self._work) and shared.starting(self._work, self._call) is not None:
+            shared.demand.refuse(self._work, *self._demand(), ())
+
     def redirect(self, work: Work) -> None:
         """Before the first `read`, or after `move`: request `work` instead."""
         self._work = work
@@ -234,7 +255,7 @@ class DispatchedStream:
             deaths=attempts.deaths,
             is_delivered=is_delivered,
             is_pinned=work.pinned is not None,
-            has_alternative=bool(shared.candidates.select(work, failed)),
+            has_alternative=bool(shared.candidates.select(work, failed)) or self._may_start_another(error, work),
             is_disturbed=shared.may_come_back(error, now),
             deadline=self._deadline,
             gives_up_at=attempts.gives_up_at,
@@ -250,6 +271,10 @@ class DispatchedStream:
         attempts.number += 1
         attempts.failed = failed
         self._work = work
+
+    def _may_start_another(self, error: DynamoError, work: Work) -> bool:
+        """Return whether another instance is to start in the place of the last one, which has left or is leaving."""
+        return isinstance(error, Unavailable) and self._shared.starting(work, self._call) is not None
 
     def _failed_by(self, error: DynamoError, instance: InstanceId, work: Work) -> list[InstanceId]:
         """Return the instances that are not to be sent the request, now that `instance` has failed it."""
@@ -353,6 +378,9 @@ class DispatchedStream:
             elif self._work.otherwise is not None:
                 self._work = self._work.otherwise
                 continue
+            elif (pool := shared.starting(self._work, call)) is not None:
+                await self._wait_for_start(pool, now)
+                continue
             else:
                 error = self._no_instance()
             attempt = Attempt(
@@ -364,6 +392,15 @@ class DispatchedStream:
             )
             await self._wait_or_raise(error, attempt, now)
             self._attempts.failed.clear()  # what failed before may be back, too
+
+    async def _wait_for_start(self, pool: Pool, now: float) -> None:
+        """Return when the request may try again at any instance. Raises ModelStarting, DeadlineExceeded."""
+        starts, attempts, work = self._shared.starts, self._attempts, self._work
+        if attempts.starts_by is None:
+            attempts.starts_by = now + starts.timeout_s
+        tokens = len(work.prompt) // TOKEN_BYTES
+        await starts.wait(pool, self._call.account.name, tokens, attempts.starts_by, self._deadline)
+        attempts.failed.clear()  # the instances have changed
 
     async def _booked_in_turn(self, queue: AdmissionQueue) -> Booking | None:
         """Book when some instance may take more and it is this request's turn. None: there is no candidate or no link any more.
@@ -406,7 +443,8 @@ class DispatchedStream:
         """Return the role of the instances that the request is for, and the tokens of its prompt that none of them has cached."""
         work = self._work
         candidates = self._shared.candidates.select(work)
-        role = candidates[0].card.role if candidates else work.role or Role.AGGREGATED
+        pool = None if candidates else self._shared.starts.pool(work.name or work.model, work.model, work.role)
+        role = candidates[0].card.role if candidates else work.role or (Role.AGGREGATED if pool is None else pool.role)
         missing_tokens = len(work.prompt) // TOKEN_BYTES
         if candidates and (work.hashes is not None or len(work.prompt) < LONG_PROMPT_BYTES):
             cached = self._shared.booker.router.missing_tokens(work, candidates)

@@ -26,6 +26,7 @@ from dynamo.frontend.serving.dispatch.retry import (
 )
 from dynamo.frontend.serving.queue.admission import AdmissionQueue
 from dynamo.frontend.serving.queue.fair_share import FairShares
+from dynamo.frontend.serving.queue.starting import NoStandby, StartQueue
 
 
 class Dispatcher:
@@ -40,6 +41,7 @@ class Dispatcher:
         settings: ServingOptions | None = None,
         queue: AdmissionQueue | None = None,
         demand: DemandTable | None = None,
+        starts: StartQueue | None = None,
     ) -> None:
         """`demand`: where `router` counts the requests that it places; those that get no instance are counted here."""
         settings = settings or ServingOptions()
@@ -58,6 +60,7 @@ class Dispatcher:
             budgets=RetryBudgets(retry, clock()),
             suspects=Suspects(),
             demand=demand or DemandTable(),
+            starts=starts or StartQueue(directory, NoStandby(), settings.start),
             clock=clock,
         )
         self.reuse = PrefixReuse(clock)
@@ -75,7 +78,16 @@ class Dispatcher:
     def waiting(self) -> Mapping[Pool, WaitingRequests]:
         """Return how many requests wait for the instances of each pool."""
         queue = self._shared.queue
-        return {} if queue is None else queue.waiting_requests()
+        waiting = dict(self._shared.starts.waiting_requests())
+        for pool, requests in ({} if queue is None else queue.waiting_requests()).items():
+            waiting[pool] = waiting.get(pool, WaitingRequests(0)) + requests
+        return waiting
+
+    def passed_over(self, name: str) -> None:
+        """Count a request that another model serves, because this one has no instance yet. Its tokens are not known."""
+        pool = self._shared.starts.pool_named(name)
+        if pool is not None and not self._shared.candidates.able_to_serve(name):
+            self._shared.demand.of(pool.model, pool.role).refused += 1
 
     async def missing_tokens(self, work: Work, candidates: Sequence[Instance]) -> int | None:
         """Return the fewest tokens of the prompt that one of `candidates` has not cached, as the router has it; None: unknown."""

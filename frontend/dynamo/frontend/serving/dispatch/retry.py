@@ -143,6 +143,8 @@ class Attempts(msgspec.Struct, eq=False):
     """Instances to or from which a part of the request was lost: they may serve it if no other can."""
     waits: int = 0
     gives_up_at: float | None = None
+    starts_by: float | None = None
+    """When it stops waiting for the first instance of its model; None: it has not waited for that yet."""
 
     def copy(self) -> Self:
         return msgspec.structs.replace(self, failed=list(self.failed), lost=list(self.lost))

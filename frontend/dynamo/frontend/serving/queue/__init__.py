@@ -1,4 +1,4 @@
-"""Requests that wait while all instances are busy, in an order that is fair between API keys.
+"""Requests that wait while all instances are busy, in an order that is fair between API keys, or while the first one starts.
 
 | module | holds |
 |---|---|
@@ -7,4 +7,5 @@
 | `fair_slots` | so much work of API keys at once, in an order that is fair between them |
 | `queue_order` | which request of a queue is next |
 | `fair_share` | which requests are held back here for requests of another frontend |
+| `starting` | requests that wait while the first instance of their model starts |
 """
