@@ -363,7 +363,10 @@ class ModelMetrics:
         self._all.router_queue.labels(self.label).set(waiting)
 
     def queue_refused(self, reason: str) -> None:
-        """Count a request that may not wait (longer) in the router's queue: `full`, `late`, `expired` or `goal`."""
+        """Count a request that may not wait (longer) for an instance.
+
+        In the router's queue: `full`, `late`, `expired` or `goal`; while a model starts: `start_full` or `start_timeout`.
+        """
         self._all.queue_refusals.labels(self.label, reason).inc()
 
     def set_left_out(self, count: int) -> None:
