@@ -13,6 +13,8 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from dynamo.common.process.background import Tasks
+from dynamo.common.process.turns import LoopTurns
+from dynamo.common.security.paced_tls import ENCRYPTED, EncryptedConnection, paced
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ _FEWEST = 16
 _HANDSHAKE_S = 10.0
 _ACCEPTED_AT_ONCE = 64
 _TURNS_TO_ACCEPT = 4
-"""Turns of the event loop from a connection in the kernel to its protocol."""
+"""LoopTurns of the event loop from a connection in the kernel to its protocol."""
 _PAUSE_S = 1.0
 """After the system had no descriptor, or no memory, for a connection."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -62,10 +64,10 @@ class TlsListener(Generic[P]):
         handshake has failed, and which does not learn of its connection.
         """
         self._listener = listener
-        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._tls = paced(tls, LoopTurns(self._loop.call_soon), LoopTurns(self._loop.call_soon))
         self._accepted = accepted
         self._failed = failed
-        self._loop = asyncio.get_running_loop()
         self._handshakes = Tasks()
         self._pause: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -110,18 +112,64 @@ class TlsListener(Generic[P]):
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        is_open = False
+        encrypted = EncryptedConnection()
+        ENCRYPTED.set(encrypted)
+        early = _Early()
+        is_open = is_connected = False
         try:
-            # Closes the socket if it fails.
-            await self._loop.connect_accepted_socket(
-                lambda: protocol, connection, ssl=self._tls, ssl_handshake_timeout=_HANDSHAKE_S
+            await self._loop.connect_accepted_socket(lambda: encrypted, connection)  # closes the socket if it fails
+            is_connected = True
+            secured = await self._loop.start_tls(
+                encrypted.transport, early, self._tls, server_side=True, ssl_handshake_timeout=_HANDSHAKE_S
             )
-            is_open = True
+            if secured is not None and not early.is_lost:
+                is_open = True
+                early.hand_over(protocol, secured)
         except (OSError, EOFError) as error:  # of TLS, too: what clients do wrong
             _log.debug("a TLS handshake failed: %s", error)
         finally:
             if not is_open:
+                if is_connected:
+                    encrypted.transport.abort()
                 self._failed(protocol)
+
+
+class _Early(asyncio.Protocol):
+    """Keeps what comes in the turn of the event loop in which a handshake ends, until the connection has its protocol."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self._data = bytearray()
+        self._is_eof = False
+
+    def data_received(self, data: bytes) -> None:
+        self._data += data
+
+    def eof_received(self) -> None:
+        self._is_eof = True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
+
+    def hand_over(self, protocol: asyncio.BaseProtocol, transport: asyncio.Transport) -> None:
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        if self._data and not transport.is_closing():
+            if isinstance(protocol, asyncio.BufferedProtocol):
+                _fill(protocol, memoryview(self._data))
+            elif isinstance(protocol, asyncio.Protocol):
+                protocol.data_received(bytes(self._data))
+        if self._is_eof and isinstance(protocol, asyncio.Protocol | asyncio.BufferedProtocol):
+            protocol.eof_received()
+
+
+def _fill(protocol: asyncio.BufferedProtocol, data: memoryview) -> None:
+    while data:
+        buffer = memoryview(protocol.get_buffer(len(data)))
+        count = min(len(buffer), len(data))
+        buffer[:count] = data[:count]
+        protocol.buffer_updated(count)
+        data = data[count:]
 
 
 async def close_listener(listener: asyncio.Server | TlsListener[P]) -> None:

@@ -9,5 +9,6 @@
 | `memory` | freed memory: kept for the next large message, and given back after a while |
 | `ports` | ports that are free and stay this process's own |
 | `steps` | long work on the event loop, in steps of a few milliseconds |
+| `turns` | time for what has come on all connections together |
 | `work` | long work as a generator, which `steps` runs |
 """

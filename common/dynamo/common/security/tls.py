@@ -54,6 +54,7 @@ def read_context(files: TlsFiles, protocols: Sequence[str] = ()) -> ssl.SSLConte
     Raises ConfigError with a sentence that names the wrong file.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.options |= ssl.OP_NO_RENEGOTIATION  # as OpenSSL 3 has it by default
     if protocols:
         context.set_alpn_protocols(protocols)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -107,7 +108,9 @@ class RenewedContext(ssl.SSLContext):
     newest: Watched[ssl.SSLContext]
 
     def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
-        return self.newest.current().wrap_bio(*args, **options)
+        newest = self.newest.current()
+        newest.sslobject_class = self.sslobject_class
+        return newest.wrap_bio(*args, **options)
 
 
 def server_context(files: TlsFiles, protocols: Sequence[str] = ()) -> ssl.SSLContext:

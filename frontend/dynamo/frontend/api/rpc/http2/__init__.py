@@ -12,6 +12,5 @@
 | `method` | a method as the server calls it |
 | `sender` | what one connection sends |
 | `server` | a gRPC port on the event loop |
-| `turns` | time for what has come on all connections together |
 | `windows` | flow control, budgets and the least pace |
 """

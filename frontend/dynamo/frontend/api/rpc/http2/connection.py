@@ -30,6 +30,7 @@ from typing import Final, Protocol, cast
 
 import grpc
 
+from dynamo.common.process.turns import LoopTurns
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.http2 import frames
 from dynamo.frontend.api.rpc.http2.call import GrpcCall
@@ -39,7 +40,6 @@ from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, Ma
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory
 from dynamo.frontend.api.rpc.http2.method import GrpcMethod
 from dynamo.frontend.api.rpc.http2.sender import GONE, HIGH_WATER_BYTES, Outgoing, Sender
-from dynamo.frontend.api.rpc.http2.turns import Turns
 from dynamo.frontend.api.rpc.http2.windows import ActionBudget, ReceiveWindow, WindowOverflow
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
@@ -87,7 +87,7 @@ class Http2ConnectionOwner(Protocol):
     deadlines: Deadlines
     read_memory: memoryview
     """Shared by all connections, for what they receive."""
-    turns: Turns
+    turns: LoopTurns
     connection_window_bytes: int
     stream_window_bytes: int
 

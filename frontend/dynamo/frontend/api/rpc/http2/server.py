@@ -21,6 +21,7 @@ import grpc
 from dynamo.common.http.accepting import Descriptors, TlsListener, close_listener, raise_open_files
 from dynamo.common.http.server import ConnectionObserver
 from dynamo.common.process.background import start
+from dynamo.common.process.turns import LoopTurns
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.declaration import LITTLE_BYTES, NAME_BYTES, Reads
@@ -34,7 +35,6 @@ from dynamo.frontend.api.rpc.http2.connection import (
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines, Ending
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory, PlainMemory
 from dynamo.frontend.api.rpc.http2.method import GrpcMethod
-from dynamo.frontend.api.rpc.http2.turns import Turns
 from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
@@ -81,7 +81,7 @@ class Http2Server:
         self.port = 0
         self._loop = asyncio.get_running_loop()
         self.deadlines = Deadlines(self._loop, _expired)
-        self.turns = Turns(self._loop.call_soon)
+        self.turns = LoopTurns(self._loop.call_soon)
         self._descriptors = descriptors or Descriptors(raise_open_files())
         self._handshakes: set[Http2Connection] = set()
         """Connections whose TLS handshakes have not ended."""

@@ -16,7 +16,7 @@ _SHARE_S: Final = 0.001
 """For one connection of the line, before it waits again."""
 
 
-class Turns:
+class LoopTurns:
     """Divides the time. One for all connections of a port."""
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Callable[[], float] = monotonic) -> None:
@@ -40,6 +40,10 @@ class Turns:
             self._ends_at = now + _TURN_S
             self._call_soon(self._turn_ended)
         return self._ends_at if now < self._ends_at else 0.0
+
+    def has_time(self) -> bool:
+        """Return whether a connection may read more of what has come; if not, it has to `wait`."""
+        return self._clock() < self.ends_at()
 
     def _turn_ended(self) -> None:
         self._ends_at = 0.0

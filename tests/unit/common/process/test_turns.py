@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dynamo.common.lifecycle import open_listener
+from dynamo.common.process.turns import LoopTurns
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import PendingMessage, read_message
 from dynamo.frontend.api.rpc.http2.server import Http2Server
-from dynamo.frontend.api.rpc.http2.turns import Turns
 from dynamo.frontend.api.rpc.operation import Context
 from dynamo.frontend.config import GrpcOptions
 from tests.support.grpc_operations import unary
@@ -43,7 +43,7 @@ class Loop:
         return not self._soon
 
 
-def read(loop: Loop, turns: Turns, work_s: float) -> float:
+def read(loop: Loop, turns: LoopTurns, work_s: float) -> float:
     """Read what takes so long, in steps of 0.5 ms, until there is no time left; return what is left of it."""
     ends_at = turns.ends_at()
     while ends_at and work_s > 0:
@@ -56,7 +56,7 @@ def read(loop: Loop, turns: Turns, work_s: float) -> float:
 
 def test_what_has_just_come_on_many_connections_takes_no_more_than_that_of_one() -> None:
     loop = Loop()
-    turns = Turns(loop.call_soon, loop.clock)
+    turns = LoopTurns(loop.call_soon, loop.clock)
     left = [read(loop, turns, 0.1) for _ in range(50)]
     assert loop.now < 100.006
     assert left[1:] == [0.1] * 49
@@ -66,7 +66,7 @@ def test_what_has_just_come_on_many_connections_takes_no_more_than_that_of_one()
 
 def test_a_line_of_connections_moves_on_by_some_milliseconds_in_each_turn() -> None:
     loop = Loop()
-    turns = Turns(loop.call_soon, loop.clock)
+    turns = LoopTurns(loop.call_soon, loop.clock)
     work = dict.fromkeys(range(20), 0.01)
     order: list[int] = []
 
@@ -88,20 +88,20 @@ def test_a_line_of_connections_moves_on_by_some_milliseconds_in_each_turn() -> N
 
 def test_what_comes_while_others_wait_in_line_is_read_at_once() -> None:
     loop = Loop()
-    turns = Turns(loop.call_soon, loop.clock)
+    turns = LoopTurns(loop.call_soon, loop.clock)
     turns.wait(lambda: None)
     assert read(loop, turns, 0.001) <= 0
 
 
-class Line(Turns):
+class Line(LoopTurns):
     """The test says whether there is time, and when the line moves on."""
 
     def __init__(self) -> None:
-        self.has_time = True
+        self.is_free = True
         self.waiting: list[Callable[[], None]] = []
 
     def ends_at(self) -> float:
-        return float("inf") if self.has_time else 0.0
+        return float("inf") if self.is_free else 0.0
 
     def wait(self, go_on: Callable[[], None]) -> None:
         self.waiting.append(go_on)
@@ -119,12 +119,12 @@ async def test_all_connections_of_a_port_wait_in_one_line() -> None:
             for client in (first, second):
                 client.send(call(1, b"a"))
                 assert await client.status(1) == "0"
-            line.has_time = False
+            line.is_free = False
             for client in (first, second):
                 client.send(call(3, b"b"))
             await until(lambda: len(line.waiting) == 2)
             assert not server.calls
-            line.has_time = True
+            line.is_free = True
             for go_on in line.waiting:
                 go_on()
             for client in (first, second):
