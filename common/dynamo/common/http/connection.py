@@ -138,6 +138,8 @@ class HttpConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
         self._is_tls = transport.get_extra_info("sslcontext") is not None
+        if self._is_tls:
+            self.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self.scheme = "https" if self._is_tls else "http"
         self.client = _address(transport.get_extra_info("peername"))
         self._deadline = self.loop.time() + self._limits.head_timeout_s

@@ -7,15 +7,18 @@ import contextlib
 import gc
 import re
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import trustme
 import uvloop
 
-from dynamo.common.http.connection import HttpLimits
+from dynamo.common.http.accepting import TlsListener
+from dynamo.common.http.connection import HttpConnection, HttpLimits
 from dynamo.common.http.request import HIGH_WATER_BYTES, HttpRequest
 from dynamo.common.http.served import ServedRequest
 from dynamo.common.http.server import HttpServer, serve_app
@@ -208,6 +211,30 @@ def get(path: str = "/", *headers: str, version: str = "1.1") -> bytes:
 
 def post(path: str, length: int, *headers: str) -> bytes:
     return "\r\n".join([f"POST {path} HTTP/1.1", "host: x", f"content-length: {length}", *headers, "", ""]).encode()
+
+
+async def test_a_response_over_tls_that_is_not_read_keeps_as_little_as_without_tls() -> None:
+    """An event loop would have half a MiB of it encrypted and kept for each connection."""
+    authority = trustme.CA()
+    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority.issue_cert("127.0.0.1").configure_cert(ours)
+    authority.configure_trust(theirs)
+    app = Echo()
+    connection = HttpConnection(HttpServer(app, HttpLimits()), app, asyncio.get_running_loop())
+    listener = open_listener("127.0.0.1", 0, flag="--port")
+    listener.listen()
+    port = listener.getsockname()[1]
+    accepting = TlsListener(listener, ours, lambda: connection, lambda failed: None)
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=theirs)
+        writer.write(get("/gate"))
+        await app.until("at the gate 1")
+        assert connection.transport.get_write_buffer_limits()[1] == HIGH_WATER_BYTES
+        app.gate.set()
+        writer.close()
+    finally:
+        accepting.close()
+        await connection.server.stop(0.0)
 
 
 # HTTP
