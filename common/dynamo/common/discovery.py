@@ -31,6 +31,8 @@ MAX_REGISTRATION_BYTES = 1024 * 1024
 """etcd refuses requests above 1.5 MiB."""
 _OTHER_RECORD = re.compile(rf"{ROOT}/%[a-z]")
 """Keys of records that are no registrations; no encoded namespace looks like this."""
+MAX_CARD_BYTES = MAX_REGISTRATION_BYTES - 64 * 1024
+"""The largest card of a model that is loaded at run time: the rest of a registration, and operators' aliases, fit beside it."""
 _SUBJECT = re.compile(r"[^\s*>]+")
 
 
@@ -52,6 +54,13 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """The etcd key of the registration."""
         return self.endpoint.registration_key(self.card.name, self.id)
+
+
+def check_card_size(card: ModelCard) -> None:
+    """Raise InvalidRequest for a card that is too large to be registered."""
+    size = len(msgspec.json.encode(card))
+    if size > MAX_CARD_BYTES:
+        raise InvalidRequest(f"the card of model '{card.name}' has {size} bytes; at most {MAX_CARD_BYTES} are allowed")
 
 
 def encode_registration(instance: Instance) -> bytes:
@@ -247,7 +256,7 @@ class View:
         # Filled on demand, cleared by changes. Only registered names get in, since clients choose which names are looked up.
         self._serving: dict[str, dict[str, tuple[Instance, ...]]] = {}
         """By model, then by the name that was looked up."""
-        self._names: dict[str, str] | None = None
+        self._names: dict[str, _OtherName] | None = None
         self._warned: set[str] = set()
         self._other_protocols: dict[str, int] = {}
 
@@ -273,7 +282,8 @@ class View:
             return name
         if self._names is None:
             self._names = self._find_names()
-        return self._names.get(name)
+        other = self._names.get(name)
+        return None if other is None else other.model
 
     def models(self) -> list[str]:
         """Return the names of the registered models, sorted, without aliases and adapters."""
@@ -288,8 +298,8 @@ class View:
         model = self.model_of(name)
         if model is None:
             return iter(())
-        instances = reversed(self._models[model].agreeing.by_age.instances)
-        return instances if name == model else (instance for instance in instances if name in other_names(instance.card))
+        instances = self._models[model].agreeing.by_age.instances if name == model else self._holders(name)
+        return reversed(instances)
 
     def count(self, model: str) -> int:
         """Return how many registrations a model has, by its own name."""
@@ -440,18 +450,36 @@ class View:
             log.warning("%s", sentence)
 
     def _find_serving(self, model: str, name: str) -> tuple[Instance, ...]:
-        agreeing, down = self._models[model].agreeing.by_id.instances, self._down
-        if name == model and not down:
-            return tuple(agreeing)
-        return tuple(i for i in agreeing if i.id not in down and (name == model or name in other_names(i.card)))
+        down = self._down
+        serving = self._models[model].agreeing.by_id.instances if name == model else sorted(self._holders(name), key=_id)
+        return tuple(serving) if not down else tuple(instance for instance in serving if instance.id not in down)
 
-    def _find_names(self) -> dict[str, str]:
-        names: dict[str, str] = {}
+    def _holders(self, name: str) -> list[Instance]:
+        """Return the registrations that have an alias or adapter, the oldest first."""
+        if self._names is None:
+            self._names = self._find_names()
+        other = self._names.get(name)
+        return [] if other is None else other.holders
+
+    def _find_names(self) -> dict[str, _OtherName]:
+        names: dict[str, _OtherName] = {}
         for instance in sorted(self._with_names.values(), key=lambda instance: (_age(instance), instance.card.name)):
-            if self._models[instance.card.name].agrees(instance):
-                for name in other_names(instance.card):
-                    names.setdefault(name, instance.card.name)
+            model = instance.card.name
+            if self._models[model].agrees(instance):
+                for name in dict.fromkeys(other_names(instance.card)):
+                    other = names.setdefault(name, _OtherName(model, []))
+                    if other.model == model:
+                        other.holders.append(instance)
         return names
+
+
+@dataclass(frozen=True, slots=True)
+class _OtherName:
+    """An alias or adapter: what is known of it without a look at all names of each instance, of which there may be thousands."""
+
+    model: str
+    holders: list[Instance]
+    """The registrations of the model that have it, the oldest first."""
 
 
 def other_names(card: ModelCard) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import logging
+import sys
+from types import FrameType
 
 import msgspec
 import pytest
 
-from dynamo.common.discovery import Instance, View, decode_registration, encode_registration
+from dynamo.common.discovery import Instance, View, decode_registration, encode_registration, other_names
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
@@ -156,6 +158,33 @@ def test_aliases_and_adapters_lead_to_the_instances_that_have_them() -> None:
     view.apply({instance(2, with_law).key: None})
     assert view.instances("law") == ()
     assert view.model_of("t") is None
+
+
+def test_lookups_of_many_names_do_not_go_through_the_names_of_each_instance() -> None:
+    names = tuple(f"adapter-{number}" for number in range(200))
+    view = view_of(*(instance(number, llm_card(adapters=names)) for number in range(3)))
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code is other_names.__code__
+
+    sys.setprofile(count)
+    try:
+        found = [(len(view.instances(name)), len(list(view.newest_first(name)))) for name in names]
+    finally:
+        sys.setprofile(None)
+    assert found == [(3, 3)] * 200
+    assert calls == 3, "once for each instance, after a change"
+
+
+def test_an_adapter_of_an_instance_marked_down_is_left_out() -> None:
+    card = llm_card(adapters=("law",))
+    view = view_of(instance(2, card), instance(1, card, started_at=5.0))
+    assert ids(view, "law") == [1, 2]
+    assert [each.id for each in view.newest_first("law")] == [1, 2]
+    view.mark_down(InstanceId(1))
+    assert ids(view, "law") == [2]
 
 
 def test_a_models_own_name_comes_before_an_alias_and_the_first_alias_before_a_later_one() -> None:

@@ -3,9 +3,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import datetime
+from types import FrameType
 from typing import Any
 
 import httpx2
@@ -28,7 +30,7 @@ from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeTexts, instance, tensor_card
-from tests.support.http_edge import connected
+from tests.support.http_edge import chat_card, connected, open_http_edge
 
 
 @dataclass
@@ -138,6 +140,31 @@ async def test_models_are_listed_with_slashes_in_their_names(side: Side) -> None
     assert one.json() == listed["data"][1]
     assert (await side.client.get("/v1/models/org/adder/ready")).status_code == 200
     assert (await side.client.get("/v1/models/later/ready")).status_code == 503
+
+
+async def test_the_loop_goes_on_while_thousands_of_adapters_are_listed() -> None:
+    card = chat_card(adapters=tuple(f"adapter-{number}" for number in range(2000)))
+    loop = asyncio.get_running_loop()
+    described = longest = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal described
+        described += event == "call" and frame.f_code is Readiness.is_model_ready.__code__
+
+    def tick() -> None:
+        nonlocal described, longest
+        longest, described = max(longest, described), 0
+        loop.call_soon(tick)
+
+    async with open_http_edge(card) as edge:
+        sys.setprofile(count)
+        loop.call_soon(tick)
+        try:
+            listed = (await edge.http.get("/v1/models")).json()["data"]
+        finally:
+            sys.setprofile(None)
+    assert len(listed) == 2001
+    assert 0 < longest <= 200
 
 
 async def test_anthropics_clients_get_models_in_their_form(side: Side) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ Scrape = Callable[[], Awaitable[tuple[bytes, str]]]
 """Returns the text of a metrics scrape and its content type."""
 
 
+_AT_ONCE = 200
+"""Names that are described before the event loop may do something else: each adapter of a model is one."""
 _ANTHROPIC = "anthropic-version"
 """A header of Anthropic's clients, which they have to send."""
 _TRUE = frozenset({"1", "true", "yes"})
@@ -162,7 +165,7 @@ def model_operations(plane: DataPlane, readiness: Readiness, started_at: float) 
     Anthropic's clients, which send a header of their own, get the list and the models in Anthropic's form.
     """
 
-    def describe(account: Account, card: ModelCard, name: str) -> dict[str, object]:
+    def describe(account: Account, card: ModelCard, name: str, root: str) -> dict[str, object]:
         rule = plane.names.rules.get(name)
         described: dict[str, object] = {
             "id": name,
@@ -171,7 +174,7 @@ def model_operations(plane: DataPlane, readiness: Readiness, started_at: float) 
             "owned_by": card.platform,
             "kind": card.kind.value,
             "ready": readiness.is_model_ready(name),
-            "root": _root(card, name),
+            "root": root,
             "parent": card.name if name != card.name else None,
         }
         if card.llm is not None:
@@ -203,14 +206,20 @@ def model_operations(plane: DataPlane, readiness: Readiness, started_at: float) 
         models = named(exchange.account)
         if _ANTHROPIC in exchange.headers:
             return await _respond(exchange, anthropic_list([name for _, name in models]))
-        await _respond(exchange, {"object": "list", "data": [describe(exchange.account, card, name) for card, name in models]})
+        roots = {card.name: _roots(card) for card, _ in models}
+        data: list[dict[str, object]] = []
+        for card, name in models:
+            data.append(describe(exchange.account, card, name, roots[card.name].get(name, card.name)))
+            if len(data) % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+        await _respond(exchange, {"object": "list", "data": data})
 
     async def model(exchange: Exchange) -> None:
         name = exchange.parameters["model"]
         card = plane.described(exchange.account, name)
-        await _respond(
-            exchange, anthropic_model(name) if _ANTHROPIC in exchange.headers else describe(exchange.account, card, name)
-        )
+        if _ANTHROPIC in exchange.headers:
+            return await _respond(exchange, anthropic_model(name))
+        await _respond(exchange, describe(exchange.account, card, name, _roots(card).get(name, card.name)))
 
     async def ready(exchange: Exchange) -> None:
         name = exchange.parameters["model"]
@@ -225,10 +234,10 @@ def model_operations(plane: DataPlane, readiness: Readiness, started_at: float) 
     ]
 
 
-def _root(card: ModelCard, name: str) -> str:
-    """Return where an adapter was read from; of other names, the model that they stand for."""
-    report = card.adapter_report(name)
-    return card.name if report is None else report.path or card.name
+def _roots(card: ModelCard) -> dict[str, str]:
+    """Return where the adapters of a model were read from, where that is known. Other names stand for the model itself."""
+    reports = () if card.llm is None else card.llm.adapter_reports
+    return {report.name: report.path for report in reports if report.path}
 
 
 def _page(path: str, surface: Surface, handle: Handler, summary: str, group: str = "Server") -> Operation:
