@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from dynamo.common.discovery import check_card_size
 from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.model_card import ModelCard, TensorSpec
 from dynamo.common.tensors.check import BATCH_NOTE
@@ -298,9 +299,10 @@ def make_card(
     )
     if config.HasField("sequence_batching"):
         card = msgspec.structs.replace(card, has_sequences=True)
-    if not labels:
-        return card
-    outputs = tuple(
-        spec if spec.labels else msgspec.structs.replace(spec, labels=labels.get(spec.name, ())) for spec in card.outputs
-    )
-    return msgspec.structs.replace(card, outputs=outputs)
+    if labels:
+        outputs = (
+            spec if spec.labels else msgspec.structs.replace(spec, labels=labels.get(spec.name, ())) for spec in card.outputs
+        )
+        card = msgspec.structs.replace(card, outputs=tuple(outputs))
+    check_card_size(card)
+    return card
