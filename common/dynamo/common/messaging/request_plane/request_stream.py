@@ -40,6 +40,9 @@ _NO_BODY = memoryview(b"")
 _NOT_LENT = Reference(0, 0, 0)
 _SMALL_CREDIT_BYTES = 64 * 1024
 """A stream with less credit than this gets it back at once if it waits for it; others when half of it is used."""
+_OVERDRAFT_BYTES = 64 * 1024
+"""More than an instance can send beyond its credit by mistakes of counting."""
+_MOST_RETRY_AFTER_S = 3600.0
 _SHARES_OF_WINDOW = 4
 """What was read is counted when it is such a part of a window: counting it for each token costs more than reading the token."""
 
@@ -366,6 +369,8 @@ class RequestStream:
             self._uncredited += frame.body.nbytes + FRAME_COST
             self._useful_credit = max(self._useful_credit, frame.body.nbytes)
             self._responses.append(frame.body)
+            if self._uncredited > _OVERDRAFT_BYTES and self._is_overdrawn():
+                return self._on_overdraft()
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
@@ -383,6 +388,8 @@ class RequestStream:
         self._useful_credit = max(self._useful_credit, *sizes)
         self.started = True
         self._responses += frame.bodies
+        if self._uncredited > _OVERDRAFT_BYTES and self._is_overdrawn():
+            return self._on_overdraft()
         if self._waiter is not None:
             self._wake()
 
@@ -401,7 +408,7 @@ class RequestStream:
         if frame.code == frames.LOST:
             return self.fail(InstanceGone(self._peer.instance, "got only a part of the request", is_alive=True, was_held=False))
         error = from_wire(frame.code, frame.message, frame.retryable)
-        if isinstance(error, Overloaded):
+        if isinstance(error, Overloaded) and 0.0 <= frame.retry_after_s <= _MOST_RETRY_AFTER_S:
             error.retry_after_s = frame.retry_after_s
         if isinstance(error, InvalidRequest):
             error.param = frame.param or None
@@ -416,6 +423,15 @@ class RequestStream:
 
     def _on_gap(self) -> None:
         self._abort(InstanceGone(self._peer.instance, "lost part of its response on the way", is_alive=True))
+
+    def _is_overdrawn(self) -> bool:
+        """Return whether the instance has sent clearly more than it was granted: what waits here would have no bound."""
+        assert self._credit is not None
+        return self._credit.used + self._read + self._uncredited > self._granted + _OVERDRAFT_BYTES
+
+    def _on_overdraft(self) -> None:
+        self._responses.clear()
+        self._abort(InstanceGone(self._peer.instance, "sent more of its response than it may", is_alive=True))
 
     def _abort(self, error: DynamoError) -> None:
         self._send(frames.encode(frames.Cancel(self.id)))

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
-from dynamo.common.errors import DeadlineExceeded, EngineError, InstanceGone, InvalidRequest, Unavailable
+from dynamo.common.errors import DeadlineExceeded, EngineError, InstanceGone, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.messaging.request_plane import frames
 from dynamo.common.messaging.request_plane.client import RequestClient, open_client
 from dynamo.common.messaging.request_plane.incoming import Handler, Incoming
@@ -245,6 +246,33 @@ async def test_a_stream_goes_on_when_its_credit_was_lost() -> None:
             async with asyncio.timeout(60):
                 while received < 2000:
                     received += len(await stream.read())
+
+
+def publish_as_instance(p: Plane, *messages: frames.Frame) -> None:
+    p.bus.publish(f"{p.client.prefix}.0", msgspec.msgpack.encode(messages), "")
+
+
+@pytest.mark.parametrize("gathered", [1, 200])
+@in_virtual_time
+async def test_an_instance_that_sends_without_credit_fails_its_stream(gathered: int) -> None:
+    async with plane({"held": Held()}) as p, p.open("held", many="") as stream:
+        await asyncio.sleep(0.1)
+        for number in range(0, 20_000, gathered):
+            responses = [memoryview(b"")] * gathered
+            publish_as_instance(p, frames.Many(stream.id, number, responses) if gathered > 1 else frames.Data(stream.id, number))
+        with pytest.raises(InstanceGone, match="more of its response than it may"):
+            await stream.read()
+
+
+@pytest.mark.parametrize("retry_after_s", [float("nan"), float("inf"), -1.0, 1e9])
+@in_virtual_time
+async def test_an_overloaded_instance_that_names_no_time_to_wait_gets_the_default(retry_after_s: float) -> None:
+    async with plane({"held": Held()}) as p, p.open("held") as stream:
+        await asyncio.sleep(0.1)
+        publish_as_instance(p, frames.Error(stream.id, Overloaded.code, "full", True, retry_after_s))
+        with pytest.raises(Overloaded) as error:
+            await stream.result()
+    assert error.value.retry_after_s == Overloaded("full").retry_after_s
 
 
 @in_virtual_time
