@@ -19,6 +19,7 @@ from weakref import WeakSet
 from dynamo.common.errors import DeadlineExceeded, DynamoError, InstanceGone, ShuttingDown
 from dynamo.common.etcd import Events, Put, Reset
 from dynamo.common.etcd.lease import LeaseSession
+from dynamo.common.etcd.leases import Leases
 from dynamo.common.messaging.jetstream import records
 from dynamo.common.messaging.jetstream.records import RecordStore
 from dynamo.common.messaging.nats.socket_transport import SocketTransport
@@ -35,7 +36,6 @@ from dynamo.frontend.api.openai.store.stored import StoredResponses
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.kv.feed import KvFeed
 from dynamo.frontend.fleet.kv.follow import Follower
-from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.fleet.peers.usage import UsageStore
 from dynamo.frontend.metrics import ModelMetrics
 from dynamo.frontend.router.loads.table import LoadTable

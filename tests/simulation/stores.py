@@ -16,6 +16,7 @@ from random import Random
 from msgspec.structs import replace
 
 from dynamo.common.etcd import Etcd
+from dynamo.common.etcd.leases import open_leases
 from dynamo.common.generation import Sampling, Stop
 from dynamo.common.messaging.jetstream.records import open_records
 from dynamo.common.messaging.nats.connection import Connection
@@ -35,7 +36,6 @@ from dynamo.frontend.api.openai.store.owned import Storage
 from dynamo.frontend.api.openai.store.stored import StoredResponses, new_response_id
 from dynamo.frontend.api.operations import protocol_operations
 from dynamo.frontend.config import TextOptions
-from dynamo.frontend.fleet.leases import open_leases
 from dynamo.frontend.fleet.peers.limits import shared_limits
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
 from dynamo.frontend.fleet.peers.usage import UsageStore, open_usage

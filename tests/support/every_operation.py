@@ -28,6 +28,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import EngineError, InstanceGone, Unsupported, release
 from dynamo.common.etcd import Etcd, KeyValue, Reset
+from dynamo.common.etcd.leases import Leases
 from dynamo.common.http.served import Header
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.jetstream.records import Record
@@ -61,7 +62,6 @@ from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import CapacityOptions, FrontendConfig, HttpOptions, ServingOptions, TextOptions
 from dynamo.frontend.fleet.adapters import Adapters
-from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.fleet.repository import RepositoryView
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.names.rules import Rule, Target

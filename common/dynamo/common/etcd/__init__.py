@@ -9,6 +9,7 @@
 | `follow` | follow what is under a prefix for as long as the process lives, also where etcd refuses it for a while |
 | `kv` | keys and values |
 | `lease` | a lease as an object |
+| `leases` | work that one process of the fleet does at a time |
 | `transport` | connections to the members of an etcd cluster, login, and calls that survive the loss of a member |
 | `watch` | what changes under a prefix, without gaps |
 """

@@ -7,7 +7,6 @@
 | `directory` | a live view of all registrations |
 | `event_bus` | events that may be lost: KV events, load reports, bookings |
 | `kv` | KV caches of instances, kept in step |
-| `leases` | work that one process of the fleet does at a time |
 | `peers` | what the frontends of a namespace tell one another |
 | `presence` | whether instances that etcd does not list any more are still there |
 | `repository` | the model repositories of the fleet |

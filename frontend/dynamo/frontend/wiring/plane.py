@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from dynamo.common.etcd import connect_etcd
+from dynamo.common.etcd.leases import Leases, open_leases
 from dynamo.common.messaging.jetstream.kv_stream import KvStream
 from dynamo.common.messaging.jetstream.records import RecordStore, open_records
 from dynamo.common.messaging.jetstream.store import FileStore
@@ -31,7 +32,6 @@ from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
-from dynamo.frontend.fleet.leases import Leases, open_leases
 from dynamo.frontend.fleet.peers.demand import reported_demand
 from dynamo.frontend.fleet.peers.limits import shared_limits
 from dynamo.frontend.fleet.peers.response_changes import ResponseChanges

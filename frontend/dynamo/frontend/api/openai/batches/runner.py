@@ -23,6 +23,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dynamo.common.errors import DynamoError, Forbidden, Overloaded, PayloadTooLarge, Unauthenticated, Unavailable
+from dynamo.common.etcd.leases import Leases
 from dynamo.common.messaging.jetstream.key_values import DamagedRecord
 from dynamo.common.process.background import Tasks, awaited, outlasting
 from dynamo.common.process.work import Hold
@@ -56,7 +57,6 @@ from dynamo.frontend.api.openai.batches.result_lines import line_id, result_line
 from dynamo.frontend.api.openai.batches.result_room import ResultRoom
 from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment, is_full
 from dynamo.frontend.api.openai.store.owned import RecordNotFound
-from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.security.accounts import Account

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import InvalidRequest, NoInstances, PayloadTooLarge, RateLimited, Unauthenticated, Unavailable
+from dynamo.common.etcd.leases import Leases
 from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.messaging.jetstream.records import Record
 from dynamo.common.process.work import hold_nothing
@@ -49,7 +50,6 @@ from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment
 from dynamo.frontend.api.openai.store.owned import owner_token
 from dynamo.frontend.api.openai.store.quota import COUNTED_S, StoredBytes
 from dynamo.frontend.config import CapacityOptions, HttpOptions
-from dynamo.frontend.fleet.leases import Leases
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo.common.etcd import Deleted, EtcdUnavailable, Events, KeyValue, LeaseLost, Listing, Put, Reset
-from dynamo.frontend.fleet.leases import Leases, open_leases
+from dynamo.common.etcd.leases import Leases, open_leases
 from tests.support.virtual_time import in_virtual_time
 
 

@@ -15,8 +15,11 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from dynamo.common.errors import DynamoError
-from dynamo.common.etcd import Deleted, Etcd, Events, LeaseLost, LeaseSession, Put, Reset
+from dynamo.common.etcd.client import Etcd
+from dynamo.common.etcd.errors import LeaseLost
 from dynamo.common.etcd.follow import follow
+from dynamo.common.etcd.lease import LeaseSession
+from dynamo.common.etcd.watch import Deleted, Events, Put, Reset
 from dynamo.common.process.background import running
 
 log = logging.getLogger(__name__)
@@ -142,11 +145,14 @@ class Leases:
 
 
 @asynccontextmanager
-async def open_leases(etcd: Etcd, prefix: str) -> AsyncIterator[Leases]:
-    """Keep a lease while the body runs; at its end all that was taken is free. Does not wait for etcd."""
+async def open_leases(etcd: Etcd, prefix: str, ttl_s: float = _TTL_S) -> AsyncIterator[Leases]:
+    """Keep a lease while the body runs; at its end all that was taken is free. Does not wait for etcd.
+
+    `ttl_s`: what was taken is free so long after a process died silently.
+    """
     leases = Leases(etcd, prefix)
     async with (
-        etcd.session(_TTL_S, on_lost=leases.lost) as leases.session,
+        etcd.session(ttl_s, on_lost=leases.lost) as leases.session,
         running(leases.release_again(), "leases to give back"),
         running(leases.keep(), "keys of leases"),
     ):
