@@ -94,7 +94,7 @@ class PoolPlanner:
         if self._last_request_at is None or arrivals.requests or view.waiting or any(each.requests for each in view.instances):
             self._last_request_at = now
         if arrivals.seconds > 0.0:
-            self._forecast.horizon_s = self.bounds.startup_s + self._interval_s
+            self._forecast.horizon_s = self._startup_s(view) + self._interval_s
             self._forecast.add(now, arrivals.requests / arrivals.seconds)
             self._mean.add(view)
         if self._target is None:
@@ -156,7 +156,7 @@ class PoolPlanner:
         output = 1.0 if role is Role.PREFILL else view.engine.times.output_tokens
         queued = view.waiting_tokens + sum(each.queued_tokens for each in view.instances)
         usual = len(view.instances) * computed
-        drain_s = max(_SHORTEST_DRAIN_S, self.bounds.startup_s)
+        drain_s = max(_SHORTEST_DRAIN_S, self._startup_s(view))
         return Demand(
             requests_per_s=peak,
             computed_tokens=computed,
@@ -165,6 +165,9 @@ class PoolPlanner:
             variation=mean.variation,
             backlog_tokens=max(0.0, queued - usual) / drain_s if role is not Role.DECODE else 0.0,
         )
+
+    def _startup_s(self, view: PoolView) -> float:
+        return view.startup_s or self.bounds.startup_s
 
     def _by_load(self, view: PoolView) -> tuple[int, str]:
         in_flight = view.waiting + sum(each.requests for each in view.instances)
@@ -199,7 +202,7 @@ class PoolPlanner:
 
     def _missing(self, view: PoolView) -> int:
         """Return how many instances have been wanted for so long that they will hardly come."""
-        latest_s = _LATE_STARTS * self.bounds.startup_s
+        latest_s = _LATE_STARTS * self._startup_s(view)
         wanted = [number for at, number in self._wanted if view.now - at >= latest_s]
         while len(self._wanted) > 1 and view.now - self._wanted[1][0] >= latest_s:
             self._wanted.popleft()

@@ -95,6 +95,8 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
     """The observed time to first token over the predicted one; 0: not known."""
     samples: Sequence[ArrivalSample] = ()
     """Arrivals since the last view."""
+    startup_s: float = 0.0
+    """From the decision that wants an instance until it serves, as seen lately; 0: not yet, and `Bounds.startup_s` counts."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

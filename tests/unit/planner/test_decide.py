@@ -27,6 +27,7 @@ class Fleet:
         self.planner = PoolPlanner(pool or Pool("m"), GOALS, bounds, interval_s=5.0, target=target)
         self.engine = engine
         self.now = 0.0
+        self.startup_s = 0.0
 
     def decide(
         self,
@@ -53,6 +54,7 @@ class Fleet:
             waiting=waiting,
             waiting_tokens=waiting_tokens,
             ttft_ratio=ttft_ratio,
+            startup_s=self.startup_s,
         )
         return self.planner.decide(view, least=least)
 
@@ -153,6 +155,14 @@ def test_instances_that_do_not_come_are_counted_as_missing() -> None:
     fleet.decide_often(4, 10.0, 2)
     assert fleet.decide(10.0, 2).missing == 0
     assert fleet.decide_often(20, 10.0, 2).missing > 5
+
+
+def test_how_long_instances_were_seen_to_take_counts_before_what_was_configured() -> None:
+    fleet = Fleet(Bounds(most=40, startup_s=20.0))
+    fleet.startup_s = 200.0
+    assert fleet.decide_often(24, 10.0, 2).missing == 0
+    fleet.startup_s = 0.0
+    assert fleet.decide(10.0, 2).missing > 5
 
 
 def test_a_what_if_corrects_the_formula() -> None:
