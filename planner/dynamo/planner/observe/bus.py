@@ -1,0 +1,92 @@
+"""Demand and load reports, received from NATS.
+
+Demand comes on a connection of its own: load reports are many, and are dropped for a while where this process cannot follow them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import msgspec
+
+from dynamo.common.kv.events import load_message_decoder
+from dynamo.common.messaging.nats.connection import Connection
+from dynamo.common.messaging.unreadable import Unreadable
+from dynamo.common.names import instance_of, loads_subject
+from dynamo.common.scaling.demand import DemandReport, demand_subject
+from dynamo.frontend.fleet.event_bus import EventBus
+from dynamo.planner.observe.demand import DemandLedger
+from dynamo.planner.observe.fleet import PoolWatch
+
+_demand_decoder = msgspec.msgpack.Decoder(DemandReport)
+
+
+class DemandLink(Protocol):
+    """The part of `Connection` that says whether what was published has arrived."""
+
+    @property
+    def is_connected(self) -> bool: ...
+
+    @property
+    def is_silent(self) -> bool: ...
+
+    @property
+    def reconnected_at(self) -> float: ...
+
+
+class FleetBus:
+    """What comes from NATS, and whether enough comes to decide by."""
+
+    def __init__(self, link: DemandLink, demand: DemandLedger, pools: PoolWatch, interval_s: float) -> None:
+        self.unreadable_demand = Unreadable("a demand report")
+        self.unreadable_loads = Unreadable("a load report")
+        self.demand = demand
+        self._pools = pools
+        self._link = link
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._followed_since = self._loop.time()
+
+    def __repr__(self) -> str:
+        return f"<FleetBus {self.demand}, {self.why_unknown() or 'following'}>"
+
+    def demand_came(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+        report = self.unreadable_demand.read(_demand_decoder, subject, payload)
+        if report is not None:
+            self.demand.report(report, self._loop.time())
+
+    def load_came(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
+        message = self.unreadable_loads.read(load_message_decoder, subject, payload)
+        if message is None:
+            return
+        try:
+            instance = instance_of(subject)
+        except ValueError as error:
+            self.unreadable_loads.drop(subject, error)
+            return
+        self._pools.load(instance, message)
+
+    def why_unknown(self) -> str:
+        """Return why it is not known what arrives, so that nothing may be decided by it; empty if it is known."""
+        now = self._loop.time()
+        if not self._link.is_connected or self._link.is_silent:
+            return "NATS cannot be reached"
+        if not self.demand.reporting(now):
+            return "no frontend reports its demand"
+        if now - max(self._followed_since, self._link.reconnected_at) < self._interval_s:
+            return "demand has been followed for less than an interval"
+        return ""
+
+
+@asynccontextmanager
+async def following(bus: FleetBus, nats: Connection, events: EventBus, namespace: str) -> AsyncIterator[None]:
+    """Subscribe while the body runs. Raises Unavailable if the connections are closed."""
+    async with nats.subscribed(demand_subject(namespace), bus.demand_came):
+        loads = await events.subscribe(loads_subject(namespace), bus.load_came)
+        try:
+            yield
+        finally:
+            await loads.close()

@@ -1,0 +1,162 @@
+"""What arrived since the last look, from the totals of all frontends.
+
+Totals count from the start of a frontend, so the difference of two reports is what arrived between them, also where reports
+between them were lost. The first report of a frontend only shows where its totals are: what it counted before may be from long
+ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import msgspec
+from msgspec.structs import astuple
+
+from dynamo.common.scaling.demand import MAX_SAMPLES, REPORT_EVERY_S, ArrivalSample, ArrivalTotals, DemandReport, PoolDemand
+from dynamo.common.scaling.pool import Pool
+from dynamo.planner.pools import Arrivals
+
+VANISHED_S = 5 * REPORT_EVERY_S
+"""A frontend that has not reported for so long has no requests waiting."""
+FORGOTTEN_S = 600.0
+"""And after so long, its totals are forgotten: if it comes back, it counts as new."""
+MAX_ORIGINS = 256
+MAX_ORIGIN_CHARS = 128
+MAX_POOLS = 512
+MAX_KEPT_SAMPLES = 64 * MAX_SAMPLES
+"""Samples of one pool between two looks; further ones are dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class _Origin:
+    """One frontend."""
+
+    seen_at: float
+    totals: dict[Pool, ArrivalTotals] = field(default_factory=dict)
+    demands: Mapping[Pool, PoolDemand] = field(default_factory=dict)
+    """What its last report says."""
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What arrived for one pool since the last look."""
+
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    computed_tokens: float = 0.0
+    refused: float = 0.0
+    samples: list[ArrivalSample] = field(default_factory=list)
+
+
+class PoolArrivals(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the demand for one pool."""
+
+    arrivals: Arrivals
+    waiting: int = 0
+    waiting_tokens: int = 0
+    ttft_ratio: float = 0.0
+    """The median over all frontends that know one; 0: none does."""
+    samples: Sequence[ArrivalSample] = ()
+
+
+class DemandLedger:
+    """The demand of all frontends. `interval_s`: between two looks."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.dropped = 0
+        """Reports, or parts of them, that were ignored, since there are too many frontends or pools."""
+        self._interval_s = interval_s
+        self._origins: dict[str, _Origin] = {}
+        self._gathered: dict[Pool, _Gathered] = {}
+        self._taken_at: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<DemandLedger of {len(self._origins)} frontends>"
+
+    def report(self, report: DemandReport, now: float) -> None:
+        """Count what arrived at a frontend since its last report."""
+        is_new = report.origin not in self._origins
+        if is_new and not self._make_space(report.origin, now):
+            self.dropped += 1
+            return
+        origin = self._origins.setdefault(report.origin, _Origin(now))
+        gap_s, origin.seen_at = now - origin.seen_at, now
+        # What arrived in a long silence is not of this interval: the rate is kept, not the sum.
+        share = min(1.0, max(self._interval_s, 2 * REPORT_EVERY_S) / gap_s) if gap_s > 0.0 else 1.0
+        accepted: dict[Pool, PoolDemand] = {}
+        for demand in report.pools[:MAX_POOLS]:
+            if demand.pool not in origin.totals and not self._has_space_for(demand.pool):
+                self.dropped += 1
+                continue
+            before = origin.totals.get(demand.pool)
+            origin.totals[demand.pool] = demand.totals
+            accepted[demand.pool] = demand
+            if before is not None or not is_new:  # a pool that a known frontend has not named before begins at 0
+                self._gather(demand, before or ArrivalTotals(), share)
+        self.dropped += max(0, len(report.pools) - MAX_POOLS)
+        origin.demands = accepted
+
+    def take(self, now: float) -> dict[Pool, PoolArrivals]:
+        """Return what arrived since this was last called, for each pool that any frontend has named lately."""
+        seconds = now - self._taken_at if self._taken_at is not None else self._interval_s
+        self._taken_at = now
+        gathered, self._gathered = self._gathered, {}
+        self._forget(now)
+        reporting = [origin for origin in self._origins.values() if now - origin.seen_at <= VANISHED_S]
+        pools = {*gathered, *(pool for origin in reporting for pool in origin.demands)}
+        return {pool: _summed(pool, gathered.get(pool, _Gathered()), reporting, seconds) for pool in pools}
+
+    def reporting(self, now: float) -> int:
+        """Return how many frontends have reported lately."""
+        return sum(now - origin.seen_at <= VANISHED_S for origin in self._origins.values())
+
+    def _make_space(self, name: str, now: float) -> bool:
+        """Forget the frontend that has been silent for longest, if there are too many; return whether one more is followed."""
+        if len(name) > MAX_ORIGIN_CHARS:
+            return False
+        if len(self._origins) >= MAX_ORIGINS:
+            oldest = min(self._origins, key=lambda other: self._origins[other].seen_at)
+            if now - self._origins[oldest].seen_at <= VANISHED_S:
+                return False
+            del self._origins[oldest]
+        return True
+
+    def _has_space_for(self, pool: Pool) -> bool:
+        pools = {pool for origin in self._origins.values() for pool in origin.totals}
+        return pool in pools or len(pools) < MAX_POOLS
+
+    def _gather(self, demand: PoolDemand, before: ArrivalTotals, share: float) -> None:
+        totals = demand.totals
+        if any(now < then for now, then in zip(astuple(totals), astuple(before), strict=True)):
+            before = ArrivalTotals()  # the frontend began anew under its old name
+        gathered = self._gathered.setdefault(demand.pool, _Gathered())
+        refused = share * (totals.refused - before.refused)
+        gathered.requests += share * (totals.placed - before.placed) + refused
+        refused_tokens = share * (totals.refused_tokens - before.refused_tokens)
+        gathered.prompt_tokens += share * (totals.placed_tokens - before.placed_tokens) + refused_tokens
+        gathered.computed_tokens += share * (totals.computed_tokens - before.computed_tokens) + refused_tokens
+        gathered.refused += refused
+        gathered.samples += demand.samples[: max(0, MAX_KEPT_SAMPLES - len(gathered.samples))]
+
+    def _forget(self, now: float) -> None:
+        for name in [name for name, origin in self._origins.items() if now - origin.seen_at > FORGOTTEN_S]:
+            del self._origins[name]
+
+
+def _summed(pool: Pool, gathered: _Gathered, reporting: Iterable[_Origin], seconds: float) -> PoolArrivals:
+    demands = [origin.demands[pool] for origin in reporting if pool in origin.demands]
+    return PoolArrivals(
+        arrivals=Arrivals(
+            seconds=seconds,
+            requests=gathered.requests,
+            prompt_tokens=gathered.prompt_tokens,
+            computed_tokens=gathered.computed_tokens,
+            refused=gathered.refused,
+        ),
+        waiting=sum(demand.waiting for demand in demands),
+        waiting_tokens=sum(demand.waiting_tokens for demand in demands),
+        ttft_ratio=median([demand.ttft_ratio for demand in demands if demand.ttft_ratio] or [0.0]),
+        samples=tuple(gathered.samples),
+    )

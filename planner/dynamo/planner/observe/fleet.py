@@ -1,0 +1,187 @@
+"""The views of all pools: what is registered, what arrives, how fast engines are.
+
+A pool is followed from its first registration on, also while it has no instance: what was learned of its engines stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dynamo.common.discovery import Instance
+from dynamo.common.kv.events import LoadMessage, LoadReport
+from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.names import InstanceId
+from dynamo.common.scaling.pool import Pool
+from dynamo.frontend.fleet.presence import Silent, Unknown
+from dynamo.frontend.router.cost.step_model import StepModel
+from dynamo.planner.observe.demand import MAX_POOLS, PoolArrivals
+from dynamo.planner.observe.startup import StartupTimes
+from dynamo.planner.pools import Arrivals, Engine, InstanceView, PoolView
+
+log = logging.getLogger(__name__)
+
+SILENT_S = 3.0
+"""An instance reports its load every 0.75 s, and more often while it is busy."""
+
+
+@dataclass(slots=True, eq=False)
+class _PoolState:
+    """What is known of one pool."""
+
+    steps: StepModel = field(default_factory=StepModel)
+    startups: StartupTimes = field(default_factory=StartupTimes)
+    card: ModelCard | None = None
+    """The card of the instance that registered last; None: none has, since this process started."""
+    instances: dict[InstanceId, Instance] = field(default_factory=dict)
+    loads: dict[InstanceId, LoadReport] = field(default_factory=dict)
+    """The last report of each instance."""
+    reported_at: dict[InstanceId, float] = field(default_factory=dict)
+
+
+class PoolWatch:
+    """Everything that is known of the pools of language models. `models`: the only ones that are followed; none: all."""
+
+    def __init__(self, models: Collection[str] = ()) -> None:
+        self._models = frozenset(models)
+        self._pools: dict[Pool, _PoolState] = {}
+        self._by_instance: dict[tuple[InstanceId, str], _PoolState] = {}
+        self._loop = asyncio.get_running_loop()
+
+    def __repr__(self) -> str:
+        return f"<PoolWatch of {len(self._pools)} pools>"
+
+    # What comes in
+
+    def registrations(self, added: Sequence[Instance], removed: Sequence[Instance]) -> None:
+        """Take over what `Directory.on_registrations` says."""
+        now = self._loop.time()
+        changed = {(instance.id, instance.card.name) for instance in added}
+        for instance in removed:
+            self._remove(instance, is_replaced=(instance.id, instance.card.name) in changed)
+        gone = {(instance.id, instance.card.name) for instance in removed}
+        for instance in added:
+            self._add(instance, now, is_new=(instance.id, instance.card.name) not in gone)
+
+    def load(self, instance: InstanceId, message: LoadMessage) -> None:
+        """Learn from a load report. Those of instances that are not registered are ignored."""
+        state = self._by_instance.get((instance, message.model))
+        if state is not None:
+            now = self._loop.time()
+            state.loads[instance] = message.report
+            state.reported_at[instance] = now
+            state.steps.report(instance, message.report.totals, now)
+
+    def remember(self, pool: Pool, card: ModelCard | None = None) -> None:
+        """Follow a pool that need not have an instance."""
+        state = self._state(pool)
+        if state is not None and state.card is None:
+            state.card = card
+
+    def want(self, pool: Pool, instances: int) -> None:
+        """Note that so many instances are wanted, to see how long they take to start."""
+        state = self._pools.get(pool)
+        if state is not None:
+            state.startups.want(instances, len(state.instances), self._loop.time())
+
+    # What is there
+
+    def views(self, demands: Mapping[Pool, PoolArrivals], seconds: float) -> dict[Pool, PoolView]:
+        """Return each pool as it is now. `demands`: what arrived in the last `seconds`."""
+        now = self._loop.time()
+        return {pool: _view(pool, state, demands.get(pool), seconds, now) for pool, state in sorted(self._pools.items())}
+
+    def pools(self) -> Sequence[Pool]:
+        return sorted(self._pools)
+
+    def card(self, pool: Pool) -> ModelCard | None:
+        """Return the card of a pool's last instance; None if it is not known."""
+        state = self._pools.get(pool)
+        return None if state is None else state.card
+
+    async def served_by(self, instance: Instance) -> Collection[str] | None:
+        """Return None if an instance that etcd does not list any more is there: it reports its load (`Directory.confirm_by`).
+
+        Raises Silent, or Unknown while this process gets no load report at all.
+        """
+        now = self._loop.time()
+        heard_at = max((max(state.reported_at.values()) for state in self._pools.values() if state.reported_at), default=None)
+        if heard_at is None or now - heard_at > SILENT_S:
+            raise Unknown
+        state = self._by_instance.get((instance.id, instance.card.name))
+        if state is None or now - state.reported_at.get(instance.id, -SILENT_S) > SILENT_S:
+            raise Silent
+        return None
+
+    def _state(self, pool: Pool) -> _PoolState | None:
+        """Return a pool's state, a new one if it is to be followed; None if it is not."""
+        if self._models and pool.model not in self._models:
+            return None
+        state = self._pools.get(pool)
+        if state is None:
+            if len(self._pools) >= MAX_POOLS:
+                log.warning("%s is not followed: there are %d pools already", pool, MAX_POOLS)
+                return None
+            state = self._pools[pool] = _PoolState()
+        return state
+
+    def _add(self, instance: Instance, now: float, *, is_new: bool) -> None:
+        if instance.card.kind is not ModelKind.LLM:
+            return
+        state = self._state(Pool.of(instance.card))
+        if state is None:
+            return
+        state.card = instance.card
+        state.instances[instance.id] = instance
+        self._by_instance[instance.id, instance.card.name] = state
+        if is_new:
+            state.startups.came(now)
+
+    def _remove(self, instance: Instance, *, is_replaced: bool) -> None:
+        state = self._by_instance.pop((instance.id, instance.card.name), None)
+        if state is None:
+            return
+        state.instances.pop(instance.id, None)
+        if not is_replaced:
+            state.loads.pop(instance.id, None)
+            state.reported_at.pop(instance.id, None)
+            state.steps.remove_instance(instance.id)
+
+
+def _view(pool: Pool, state: _PoolState, demand: PoolArrivals | None, seconds: float, now: float) -> PoolView:
+    if demand is None:
+        demand = PoolArrivals(arrivals=Arrivals(seconds=seconds))
+    return PoolView(
+        pool=pool,
+        now=now,
+        arrivals=demand.arrivals,
+        engine=_engine(state),
+        instances=tuple(_instance_view(id, state.loads.get(id)) for id in sorted(state.instances)),
+        waiting=demand.waiting,
+        waiting_tokens=demand.waiting_tokens,
+        ttft_ratio=demand.ttft_ratio,
+        samples=demand.samples,
+        startup_s=state.startups.typical_s,
+    )
+
+
+def _engine(state: _PoolState) -> Engine:
+    llm = None if state.card is None else state.card.llm
+    if llm is None:
+        return Engine(times=state.steps.times, observations=state.steps.observations)
+    return Engine(
+        times=state.steps.times,
+        observations=state.steps.observations,
+        block_size=llm.block_size,
+        total_blocks=llm.total_blocks,
+        max_num_seqs=llm.max_num_seqs,
+        max_batched_tokens=llm.max_batched_tokens,
+    )
+
+
+def _instance_view(id: InstanceId, report: LoadReport | None) -> InstanceView:
+    if report is None:
+        return InstanceView(id=id)
+    return InstanceView(id=id, requests=report.running + report.waiting, queued_tokens=report.queued_prefill_tokens)

@@ -1,0 +1,131 @@
+"""The views of all pools."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from dynamo.common.model_card import ModelKind, Role
+from dynamo.common.names import InstanceId
+from dynamo.common.scaling.pool import Pool
+from dynamo.frontend.fleet.presence import Silent, Unknown
+from dynamo.planner.observe.demand import PoolArrivals
+from dynamo.planner.observe.fleet import SILENT_S, PoolWatch
+from dynamo.planner.pools import Arrivals
+from tests.support.pools import CHAT, LLM, instance, load
+from tests.support.virtual_time import in_virtual_time
+
+
+def pools(watch: PoolWatch) -> Sequence[Pool]:
+    return list(watch.views({}, 5.0))
+
+
+@in_virtual_time
+async def test_a_pool_is_the_instances_of_one_model_in_one_role() -> None:
+    watch = PoolWatch()
+    watch.registrations([instance(1), instance(2), instance(3, role=Role.PREFILL)], [])
+    views = watch.views({}, 5.0)
+    assert {pool: [each.id for each in view.instances] for pool, view in views.items()} == {
+        CHAT: [1, 2],
+        Pool("chat", Role.PREFILL): [3],
+    }
+
+
+@in_virtual_time
+async def test_models_that_are_no_language_models_are_not_scaled_and_others_only_if_they_are_named() -> None:
+    everything, chat = PoolWatch(), PoolWatch(["chat"])
+    for watch in (everything, chat):
+        watch.registrations([instance(1), instance(2, "other"), instance(3, "tensors", kind=ModelKind.TENSOR)], [])
+    assert pools(everything) == [CHAT, Pool("other")]
+    assert pools(chat) == [CHAT]
+
+
+@in_virtual_time
+async def test_the_view_says_what_the_engine_can_do_and_how_busy_instances_are() -> None:
+    watch = PoolWatch()
+    watch.registrations([instance(1)], [])
+    for number in range(1, 40):
+        watch.load(InstanceId(1), load(steps=10 * number, running=3, waiting=2, queued_tokens=700))
+        await asyncio.sleep(0.05)
+    view = watch.views({}, 5.0)[CHAT]
+    assert (view.instances[0].requests, view.instances[0].queued_tokens) == (5, 700)
+    assert (view.engine.block_size, view.engine.total_blocks, view.engine.max_num_seqs, view.engine.max_batched_tokens) == (
+        *(16, 500, 64),
+        2048,
+    )
+    assert view.engine.observations == 38  # the first report only shows where its totals are
+    assert view.engine.times.window_s(1, 50, 4, 0) == pytest.approx(0.02, rel=0.1)
+
+
+@in_virtual_time
+async def test_demand_is_that_of_the_pool_and_without_any_there_are_no_arrivals() -> None:
+    watch = PoolWatch()
+    watch.registrations([instance(1), instance(2, "other")], [])
+    views = watch.views({CHAT: PoolArrivals(arrivals=Arrivals(seconds=5.0, requests=9.0), waiting=2, ttft_ratio=1.2)}, 5.0)
+    assert (views[CHAT].arrivals.requests, views[CHAT].waiting, views[CHAT].ttft_ratio) == (9.0, 2, 1.2)
+    assert views[Pool("other")].arrivals == Arrivals(seconds=5.0)
+
+
+@in_virtual_time
+async def test_what_was_learned_of_a_pool_stays_when_its_last_instance_has_left() -> None:
+    watch = PoolWatch()
+    watch.registrations([instance(1)], [])
+    watch.load(InstanceId(1), load(steps=10))
+    watch.load(InstanceId(1), load(steps=20, running=3))
+    watch.registrations([], [instance(1)])
+    view = watch.views({}, 5.0)[CHAT]
+    assert (view.instances, view.engine.observations, view.engine.block_size) == ((), 1, 16)
+    watch.load(InstanceId(1), load(steps=30))
+    assert watch.views({}, 5.0)[CHAT].engine.observations == 1
+
+
+@in_virtual_time
+async def test_a_card_that_changes_is_no_new_instance() -> None:
+    watch = PoolWatch()
+    watch.registrations([instance(1)], [])
+    watch.load(InstanceId(1), load(running=3))
+    watch.want(CHAT, 2)
+    await asyncio.sleep(30)
+    changed = instance(1)
+    changed = replace(changed, card=replace(changed.card, llm=replace(LLM, total_blocks=900)))
+    watch.registrations([changed], [instance(1)])
+    view = watch.views({}, 5.0)[CHAT]
+    assert (view.engine.total_blocks, view.instances[0].requests, view.startup_s) == (900, 3, 0.0)
+
+
+@in_virtual_time
+async def test_startup_is_seen_from_the_decision_until_the_instance_registers() -> None:
+    watch = PoolWatch()
+    watch.registrations([instance(1)], [])
+    watch.want(CHAT, 2)
+    await asyncio.sleep(40)
+    watch.registrations([instance(2)], [])
+    assert watch.views({}, 5.0)[CHAT].startup_s == 40.0
+
+
+@in_virtual_time
+async def test_a_pool_that_is_remembered_has_a_view_without_an_instance() -> None:
+    watch = PoolWatch(["chat"])
+    watch.remember(CHAT, instance(1).card)
+    watch.remember(Pool("unnamed"))
+    view = watch.views({}, 5.0)[CHAT]
+    assert (view.instances, view.engine.observations, view.engine.total_blocks) == ((), 0, 500)
+    assert pools(watch) == [CHAT]
+
+
+@in_virtual_time
+async def test_an_instance_that_etcd_lost_is_there_while_it_reports_its_load() -> None:
+    watch = PoolWatch()
+    watch.registrations([instance(1), instance(2)], [])
+    with pytest.raises(Unknown):  # no instance is heard
+        await watch.served_by(instance(1))
+    watch.load(InstanceId(1), load())
+    watch.load(InstanceId(2), load())
+    await asyncio.sleep(SILENT_S + 1)
+    watch.load(InstanceId(1), load())
+    assert await watch.served_by(instance(1)) is None
+    with pytest.raises(Silent):
+        await watch.served_by(instance(2))
