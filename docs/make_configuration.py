@@ -13,6 +13,8 @@ from dynamo.common.config import markdown_table, replacements
 from dynamo.frontend.config import FrontendConfig
 from dynamo.local.config import LocalConfig
 from dynamo.local.replay.config import ReplayConfig
+from dynamo.planner.config import PlannerConfig
+from dynamo.planner.process.explain import ExplainConfig
 from dynamo.worker.config import WorkerConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -62,6 +64,8 @@ This page is generated from the code by `make docs`.
 PROCESSES = (
     ("dynamo-frontend", FrontendConfig),
     ("dynamo-worker", WorkerConfig),
+    ("dynamo-planner", PlannerConfig),
+    ("dynamo-planner explain", ExplainConfig),
     ("dynamo-local", LocalConfig),
     ("dynamo-local replay", ReplayConfig),
 )

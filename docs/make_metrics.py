@@ -13,6 +13,7 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.observability.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics
 from dynamo.frontend.metrics import EventMetrics, FrontendMetrics
 from dynamo.frontend.port_metrics import GrpcServerMetrics, connection_metrics
+from dynamo.planner.process.metrics import PlannerMetrics
 from dynamo.worker.observability.metrics import WorkerMetrics
 
 PAGE = Path(__file__).with_name("observability.md")
@@ -31,7 +32,8 @@ TABLES: tuple[tuple[str, Callable[[CollectorRegistry], object]], ...] = (
     ("Frontend", _frontend),
     ("gRPC calls to a frontend", GrpcServerMetrics),
     ("Worker", lambda registry: WorkerMetrics(registry, Endpoint(), InstanceId(0))),
-    ("Both", lambda registry: RuntimeMetrics(registry, role="frontend", version="")),
+    ("Planner", PlannerMetrics),
+    ("All", lambda registry: RuntimeMetrics(registry, role="frontend", version="")),
 )
 
 

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dynamo.common.process.ports import free_ports
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fleet import echo_request
-from tests.support.processes import frontend, worker
+from tests.support.processes import frontend, planner, worker
 from tests.support.promql import ADDED_BY_PROMETHEUS, ALERTS, all_expressions, parsed, selectors
 from tests.support.servers import EtcdServer, NatsServer
 
@@ -31,7 +31,7 @@ with_promtool = pytest.mark.skipif(
 
 @pytest.fixture
 async def scrapes(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> AsyncIterator[list[str]]:
-    """The text of /metrics of a frontend and of a worker that have had requests of all kinds."""
+    """The text of /metrics of a frontend and of a worker that have had requests of all kinds, and of a planner."""
     [port] = free_ports(1)
     models = ("--model", "sim", "--model", "echo", "--status-port", str(port))
     async with (
@@ -39,6 +39,7 @@ async def scrapes(etcd_server: EtcdServer, nats_server: NatsServer, namespace: s
         frontend(etcd_server.endpoint, nats_server.url, namespace, "--router-mode", "kv", "--canary-wait", "0.2") as front,
         httpx2.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}", timeout=120) as http,
         grpc.aio.insecure_channel(front.grpc_target) as channel,
+        planner(etcd_server.endpoint, nats_server.url, namespace) as planning,
     ):
         await front.serves("sim", "echo")
         for stream in (False, True):
@@ -48,8 +49,10 @@ async def scrapes(etcd_server: EtcdServer, nats_server: NatsServer, namespace: s
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         await infer(echo_request())
         with pytest.raises(grpc.aio.AioRpcError):
-            await infer(pb.ModelInferRequest(model_name="missing").SerializeToString())
-        yield [(await http.get("/metrics")).text, (await http.get(f"http://127.0.0.1:{port}/metrics")).text]
+            await infer(pb.ModelInferRequest(model_name="made-up").SerializeToString())
+        await planning.shows(lambda shown: shown["pools"])
+        ports = (f":{front.http_port}", f":{port}", f":{planning.status_port}")
+        yield [(await http.get(f"http://127.0.0.1{each}/metrics")).text for each in ports]
 
 
 async def test_every_expression_asks_for_what_running_processes_show(scrapes: list[str]) -> None:
@@ -69,7 +72,7 @@ async def test_every_expression_asks_for_what_running_processes_show(scrapes: li
 
 
 async def test_no_name_that_a_client_made_up_becomes_a_label(scrapes: list[str]) -> None:
-    assert not any("missing" in text for text in scrapes)
+    assert not any("made-up" in text for text in scrapes)
     assert 'reason="not_found"' in scrapes[0]
 
 

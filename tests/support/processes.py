@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -164,6 +164,43 @@ async def frontend(
     where = _where(etcd_url, nats_url, namespace)
     started = await _start("dynamo.frontend", *where, *ports, *flags, variables=_code_in(sources))
     process = FrontendProcess(started, http_port=http_port, grpc_port=grpc_port)
+    async with _following(process):
+        yield process
+
+
+@dataclass
+class PlannerProcess(Process):
+    """A planner with a status port."""
+
+    status_port: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.status_port}"
+
+    async def explain(self) -> dict[str, Any]:
+        """What it shows of itself; empty while the port does not respond."""
+        async with httpx2.AsyncClient(verify=False) as client:
+            with contextlib.suppress(httpx2.TransportError):
+                shown: dict[str, Any] = (await client.get(f"{self.url}/explain")).json()
+                return shown
+        return {}
+
+    async def shows(self, condition: Callable[[dict[str, Any]], object], timeout_s: float = 120) -> dict[str, Any]:
+        """Return what it shows once that fulfils `condition`."""
+        async with asyncio.timeout(timeout_s):
+            while not (shown := await self.explain()) or not condition(shown):
+                assert self.process.returncode is None, f"it ended with status {self.process.returncode}:\n{self.log()}"
+                await asyncio.sleep(0.05)
+        return shown
+
+
+@asynccontextmanager
+async def planner(etcd_url: str, nats_url: str, namespace: str, *flags: str) -> AsyncIterator[PlannerProcess]:
+    """A planner process with a status port; not awaited: see `shows`."""
+    [port] = free_ports(1)
+    started = await _start("dynamo.planner", *_where(etcd_url, nats_url, namespace), "--status-port", str(port), *flags)
+    process = PlannerProcess(started, status_port=port)
     async with _following(process):
         yield process
 

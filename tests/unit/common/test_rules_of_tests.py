@@ -35,7 +35,15 @@ FIXTURES = ("deployment", "edge", "every_operation", "fleet", "http_edge", "proc
 """Modules of `tests/support` that start frontends and workers, or parts of them."""
 SET_BY_SUPPORT = {
     "tests/support/fleet.py": {"--model"},  # a default that callers replace
-    "tests/support/processes.py": {"--grpc", "--http-port", "--grpc-port", "--namespace", "--etcd-endpoints", "--nats-servers"},
+    "tests/support/processes.py": {
+        "--grpc",
+        "--http-port",
+        "--grpc-port",
+        "--namespace",
+        "--etcd-endpoints",
+        "--nats-servers",
+        "--status-port",
+    },
     "tests/support/every_operation.py": {"value"},  # of no option
     "tests/support/sim_fleet.py": {"mode", "speculative_ttl_s"},  # `KV`, which tests name
 }

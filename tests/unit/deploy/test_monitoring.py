@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import Cancelled, Code, Overloaded
 from dynamo.common.generation import Summary
-from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
+from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.observability.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
 from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, RequestTimer, RequestType
 from dynamo.frontend.port_metrics import GrpcServerMetrics, connection_metrics
+from dynamo.planner.config import PlannerConfig
+from dynamo.planner.process.metrics import PlannerMetrics
+from dynamo.planner.process.state import DecisionMade, PoolState, initial_state
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.observability.metrics import WorkerMetrics
 from dynamo.worker.observability.statistics import VersionStatistics
@@ -75,6 +79,11 @@ def filled_registry() -> CollectorRegistry:
     worker.failed("1", 1, 1, Code.INTERNAL)
     worker.started(1)
     worker.succeeded("1", 1, 1, 0, Summary())
+    planner = PlannerMetrics(registry)
+    pools = tuple(PoolState(model="m", role=role, target=1, instances=1) for role in (Role.PREFILL, Role.DECODE))
+    planner.show(replace(initial_state(PlannerConfig(), "p", "targets"), is_leader=True, pools=pools))
+    planner.changed(DecisionMade(at=0.0, model="m", role=Role.DECODE, before=0, instances=1, by="formula", reason=""))
+    planner.unreadable("load", 1)
     return registry
 
 
@@ -124,7 +133,7 @@ def test_every_metric_of_ours_is_on_a_dashboard() -> None:
     ours = {
         re.sub(r"_(bucket|sum|count)$", "", name)
         for name in KNOWN
-        if name.startswith(("dynamo_frontend_", "dynamo_component_")) and not name.endswith("_created")
+        if name.startswith(("dynamo_frontend_", "dynamo_component_", "dynamo_planner_")) and not name.endswith("_created")
     }
     assert ours - shown <= {"dynamo_frontend_disconnected_clients"}, "counted again by dynamo_frontend_model_cancellation_total"
 

@@ -13,12 +13,14 @@ from dynamo.common.config import markdown_table, replacements, variables
 from dynamo.frontend.config import FrontendConfig
 from dynamo.local.config import LocalConfig
 from dynamo.local.replay.config import ReplayConfig
+from dynamo.planner.config import PlannerConfig
+from dynamo.planner.process.explain import ExplainConfig
 from dynamo.worker.config import WorkerConfig
 from examples.extending.option import ExampleConfig
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
-CONFIGS = (FrontendConfig, WorkerConfig, LocalConfig, ReplayConfig, ExampleConfig)
+CONFIGS = (FrontendConfig, WorkerConfig, PlannerConfig, ExplainConfig, LocalConfig, ReplayConfig, ExampleConfig)
 FOLDERS = ("protos", "common", "frontend", "worker", "planner", "local", "tests", "docs", "deploy", "examples", "benchmarks")
 
 FLAGS_OF_OTHERS = {

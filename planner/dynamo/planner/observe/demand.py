@@ -7,7 +7,7 @@ ago.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -18,6 +18,8 @@ from dynamo.common.scaling.demand import MAX_SAMPLES, REPORT_EVERY_S, ArrivalSam
 from dynamo.common.scaling.pool import Pool
 from dynamo.planner.pools import Arrivals
 
+NEW_S = 1.5 * REPORT_EVERY_S
+"""A frontend is new for so long: its pools may be in several reports of the same second."""
 VANISHED_S = 5 * REPORT_EVERY_S
 """A frontend that has not reported for so long has no requests waiting."""
 FORGOTTEN_S = 600.0
@@ -33,10 +35,10 @@ MAX_KEPT_SAMPLES = 64 * MAX_SAMPLES
 class _Origin:
     """One frontend."""
 
+    first_at: float
     seen_at: float
-    totals: dict[Pool, ArrivalTotals] = field(default_factory=dict)
-    demands: Mapping[Pool, PoolDemand] = field(default_factory=dict)
-    """What its last report says."""
+    demands: dict[Pool, tuple[PoolDemand, float]] = field(default_factory=dict)
+    """What its last report about each pool says, and when it came."""
 
 
 @dataclass(slots=True)
@@ -77,26 +79,17 @@ class DemandLedger:
 
     def report(self, report: DemandReport, now: float) -> None:
         """Count what arrived at a frontend since its last report."""
-        is_new = report.origin not in self._origins
-        if is_new and not self._make_space(report.origin, now):
+        if report.origin not in self._origins and not self._make_space(report.origin, now):
             self.dropped += 1
             return
-        origin = self._origins.setdefault(report.origin, _Origin(now))
-        gap_s, origin.seen_at = now - origin.seen_at, now
-        # What arrived in a long silence is not of this interval: the rate is kept, not the sum.
-        share = min(1.0, max(self._interval_s, 2 * REPORT_EVERY_S) / gap_s) if gap_s > 0.0 else 1.0
-        accepted: dict[Pool, PoolDemand] = {}
+        origin = self._origins.setdefault(report.origin, _Origin(now, now))
+        origin.seen_at = now
         for demand in report.pools[:MAX_POOLS]:
-            if demand.pool not in origin.totals and not self._has_space_for(demand.pool):
+            if demand.pool in origin.demands or self._has_space_for(demand.pool):
+                self._count(demand, origin, now)
+            else:
                 self.dropped += 1
-                continue
-            before = origin.totals.get(demand.pool)
-            origin.totals[demand.pool] = demand.totals
-            accepted[demand.pool] = demand
-            if before is not None or not is_new:  # a pool that a known frontend has not named before begins at 0
-                self._gather(demand, before or ArrivalTotals(), share)
         self.dropped += max(0, len(report.pools) - MAX_POOLS)
-        origin.demands = accepted
 
     def take(self, now: float) -> dict[Pool, PoolArrivals]:
         """Return what arrived since this was last called, for each pool that any frontend has named lately."""
@@ -104,9 +97,12 @@ class DemandLedger:
         self._taken_at = now
         gathered, self._gathered = self._gathered, {}
         self._forget(now)
-        reporting = [origin for origin in self._origins.values() if now - origin.seen_at <= VANISHED_S]
-        pools = {*gathered, *(pool for origin in reporting for pool in origin.demands)}
-        return {pool: _summed(pool, gathered.get(pool, _Gathered()), reporting, seconds) for pool in pools}
+        demands: dict[Pool, list[PoolDemand]] = {pool: [] for pool in gathered}
+        for origin in self._origins.values():
+            for pool, (demand, came_at) in origin.demands.items():
+                if now - came_at <= VANISHED_S:
+                    demands.setdefault(pool, []).append(demand)
+        return {pool: _summed(gathered.get(pool, _Gathered()), reports, seconds) for pool, reports in demands.items()}
 
     def reporting(self, now: float) -> int:
         """Return how many frontends have reported lately."""
@@ -124,8 +120,19 @@ class DemandLedger:
         return True
 
     def _has_space_for(self, pool: Pool) -> bool:
-        pools = {pool for origin in self._origins.values() for pool in origin.totals}
+        pools = {pool for origin in self._origins.values() for pool in origin.demands}
         return pool in pools or len(pools) < MAX_POOLS
+
+    def _count(self, demand: PoolDemand, origin: _Origin, now: float) -> None:
+        """Count what arrived for one pool since the last report about it."""
+        before, came_at = origin.demands.get(demand.pool, (None, origin.first_at))
+        origin.demands[demand.pool] = demand, now
+        if before is None and now - origin.first_at < NEW_S:
+            return
+        # What arrived in a long silence is not of this interval: the rate is kept, not the sum.
+        gap_s = now - came_at if before is not None else 0.0
+        share = min(1.0, max(self._interval_s, 2 * REPORT_EVERY_S) / gap_s) if gap_s > 0.0 else 1.0
+        self._gather(demand, ArrivalTotals() if before is None else before.totals, share)
 
     def _gather(self, demand: PoolDemand, before: ArrivalTotals, share: float) -> None:
         totals = demand.totals
@@ -145,8 +152,7 @@ class DemandLedger:
             del self._origins[name]
 
 
-def _summed(pool: Pool, gathered: _Gathered, reporting: Iterable[_Origin], seconds: float) -> PoolArrivals:
-    demands = [origin.demands[pool] for origin in reporting if pool in origin.demands]
+def _summed(gathered: _Gathered, demands: Sequence[PoolDemand], seconds: float) -> PoolArrivals:
     return PoolArrivals(
         arrivals=Arrivals(
             seconds=seconds,

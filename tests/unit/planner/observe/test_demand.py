@@ -6,7 +6,7 @@ import pytest
 
 from dynamo.common.scaling.demand import ArrivalSample, ArrivalTotals, DemandReport, PoolDemand
 from dynamo.common.scaling.pool import Pool
-from dynamo.planner.observe.demand import FORGOTTEN_S, MAX_KEPT_SAMPLES, MAX_ORIGINS, MAX_POOLS, VANISHED_S, DemandLedger
+from dynamo.planner.observe.demand import FORGOTTEN_S, MAX_KEPT_SAMPLES, MAX_ORIGINS, MAX_POOLS, NEW_S, VANISHED_S, DemandLedger
 
 CHAT = Pool("chat")
 
@@ -80,15 +80,25 @@ def test_a_frontend_that_begins_anew_under_its_name_counts_from_zero(ledger: Dem
 
 
 def test_a_pool_that_a_known_frontend_names_for_the_first_time_begins_at_zero(ledger: DemandLedger) -> None:
-    ledger.report(report(6, pool=Pool("other")), 1.0)
+    ledger.report(report(6, pool=Pool("other")), NEW_S)
     assert ledger.take(5.0)[Pool("other")].arrivals.requests == 6.0
 
 
 def test_a_frontend_without_any_pool_so_far_is_known_as_well() -> None:
     ledger = DemandLedger(5.0)
     ledger.report(DemandReport("f1"), 0.0)
-    ledger.report(report(6), 1.0)
+    ledger.report(report(6), NEW_S)
     assert requests(ledger, 5.0) == 6.0
+
+
+def test_pools_that_a_frontend_names_in_several_reports_of_one_second_are_all_known() -> None:
+    ledger = DemandLedger(5.0)
+    other = Pool("other")
+    for second in (0.0, 1.0):
+        ledger.report(report(1000 + int(second), waiting=2), second)
+        ledger.report(report(2000 + int(second), pool=other, waiting=3), second)
+    taken = ledger.take(5.0)
+    assert {pool: (each.arrivals.requests, each.waiting) for pool, each in taken.items()} == {CHAT: (1.0, 2), other: (1.0, 3)}
 
 
 def test_requests_of_a_frontend_that_vanished_wait_no_more(ledger: DemandLedger) -> None:

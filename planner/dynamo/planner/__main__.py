@@ -1,0 +1,27 @@
+"""`dynamo-planner`, and `python -m dynamo.planner`; its first word may be `explain`."""
+
+from __future__ import annotations
+
+import sys
+
+from dynamo.common.config import load_or_exit
+from dynamo.common.lifecycle import run
+from dynamo.common.logs import setup_logging_or_exit
+from dynamo.planner import app
+from dynamo.planner.config import PlannerConfig
+from dynamo.planner.process import explain
+
+PROGRAM = "dynamo-planner"
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["explain"]:
+        explain.main(sys.argv[2:])
+        return
+    config = load_or_exit(PlannerConfig, program=PROGRAM)
+    setup_logging_or_exit(config.log, PROGRAM)
+    run(app.run(config), program=PROGRAM)
+
+
+if __name__ == "__main__":
+    main()
