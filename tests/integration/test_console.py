@@ -14,6 +14,11 @@ import httpx2
 import pytest
 from anyio.from_thread import start_blocking_portal
 
+from dynamo.common.etcd import connect_etcd
+from dynamo.common.model_card import Role
+from dynamo.common.options import EtcdOptions
+from dynamo.common.scaling.pool import Pool
+from dynamo.common.scaling.targets import PoolTarget, Targets, encode_targets, targets_key
 from dynamo.frontend.security.surfaces import Scope
 from tests.support.browser import browser, needs_browser
 from tests.support.deployment import KeyFile
@@ -102,6 +107,26 @@ async def test_the_fleet_is_described_with_live_loads_and_hit_rates(shared: Fron
         assert classifier["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 8, 8]}]
         assert {"running", "kv_usage", "hit_rate"}.isdisjoint(classifier["instances"][0])  # it has none
         assert all(0 <= instance["kv_usage"] <= 1 for instance in sim["instances"] if "kv_usage" in instance)
+
+
+async def test_the_console_shows_how_many_instances_a_planner_wants(shared: FrontendProcess, etcd_server: EtcdServer) -> None:
+    pools = (Pool("sim"), Pool("sim", Role.PREFILL))
+    targets = tuple(PoolTarget(pool=pool, instances=3, reason="formula: more came", decided_at=1.0) for pool in pools)
+    async with (
+        connect_etcd(EtcdOptions(endpoints=(etcd_server.endpoint,))) as etcd,
+        asyncio.timeout(LOOK_S),
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{shared.http_port}") as client,
+    ):
+        await etcd.put(targets_key(NAMESPACE), encode_targets(Targets(planner="one", targets=targets)))
+        while len(shown := (await client.get("/console/fleet")).json()["targets"]) < 2:
+            await asyncio.sleep(0.1)
+        await etcd.delete(targets_key(NAMESPACE))
+        assert [(each["model"], each["role"], each["instances"], each["reason"]) for each in shown] == [
+            ("sim", "aggregated", 3, "formula: more came"),
+            ("sim", "prefill", 3, "formula: more came"),
+        ]
+        while (await client.get("/console/fleet")).json()["targets"]:
+            await asyncio.sleep(0.1)
 
 
 async def test_the_console_can_be_left_out(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:

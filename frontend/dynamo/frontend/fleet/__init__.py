@@ -12,5 +12,6 @@
 | `repository` | the model repositories of the fleet |
 | `standby` | models that can be started when there are requests |
 | `statistics` | aggregates the statistics of several instances |
+| `targets` | how many instances a planner wants |
 | `worker_streams` | streams of JetStream that workers write, made by frontends |
 """

@@ -156,6 +156,7 @@ def _console_operations(parts: PortParts, reached: Reached) -> list[Operation]:
         reached.plane,
         parts.readiness,
         reached.loads,
+        reached.targets,
         config.namespace,
         effective_mode(config.router).value,
         explains=config.http.admin_api,

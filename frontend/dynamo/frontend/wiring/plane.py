@@ -39,6 +39,7 @@ from dynamo.frontend.fleet.peers.usage import UsageStore, open_usage
 from dynamo.frontend.fleet.peers.waiting_keys import shared_fairness
 from dynamo.frontend.fleet.repository import open_repositories
 from dynamo.frontend.fleet.standby import open_standby
+from dynamo.frontend.fleet.targets import TargetsView, open_targets
 from dynamo.frontend.fleet.worker_streams import open_worker_streams
 from dynamo.frontend.names.table import NameTable, open_names
 from dynamo.frontend.preprocess.text_files import open_text_files
@@ -63,6 +64,7 @@ class Reached:
     control: RoutingControl
     settings: Settings
     loads: LoadWatch
+    targets: TargetsView
     responses: RecordStore
     response_changes: ResponseChanges
     batches: RecordStore
@@ -156,6 +158,7 @@ async def open_plane(config: FrontendConfig, links: Links, metrics: Metrics, acc
             control=control,
             settings=Settings(settings, config.trace, config.log.file),
             loads=loads,
+            targets=await enter(open_targets(etcd, namespace)),
             responses=responses,
             response_changes=ResponseChanges(nats, namespace),
             batches=batches,

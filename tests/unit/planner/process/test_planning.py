@@ -292,7 +292,10 @@ async def test_one_that_loses_it_while_it_decides_writes_nothing() -> None:
             made.leadership.lost()
             return Decision(pool=self.pool, instances=5)
 
-    make = {"make_decider": lambda pool, bounds, target: LosesIt(pool, {}, target, bounds), "key": TargetsKey(made.etcd, "dynamo")}
+    make = {
+        "make_decider": lambda pool, bounds, target: LosesIt(pool, {}, target, bounds),
+        "key": TargetsKey(made.etcd, "dynamo"),
+    }
     made.planning = Planning(**{**_parts(made), **make})
     await made.rounds()
     assert (made.written(), made.executor.rounds) == ({}, 0)

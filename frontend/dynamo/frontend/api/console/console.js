@@ -208,11 +208,18 @@ function instanceRow(instance) {
 const COLUMNS = [["Instance"], ["Running", 1], ["Waiting", 1], ["KV usage"], ["Hit rate"], ["Prefill queue", 1], ["Step ms", 1],
   ["Role"], ["Backend"], ["Up", 1]];
 
+function wanted(fleet, model) {
+  const targets = fleet.targets.filter((target) => target.model === model.name);
+  return targets.map((target) => element("p", { class: "quiet" },
+    `Planner: ${target.instances} ${target.role === "aggregated" ? "" : `${target.role} `}wanted for ${age(target.age_s)}, ${target.reason}`));
+}
+
 function drawModels(fleet) {
   const drawn = fleet.models.map((model) => element("div", { class: "model" },
     element("h3", {}, model.name,
       element("span", { class: `badge ${model.ready ? "good" : "bad"}` }, model.ready ? "ready" : "not ready"),
       element("span", { class: "quiet" }, [model.kind, ...model.other_names.map((name) => `also ${name}`)].join(", "))),
+    ...wanted(fleet, model),
     model.instances.length
       ? element("div", { class: "scroll" }, element("table", {},
         element("thead", {}, element("tr", {}, ...COLUMNS.map(([name, isNumber]) => element("th", { class: isNumber ? "number" : "" }, name)))),

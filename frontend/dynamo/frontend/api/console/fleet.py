@@ -20,6 +20,7 @@ from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, instance_of, loads_subject
 from dynamo.common.process.background import start
+from dynamo.common.scaling.targets import PoolTarget
 from dynamo.frontend.fleet.event_bus import EventBus
 from dynamo.frontend.names.rules import Fallback, Rule, Sticky
 from dynamo.frontend.security.accounts import Account
@@ -86,6 +87,17 @@ class NameState(Struct, frozen=True, kw_only=True):
     sticky: Sticky | None
 
 
+class PoolTargetState(Struct, frozen=True, kw_only=True):
+    """How many instances a planner wants of a model in one role."""
+
+    model: str
+    role: str
+    instances: int
+    reason: str
+    age_s: float
+    """How long ago it was decided."""
+
+
 class FleetState(Struct, frozen=True, kw_only=True):
     version: str
     namespace: str
@@ -99,6 +111,8 @@ class FleetState(Struct, frozen=True, kw_only=True):
     """Processes on this port, each with its own decisions and hit rates."""
     models: tuple[FleetModelState, ...]
     names: tuple[NameState, ...]
+    targets: tuple[PoolTargetState, ...]
+    """Empty without a planner."""
 
 
 class LoadWatch:
@@ -158,6 +172,16 @@ def name_state(name: str, rule: Rule, account: Account) -> NameState:
         fallbacks=tuple(each for each in rule.fallbacks if permits(each.model)),
         shadows=tuple(ShareState(each.model, each.share) for each in rule.shadows if permits(each.model)),
         sticky=rule.sticky,
+    )
+
+
+def target_state(target: PoolTarget, unix_time: float) -> PoolTargetState:
+    return PoolTargetState(
+        model=target.pool.model,
+        role=target.pool.role.value,
+        instances=target.instances,
+        reason=target.reason,
+        age_s=max(0.0, unix_time - target.decided_at),
     )
 
 

@@ -15,12 +15,13 @@ from importlib.resources import files
 import msgspec
 
 from dynamo.common.config import project_version
-from dynamo.frontend.api.console.fleet import FleetState, LoadWatch, model_state, name_state
+from dynamo.frontend.api.console.fleet import FleetState, LoadWatch, model_state, name_state, target_state
 from dynamo.frontend.api.declaration import OtherSites, shown
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import JSON, Exchange
 from dynamo.frontend.api.http.operation import Handler, Operation
+from dynamo.frontend.fleet.targets import TargetsView
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane
@@ -47,6 +48,7 @@ class Console:
         plane: DataPlane,
         readiness: Readiness,
         loads: LoadWatch,
+        targets: TargetsView,
         namespace: str,
         router_mode: str,
         *,
@@ -57,6 +59,7 @@ class Console:
         self._plane = plane
         self._readiness = readiness
         self._loads = loads
+        self._targets = targets
         self._namespace = namespace
         self._router_mode = router_mode
         self._explains = explains
@@ -65,7 +68,7 @@ class Console:
 
     def fleet(self, account: Account) -> FleetState:
         plane = self._plane
-        reports, rules = self._loads.read(), plane.names.rules
+        reports, rules, now = self._loads.read(), plane.names.rules, time.time()
         return FleetState(
             version=project_version(),
             namespace=self._namespace,
@@ -74,8 +77,9 @@ class Console:
             explains=self._explains,
             asks_keys=self._asks_keys,
             processes=self._processes,
-            models=tuple(model_state(plane, account, card, reports, time.time()) for card in plane.cards(account)),
+            models=tuple(model_state(plane, account, card, reports, now) for card in plane.cards(account)),
             names=tuple(name_state(name, rules[name], account) for name in sorted(filter(account.permits, rules))),
+            targets=tuple(target_state(each, now) for each in self._targets.targets.targets if account.permits(each.pool.model)),
         )
 
 
