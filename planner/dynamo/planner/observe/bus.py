@@ -6,7 +6,7 @@ Demand comes on a connection of its own: load reports are many, and are dropped 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -44,6 +44,7 @@ class FleetBus:
         self.unreadable_demand = Unreadable("a demand report")
         self.unreadable_loads = Unreadable("a load report")
         self.demand = demand
+        self._on_demand: list[Callable[[DemandReport], None]] = []
         self._pools = pools
         self._link = link
         self._interval_s = interval_s
@@ -53,10 +54,16 @@ class FleetBus:
     def __repr__(self) -> str:
         return f"<FleetBus {self.demand}, {self.why_unknown() or 'following'}>"
 
+    def on_demand(self, callback: Callable[[DemandReport], None]) -> None:
+        """Call `callback`, synchronously, with each report of a frontend."""
+        self._on_demand.append(callback)
+
     def demand_came(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
         report = self.unreadable_demand.read(_demand_decoder, subject, payload)
         if report is not None:
             self.demand.report(report, self._loop.time())
+            for callback in self._on_demand:
+                callback(report)
 
     def load_came(self, subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
         message = self.unreadable_loads.read(load_message_decoder, subject, payload)

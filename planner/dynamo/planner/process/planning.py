@@ -11,11 +11,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from msgspec.structs import replace
 
 from dynamo.common.errors import DynamoError
+from dynamo.common.scaling.demand import DemandReport
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.scaling.targets import PoolTarget, Targets
 from dynamo.planner.config import PlannerConfig
@@ -82,6 +84,9 @@ class Planning:
         self._unreachable = unreachable
         self._unix_time = unix_time
         self._loop = asyncio.get_running_loop()
+        self._is_urgent = asyncio.Event()
+        """Requests wait for a pool that is to have no instance: the next round is due now."""
+        bus.on_demand(self._look_for_waiting)
         self._term = 0
         """The term of which this is the state that follows; 0: this planner has not been the leader."""
         self._deciders: dict[Pool, Decider] = {}
@@ -112,12 +117,18 @@ class Planning:
         self._on_change.append(callback)
 
     async def run(self) -> None:
-        """Do a round at each interval, until cancelled."""
-        due_at = self._loop.time()
+        """Do a round at each interval, and at once when requests wait for a pool that is to have no instance, until cancelled."""
         while True:
-            due_at = max(due_at + self._config.interval_s, self._loop.time())
-            await asyncio.sleep(due_at - self._loop.time())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.interval_s):
+                    await self._is_urgent.wait()
+            self._is_urgent.clear()
             await self.round()
+
+    def _look_for_waiting(self, report: DemandReport) -> None:
+        for demand in report.pools:
+            if demand.waiting and (target := self._targets.get(demand.pool)) is not None and not target.instances:
+                self._is_urgent.set()
 
     async def round(self) -> None:
         """Look, decide, carry out."""
@@ -193,6 +204,8 @@ class Planning:
         if decision.instances < min(before, bounds.most) and now < self._lower_after:
             reason = f"{decision.reason}; {before} stay: this planner has not seen demand for {bounds.cool_down_s:g} s"
             decision = replace(decision, instances=min(before, bounds.most), by="takeover", reason=reason)
+        if not before and decision.instances and view.waiting:
+            return replace(decision, by="waiting", reason=f"{view.waiting} requests wait and there is no instance")
         if not least and self._is_idle(pool.model, now):
             idle_s = self._config.bounds.idle_timeout_s
             return replace(decision, instances=0, by="idle", reason=f"no request came for {idle_s:g} s")

@@ -8,12 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo.common.config import load as load_config
 from dynamo.common.etcd import EtcdUnavailable, Listing
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
+from dynamo.common.process.background import running
 from dynamo.common.scaling.demand import ArrivalTotals, DemandReport, PoolDemand
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.scaling.targets import PoolTarget, Targets, decode_targets, encode_targets, targets_key
@@ -385,6 +387,23 @@ async def test_a_pool_without_requests_for_the_idle_timeout_gets_no_instance_unt
     assert made.written() == {CHAT: 0}
     await made.rounds(waiting=1)
     assert made.written() == {CHAT: 1}
+    assert made.planning.state.pools[0].by == "waiting"
+
+
+@in_virtual_time
+async def test_a_request_that_waits_for_a_pool_without_instances_is_not_kept_waiting_for_the_next_round() -> None:
+    made = await begun("--idle-timeout", "60", "--interval", "60", there=0, wanted=0)
+    made.watch.remember(CHAT)
+    await made.rounds(2)
+    assert made.written() == {CHAT: 0}
+    async with running(made.planning.run(), "rounds"):
+        for waiting in (0, 0, 2):
+            await asyncio.sleep(1)
+            assert made.written() == {CHAT: 0}
+            report = DemandReport("f1", (PoolDemand(CHAT, ArrivalTotals(made.placed), waiting),))
+            made.bus.demand_came("", "", memoryview(msgspec.msgpack.encode(report)), False)
+        await asyncio.sleep(0.1)
+        assert made.written() == {CHAT: 1}
 
 
 @in_virtual_time
