@@ -40,6 +40,7 @@ from dynamo.planner.pools import Bounds, PoolView
 from dynamo.planner.process.leader import Leadership, open_leadership
 from dynamo.planner.process.metrics import PlannerMetrics
 from dynamo.planner.process.planning import Decider, Planning
+from dynamo.planner.process.standby import StandbyRecords
 from dynamo.planner.process.state import PlannerState, initial_state
 from dynamo.planner.process.status import PlannerStatus, serve_planner_status
 from dynamo.planner.process.targets_key import TargetsKey
@@ -130,6 +131,7 @@ def _planning(config: PlannerConfig, name: str, etcd: Etcd, watch: PoolWatch, bu
         bus=bus,
         leadership=leadership,
         key=TargetsKey(etcd, config.namespace),
+        standby=StandbyRecords(etcd, config.namespace, watch),
         executor=None,
         executor_name=_EXECUTOR,
         make_decider=make_decider,

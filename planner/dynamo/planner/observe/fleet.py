@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import LoadMessage, LoadReport
 from dynamo.common.model_card import ModelCard, ModelKind
-from dynamo.common.names import InstanceId
+from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.scaling.pool import Pool
+from dynamo.common.scaling.standby import Standby
 from dynamo.frontend.fleet.presence import Silent, Unknown
 from dynamo.frontend.router.cost.step_model import StepModel
 from dynamo.planner.observe.demand import MAX_POOLS, PoolArrivals
@@ -34,7 +35,9 @@ class _PoolState:
     steps: StepModel = field(default_factory=StepModel)
     startups: StartupTimes = field(default_factory=StartupTimes)
     card: ModelCard | None = None
-    """The card of the instance that registered last; None: none has, since this process started."""
+    """The card of the instance that registered last; None: none is known."""
+    endpoint: Endpoint | None = None
+    """Where that registered."""
     instances: dict[InstanceId, Instance] = field(default_factory=dict)
     loads: dict[InstanceId, LoadReport] = field(default_factory=dict)
     """The last report of each instance."""
@@ -74,11 +77,17 @@ class PoolWatch:
             state.reported_at[instance] = now
             state.steps.report(instance, message.report.totals, now)
 
-    def remember(self, pool: Pool, card: ModelCard | None = None) -> None:
-        """Follow a pool that need not have an instance."""
+    def remember(self, pool: Pool, standby: Standby | None = None) -> None:
+        """Follow a pool that need not have an instance. `standby`: what was known of it before this process."""
         state = self._state(pool)
-        if state is not None and state.card is None:
-            state.card = card
+        if state is not None and state.card is None and standby is not None:
+            state.card, state.endpoint = standby.card, standby.endpoint
+            state.startups.remember(standby.start_s)
+
+    def forget(self, pool: Pool) -> None:
+        """Follow a pool that has no instance no more, until one registers."""
+        if not self.serves(pool):
+            self._pools.pop(pool, None)
 
     def want(self, pool: Pool, instances: int) -> None:
         """Note that so many instances are wanted, to see how long they take to start."""
@@ -96,10 +105,19 @@ class PoolWatch:
     def pools(self) -> Sequence[Pool]:
         return sorted(self._pools)
 
-    def card(self, pool: Pool) -> ModelCard | None:
-        """Return the card of a pool's last instance; None if it is not known."""
+    def follows(self, pool: Pool) -> bool:
+        return pool in self._pools
+
+    def serves(self, pool: Pool) -> bool:
+        """Return whether a pool has an instance."""
+        return pool in self._pools and bool(self._pools[pool].instances)
+
+    def standby(self, pool: Pool) -> Standby | None:
+        """Return what there is to know to take requests for a pool without an instance; None before its first instance."""
         state = self._pools.get(pool)
-        return None if state is None else state.card
+        if state is None or state.card is None or state.endpoint is None:
+            return None
+        return Standby(card=state.card, endpoint=state.endpoint, start_s=round(state.startups.typical_s, 1))
 
     async def served_by(self, instance: Instance) -> Collection[str] | None:
         """Return None if an instance that etcd does not list any more is there: it reports its load (`Directory.confirm_by`).
@@ -133,7 +151,7 @@ class PoolWatch:
         state = self._state(Pool.of(instance.card))
         if state is None:
             return
-        state.card = instance.card
+        state.card, state.endpoint = instance.card, instance.endpoint
         state.instances[instance.id] = instance
         self._by_instance[instance.id, instance.card.name] = state
         if is_new:

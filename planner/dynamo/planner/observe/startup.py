@@ -28,6 +28,11 @@ class StartupTimes:
         """The median of the last ones; 0: none has been seen."""
         return median(self._seen) if self._seen else 0.0
 
+    def remember(self, typical_s: float) -> None:
+        """Take over what an earlier process has seen, unless this one has seen some itself."""
+        if typical_s > 0.0 and not self._seen:
+            self._seen.append(typical_s)
+
     def want(self, instances: int, present: int, now: float) -> None:
         """So many instances are wanted, and so many are there."""
         missing = min(max(0, instances - present), MAX_WANTED)

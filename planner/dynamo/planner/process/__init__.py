@@ -6,6 +6,7 @@
 | `leader` | which of the planners of a namespace decides |
 | `metrics` | `dynamo_planner_*` |
 | `planning` | the rounds: look, decide, carry out |
+| `standby` | records of the models that can be started, so that frontends take requests for them |
 | `state` | what a planner shows of itself: its view, its targets, the last decisions |
 | `status` | the status port |
 | `targets_key` | the key in etcd that holds the targets, written by the leader alone |

@@ -26,6 +26,7 @@ from dynamo.planner.observe.bus import FleetBus
 from dynamo.planner.observe.fleet import PoolWatch
 from dynamo.planner.pools import Bounds, Decision, PoolView
 from dynamo.planner.process.leader import Leadership
+from dynamo.planner.process.standby import StandbyRecords
 from dynamo.planner.process.state import DecisionMade, History, PlannerState, PoolState, initial_state, pool_state
 from dynamo.planner.process.targets_key import TargetsKey
 from dynamo.planner.schedule import least_at
@@ -64,6 +65,7 @@ class Planning:
         bus: FleetBus,
         leadership: Leadership,
         key: TargetsKey,
+        standby: StandbyRecords,
         executor: Executor | None,
         executor_name: str,
         make_decider: MakeDecider,
@@ -77,6 +79,7 @@ class Planning:
         self._bus = bus
         self._leadership = leadership
         self._key = key
+        self._standby = standby
         self._executor = executor
         self._executor_name = executor_name
         self._make_decider = make_decider
@@ -160,6 +163,8 @@ class Planning:
     async def _take_over(self, views: Mapping[Pool, PoolView]) -> None:
         """Begin with what the last leader decided, and with what there is. Raises EtcdUnavailable."""
         written = await self._key.read()
+        if not self._config.dry_run:
+            await self._standby.take_over()
         current = await self._current({*views, *(target.pool for target in written.targets)})
         self._targets = {target.pool: target for target in written.targets}
         self._deciders = {}
@@ -272,7 +277,12 @@ class Planning:
         self._targets = new
         for decision in decisions:
             self._watch.want(decision.pool, decision.instances)
-        if self._config.dry_run or self._executor is None:
+        if self._config.dry_run:
+            return ""
+        for pool in await self._standby.keep():
+            self._targets.pop(pool, None)
+            self._deciders.pop(pool, None)
+        if self._executor is None:
             return ""
         try:
             await self._executor.carry_out(decisions)

@@ -9,8 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from dynamo.common.model_card import ModelKind, Role
-from dynamo.common.names import InstanceId
+from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.scaling.pool import Pool
+from dynamo.common.scaling.standby import Standby
 from dynamo.frontend.fleet.presence import Silent, Unknown
 from dynamo.planner.observe.demand import PoolArrivals
 from dynamo.planner.observe.fleet import SILENT_S, PoolWatch
@@ -109,10 +110,10 @@ async def test_startup_is_seen_from_the_decision_until_the_instance_registers() 
 @in_virtual_time
 async def test_a_pool_that_is_remembered_has_a_view_without_an_instance() -> None:
     watch = PoolWatch(["chat"])
-    watch.remember(CHAT, instance(1).card)
+    watch.remember(CHAT, Standby(card=instance(1).card, endpoint=Endpoint(), start_s=33.0))
     watch.remember(Pool("unnamed"))
     view = watch.views({}, 5.0)[CHAT]
-    assert (view.instances, view.engine.observations, view.engine.total_blocks) == ((), 0, 500)
+    assert (view.instances, view.engine.observations, view.engine.total_blocks, view.startup_s) == ((), 0, 500, 33.0)
     assert pools(watch) == [CHAT]
 
 

@@ -27,6 +27,7 @@ from dynamo.planner.observe.fleet import PoolWatch
 from dynamo.planner.pools import Bounds, Decision, PoolView
 from dynamo.planner.process.leader import Leadership
 from dynamo.planner.process.planning import Planning
+from dynamo.planner.process.standby import StandbyRecords
 from dynamo.planner.process.state import MAX_DECISIONS
 from dynamo.planner.process.targets_key import TargetsKey
 from tests.support.fake_etcd import FakeEtcd
@@ -125,6 +126,7 @@ class Fleet:
             bus=self.bus,
             leadership=self.leadership,
             key=TargetsKey(self.etcd, "dynamo"),
+            standby=StandbyRecords(self.etcd, "dynamo", self.watch),
             executor=self.executor,
             executor_name="fake",
             make_decider=make_decider,
@@ -310,6 +312,8 @@ def _parts(made: Fleet) -> dict[str, Any]:
         "watch": made.watch,
         "bus": made.bus,
         "leadership": made.leadership,
+        "key": TargetsKey(made.etcd, "dynamo"),
+        "standby": StandbyRecords(made.etcd, "dynamo", made.watch),
         "executor": made.executor,
         "executor_name": "fake",
         "make_decider": lambda pool, bounds, target: FakeDecider(pool, made.wanted, target, bounds),
