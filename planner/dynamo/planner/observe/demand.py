@@ -26,7 +26,8 @@ FORGOTTEN_S = 600.0
 """And after so long, its totals are forgotten: if it comes back, it counts as new."""
 MAX_ORIGINS = 256
 MAX_ORIGIN_CHARS = 128
-MAX_POOLS = 512
+MAX_POOLS = 2048
+"""Frontends report also pools that are not scaled, such as those of tensor models."""
 MAX_KEPT_SAMPLES = 64 * MAX_SAMPLES
 """Samples of one pool between two looks; further ones are dropped."""
 
@@ -71,6 +72,8 @@ class DemandLedger:
         """Reports, or parts of them, that were ignored, since there are too many frontends or pools."""
         self._interval_s = interval_s
         self._origins: dict[str, _Origin] = {}
+        self._frontends: dict[Pool, int] = {}
+        """How many frontends have named each pool."""
         self._gathered: dict[Pool, _Gathered] = {}
         self._taken_at: float | None = None
 
@@ -85,7 +88,7 @@ class DemandLedger:
         origin = self._origins.setdefault(report.origin, _Origin(now, now))
         origin.seen_at = now
         for demand in report.pools[:MAX_POOLS]:
-            if demand.pool in origin.demands or self._has_space_for(demand.pool):
+            if demand.pool in origin.demands or self._name(demand.pool):
                 self._count(demand, origin, now)
             else:
                 self.dropped += 1
@@ -116,12 +119,15 @@ class DemandLedger:
             oldest = min(self._origins, key=lambda other: self._origins[other].seen_at)
             if now - self._origins[oldest].seen_at <= VANISHED_S:
                 return False
-            del self._origins[oldest]
+            self._remove(oldest)
         return True
 
-    def _has_space_for(self, pool: Pool) -> bool:
-        pools = {pool for origin in self._origins.values() for pool in origin.demands}
-        return pool in pools or len(pools) < MAX_POOLS
+    def _name(self, pool: Pool) -> bool:
+        """Count one more frontend that has named a pool; return False if there are too many pools."""
+        if pool not in self._frontends and len(self._frontends) >= MAX_POOLS:
+            return False
+        self._frontends[pool] = self._frontends.get(pool, 0) + 1
+        return True
 
     def _count(self, demand: PoolDemand, origin: _Origin, now: float) -> None:
         """Count what arrived for one pool since the last report about it."""
@@ -149,7 +155,13 @@ class DemandLedger:
 
     def _forget(self, now: float) -> None:
         for name in [name for name, origin in self._origins.items() if now - origin.seen_at > FORGOTTEN_S]:
-            del self._origins[name]
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        for pool in self._origins.pop(name).demands:
+            self._frontends[pool] -= 1
+            if not self._frontends[pool]:
+                del self._frontends[pool]
 
 
 def _summed(gathered: _Gathered, demands: Sequence[PoolDemand], seconds: float) -> PoolArrivals:

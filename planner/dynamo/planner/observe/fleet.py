@@ -18,12 +18,13 @@ from dynamo.common.scaling.pool import Pool
 from dynamo.common.scaling.standby import Standby
 from dynamo.frontend.fleet.presence import Silent, Unknown
 from dynamo.frontend.router.cost.step_model import StepModel
-from dynamo.planner.observe.demand import MAX_POOLS, PoolArrivals
+from dynamo.planner.observe.demand import PoolArrivals
 from dynamo.planner.observe.startup import StartupTimes
 from dynamo.planner.pools import Arrivals, Engine, InstanceView, PoolView
 
 log = logging.getLogger(__name__)
 
+MAX_POOLS = 512
 SILENT_S = 3.0
 """An instance reports its load every 0.75 s, and more often while it is busy."""
 

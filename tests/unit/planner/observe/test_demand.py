@@ -131,6 +131,17 @@ def test_frontends_are_bounded_and_a_silent_one_makes_space(ledger: DemandLedger
     assert (ledger.dropped, requests(ledger, 3.0 + VANISHED_S)) == (1, 3.0)
 
 
+def test_pools_of_frontends_that_are_forgotten_make_space() -> None:
+    ledger = DemandLedger(5.0)
+    for number in range(MAX_POOLS):
+        ledger.report(report(1, pool=Pool(f"m{number}"), origin="gone"), 0.0)
+    ledger.report(report(1), 1.0)
+    assert ledger.dropped == 1
+    ledger.take(1.0 + FORGOTTEN_S)
+    ledger.report(report(1), 2.0 + FORGOTTEN_S)
+    assert (ledger.dropped, CHAT in ledger.take(2.0 + FORGOTTEN_S)) == (1, True)
+
+
 def test_pools_and_samples_and_names_are_bounded(ledger: DemandLedger) -> None:
     for number in range(MAX_POOLS + 3):
         ledger.report(report(1, pool=Pool(f"m{number}"), origin="g"), 1.0)
