@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `app` | a planner process: its parts, started and ended in order |
+| `budget` | what several pools get of GPUs that are fewer than they want |
 | `capacity` | how many instances a demand needs, by formula |
 | `config` | every option |
 | `decide` | how many instances one pool is to have, anew at each interval |

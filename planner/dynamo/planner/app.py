@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +30,14 @@ from dynamo.common.process.background import running
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
+from dynamo.planner.budget import share_gpus
 from dynamo.planner.capacity import Demand, unreachable
 from dynamo.planner.config import PlannerConfig
 from dynamo.planner.decide import PoolPlanner
 from dynamo.planner.observe.bus import FleetBus, following
 from dynamo.planner.observe.demand import DemandLedger
 from dynamo.planner.observe.fleet import PoolWatch
-from dynamo.planner.pools import Bounds, PoolView
+from dynamo.planner.pools import Bounds, Decision, PoolView
 from dynamo.planner.process.leader import Leadership, open_leadership
 from dynamo.planner.process.metrics import PlannerMetrics
 from dynamo.planner.process.planning import Decider, Planning
@@ -124,6 +125,12 @@ def _planning(config: PlannerConfig, name: str, etcd: Etcd, watch: PoolWatch, bu
     def make_decider(pool: Pool, bounds: Bounds, target: int) -> Decider:
         return PoolPlanner(pool, goals, bounds, interval_s=config.interval_s, target=target)
 
+    def within_budget(decisions: Sequence[Decision], views: Mapping[Pool, PoolView]) -> Sequence[Decision]:
+        bounds = config.bounds
+        if bounds.gpu_budget is None:
+            return decisions
+        return share_gpus(decisions, views, bounds.gpu_budget, gpus_of=bounds.gpus_of, least_of=bounds.least_of)
+
     return Planning(
         config,
         name,
@@ -135,7 +142,7 @@ def _planning(config: PlannerConfig, name: str, etcd: Etcd, watch: PoolWatch, bu
         executor=None,
         executor_name=_EXECUTOR,
         make_decider=make_decider,
-        within_budget=lambda decisions, views: decisions,
+        within_budget=within_budget,
         unreachable=lambda view: unreachable(mean_demand(view), view.engine, goals),
     )
 
