@@ -28,6 +28,7 @@ from dynamo.common.observability.scrape import Scraper
 from dynamo.common.observability.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.process.background import running
 from dynamo.common.scaling.pool import Pool
+from dynamo.frontend.config import RouterOptions
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.planner.budget import share_gpus
@@ -45,6 +46,7 @@ from dynamo.planner.process.standby import StandbyRecords
 from dynamo.planner.process.state import PlannerState, initial_state
 from dynamo.planner.process.status import PlannerStatus, serve_planner_status
 from dynamo.planner.process.targets_key import TargetsKey
+from dynamo.planner.whatif.advisor import Advisor
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +123,13 @@ async def _connect(config: PlannerConfig, name: str, stack: AsyncExitStack) -> t
 
 def _planning(config: PlannerConfig, name: str, etcd: Etcd, watch: PoolWatch, bus: FleetBus, leadership: Leadership) -> Planning:
     goals = config.goals_of_requests
+    routing = RouterOptions(mode=config.whatif_router_mode)
 
     def make_decider(pool: Pool, bounds: Bounds, target: int) -> Decider:
-        return PoolPlanner(pool, goals, bounds, interval_s=config.interval_s, target=target)
+        what_if = None
+        if pool.role is Role.AGGREGATED and config.whatif_cpu:
+            what_if = Advisor(routing, cpu_share=config.whatif_cpu, sharers=lambda: max(1, len(watch.pools())))
+        return PoolPlanner(pool, goals, bounds, interval_s=config.interval_s, what_if=what_if, target=target)
 
     def within_budget(decisions: Sequence[Decision], views: Mapping[Pool, PoolView]) -> Sequence[Decision]:
         bounds = config.bounds

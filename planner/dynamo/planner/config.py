@@ -11,6 +11,7 @@ from dynamo.common.http.web_pages import parse_allowed_host
 from dynamo.common.names import parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.common.scaling.targets import MAX_INSTANCES
+from dynamo.frontend.config import RouterMode
 from dynamo.planner.pools import Bounds, Goals
 from dynamo.planner.schedule import EXAMPLE, Schedule, parse_schedule
 
@@ -297,6 +298,22 @@ class PlannerConfig:
         env=("DYN_PLANNER_DRY_RUN",),
         file_key="planner.dry_run",
         help="Decide, and only say so: no target is written, and nothing is carried out.",
+    )
+    whatif_cpu: float = option(
+        0.1,
+        flags=("--whatif-cpu",),
+        env=("DYN_PLANNER_WHATIF_CPU",),
+        file_key="planner.whatif_cpu",
+        minimum=0,
+        maximum=1,
+        help="Share of one core that may go into replays of the last minutes with other numbers of instances; 0: none.",
+    )
+    whatif_router_mode: RouterMode = option(
+        RouterMode.ROUND_ROBIN,
+        flags=("--whatif-router-mode",),
+        env=("DYN_PLANNER_WHATIF_ROUTER_MODE", "DYN_ROUTER_MODE"),
+        file_key=("planner.whatif_router_mode", "router.mode"),
+        help="How requests are routed in these replays; give the --router-mode of the frontends.",
     )
     lease_ttl_s: float = option(
         10.0,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import msgspec
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from dynamo.common.scaling.demand import MAX_SAMPLES, REPORT_EVERY_S, ArrivalSample, ArrivalTotals, DemandReport, PoolDemand
 from dynamo.common.scaling.pool import Pool
@@ -50,7 +50,8 @@ class _Gathered:
     prompt_tokens: float = 0.0
     computed_tokens: float = 0.0
     refused: float = 0.0
-    samples: list[ArrivalSample] = field(default_factory=list)
+    samples: list[tuple[float, ArrivalSample]] = field(default_factory=list)
+    """When each came, and what it says."""
 
 
 class PoolArrivals(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +106,7 @@ class DemandLedger:
             for pool, (demand, came_at) in origin.demands.items():
                 if now - came_at <= VANISHED_S:
                     demands.setdefault(pool, []).append(demand)
-        return {pool: _summed(gathered.get(pool, _Gathered()), reports, seconds) for pool, reports in demands.items()}
+        return {pool: _summed(gathered.get(pool, _Gathered()), reports, seconds, now) for pool, reports in demands.items()}
 
     def reporting(self, now: float) -> int:
         """Return how many frontends have reported lately."""
@@ -138,11 +139,11 @@ class DemandLedger:
         # What arrived in a long silence is not of this interval: the rate is kept, not the sum.
         gap_s = now - came_at if before is not None else 0.0
         share = min(1.0, max(self._interval_s, 2 * REPORT_EVERY_S) / gap_s) if gap_s > 0.0 else 1.0
-        self._gather(demand, ArrivalTotals() if before is None else before.totals, share)
+        self._gather(demand, ArrivalTotals() if before is None else before.totals, share, now)
 
-    def _gather(self, demand: PoolDemand, before: ArrivalTotals, share: float) -> None:
+    def _gather(self, demand: PoolDemand, before: ArrivalTotals, share: float, now: float) -> None:
         totals = demand.totals
-        if any(now < then for now, then in zip(astuple(totals), astuple(before), strict=True)):
+        if any(new < old for new, old in zip(astuple(totals), astuple(before), strict=True)):
             before = ArrivalTotals()  # the frontend began anew under its old name
         gathered = self._gathered.setdefault(demand.pool, _Gathered())
         refused = share * (totals.refused - before.refused)
@@ -151,7 +152,8 @@ class DemandLedger:
         gathered.prompt_tokens += share * (totals.placed_tokens - before.placed_tokens) + refused_tokens
         gathered.computed_tokens += share * (totals.computed_tokens - before.computed_tokens) + refused_tokens
         gathered.refused += refused
-        gathered.samples += demand.samples[: max(0, MAX_KEPT_SAMPLES - len(gathered.samples))]
+        kept = max(0, MAX_KEPT_SAMPLES - len(gathered.samples))
+        gathered.samples += [(now, sample) for sample in demand.samples[:kept]]
 
     def _forget(self, now: float) -> None:
         for name in [name for name, origin in self._origins.items() if now - origin.seen_at > FORGOTTEN_S]:
@@ -164,7 +166,7 @@ class DemandLedger:
                 del self._frontends[pool]
 
 
-def _summed(gathered: _Gathered, demands: Sequence[PoolDemand], seconds: float) -> PoolArrivals:
+def _summed(gathered: _Gathered, demands: Sequence[PoolDemand], seconds: float, now: float) -> PoolArrivals:
     return PoolArrivals(
         arrivals=Arrivals(
             seconds=seconds,
@@ -176,5 +178,5 @@ def _summed(gathered: _Gathered, demands: Sequence[PoolDemand], seconds: float) 
         waiting=sum(demand.waiting for demand in demands),
         waiting_tokens=sum(demand.waiting_tokens for demand in demands),
         ttft_ratio=median([demand.ttft_ratio for demand in demands if demand.ttft_ratio] or [0.0]),
-        samples=tuple(gathered.samples),
+        samples=tuple(replace(sample, age_s=now - came_at + sample.age_s) for came_at, sample in gathered.samples),
     )

@@ -56,12 +56,17 @@ class Advisor:
         options: RouterOptions | None = None,
         *,
         cpu_share: float = 0.1,
+        sharers: Callable[[], int] = lambda: 1,
         cpu_clock: Callable[[], float] = time.thread_time,
         seed: int = 0,
     ) -> None:
-        """`options`: of the router that frontends use, without goals; `cpu_clock`: the CPU time of the calling thread."""
+        """`options`: of the router that frontends use, without goals; `cpu_clock`: the CPU time of the calling thread.
+
+        `sharers`: among how many advisors the share is divided now.
+        """
         self._options = RouterOptions(mode=RouterMode.KV) if options is None else options
         self._cpu_share = cpu_share
+        self._sharers = sharers
         self._cpu_clock = cpu_clock
         self._seed = seed
         self._samples: deque[tuple[float, ArrivalSample]] = deque(maxlen=_KEPT)
@@ -86,7 +91,7 @@ class Advisor:
             begin = self._cpu_clock()
             result = self._search(view.now, engine, goals, forecast_per_s, size)
             took_s = self._cpu_clock() - begin
-            self._next_at = view.now + max(_EVERY_S, took_s / self._cpu_share)
+            self._next_at = view.now + max(_EVERY_S, took_s * self._sharers() / self._cpu_share)
             self.cpu_s += took_s
             if result is not None:
                 self.searches += 1

@@ -122,6 +122,12 @@ def test_the_ratio_is_the_median_of_those_that_know_one(ledger: DemandLedger) ->
     assert ledger.take(5.0)[CHAT].ttft_ratio == 1.5
 
 
+def test_samples_say_how_long_ago_their_requests_arrived(ledger: DemandLedger) -> None:
+    ledger.report(report(1001, samples=1), 1.0)
+    ledger.report(report(1002, samples=1), 4.0)
+    assert [sample.age_s for sample in ledger.take(5.0)[CHAT].samples] == pytest.approx([4.1, 1.1])
+
+
 def test_frontends_are_bounded_and_a_silent_one_makes_space(ledger: DemandLedger) -> None:
     for number in range(MAX_ORIGINS):
         ledger.report(report(1, origin=f"g{number}"), 1.0)

@@ -35,6 +35,15 @@ def advise(advisor: Advisor, seen: PoolView, rate: float, instances: int) -> Wha
     return advisor.advise(seen, ENGINE, GOALS, rate, size)
 
 
+@pytest.mark.parametrize(("sharers", "searches"), [(1, 2), (100, 1)])
+def test_the_share_of_the_cpu_is_divided_among_those_that_use_it(sharers: int, searches: int) -> None:
+    seconds = iter(range(100))
+    advisor = Advisor(cpu_share=0.1, sharers=lambda: sharers, cpu_clock=lambda: float(next(seconds)))  # a search takes a second
+    for now in (60.0, 90.0):
+        advise(advisor, view(now, 5.0), 5.0, 4)
+    assert advisor.searches == searches
+
+
 def test_too_few_instances_by_the_formula_are_raised_until_the_goals_are_held() -> None:
     result = advise(Advisor(), view(60.0, 5.0), 5.0, 3)
     assert result is not None
