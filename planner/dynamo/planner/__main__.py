@@ -12,6 +12,8 @@ from dynamo.planner.config import PlannerConfig
 from dynamo.planner.process import explain
 
 PROGRAM = "dynamo-planner"
+EXIT_TIMEOUT_S = 5.0
+"""A replay that is going on in a thread ends with the process this long after everything else."""
 
 
 def main() -> None:
@@ -20,7 +22,7 @@ def main() -> None:
         return
     config = load_or_exit(PlannerConfig, program=PROGRAM)
     setup_logging_or_exit(config.log, PROGRAM)
-    run(app.run(config), program=PROGRAM)
+    run(app.run(config), program=PROGRAM, exit_timeout_s=EXIT_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,22 @@ Demand comes on a connection of its own: load reports are many, and are dropped 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 import msgspec
 
+from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import load_message_decoder
 from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import instance_of, loads_subject
 from dynamo.common.scaling.demand import DemandReport, demand_subject
 from dynamo.frontend.fleet.event_bus import EventBus
+from dynamo.frontend.fleet.presence import Silent, Unknown
 from dynamo.planner.observe.demand import DemandLedger
-from dynamo.planner.observe.fleet import PoolWatch
+from dynamo.planner.observe.fleet import SILENT_S, PoolWatch
 
 _demand_decoder = msgspec.msgpack.Decoder(DemandReport)
 
@@ -40,7 +42,15 @@ class DemandLink(Protocol):
 class FleetBus:
     """What comes from NATS, and whether enough comes to decide by."""
 
-    def __init__(self, link: DemandLink, demand: DemandLedger, pools: PoolWatch, interval_s: float) -> None:
+    def __init__(
+        self,
+        link: DemandLink,
+        demand: DemandLedger,
+        pools: PoolWatch,
+        interval_s: float,
+        follows_loads: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`follows_loads`: whether load reports are received now."""
         self.unreadable_demand = Unreadable("a demand report")
         self.unreadable_loads = Unreadable("a load report")
         self.demand = demand
@@ -48,6 +58,7 @@ class FleetBus:
         self._pools = pools
         self._link = link
         self._interval_s = interval_s
+        self._follows_loads = follows_loads
         self._loop = asyncio.get_running_loop()
         self._followed_since = self._loop.time()
 
@@ -76,10 +87,25 @@ class FleetBus:
             return
         self._pools.load(instance, message)
 
+    async def served_by(self, instance: Instance) -> Collection[str] | None:
+        """Return None if an instance that etcd does not list any more is there: it reports its load (`Directory.confirm_by`).
+
+        Raises Silent, or Unknown where load reports are not received.
+        """
+        is_back = self._loop.time() - self._link.reconnected_at >= SILENT_S
+        if not self._hears() or not is_back or not self._follows_loads():
+            raise Unknown
+        if not self._pools.reports_load(instance):
+            raise Silent
+        return None
+
+    def _hears(self) -> bool:
+        return self._link.is_connected and not self._link.is_silent
+
     def why_unknown(self) -> str:
         """Return why it is not known what arrives, so that nothing may be decided by it; empty if it is known."""
         now = self._loop.time()
-        if not self._link.is_connected or self._link.is_silent:
+        if not self._hears():
             return "NATS cannot be reached"
         if not self.demand.reporting(now):
             return "no frontend reports its demand"

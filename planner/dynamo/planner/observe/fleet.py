@@ -16,7 +16,6 @@ from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.scaling.standby import Standby
-from dynamo.frontend.fleet.presence import Silent, Unknown
 from dynamo.frontend.router.cost.step_model import StepModel
 from dynamo.planner.observe.demand import PoolArrivals
 from dynamo.planner.observe.startup import StartupTimes
@@ -120,19 +119,10 @@ class PoolWatch:
             return None
         return Standby(card=state.card, endpoint=state.endpoint, start_s=round(state.startups.typical_s, 1))
 
-    async def served_by(self, instance: Instance) -> Collection[str] | None:
-        """Return None if an instance that etcd does not list any more is there: it reports its load (`Directory.confirm_by`).
-
-        Raises Silent, or Unknown while this process gets no load report at all.
-        """
-        now = self._loop.time()
-        heard_at = max((max(state.reported_at.values()) for state in self._pools.values() if state.reported_at), default=None)
-        if heard_at is None or now - heard_at > SILENT_S:
-            raise Unknown
+    def reports_load(self, instance: Instance) -> bool:
+        """Return whether an instance has reported its load just now."""
         state = self._by_instance.get((instance.id, instance.card.name))
-        if state is None or now - state.reported_at.get(instance.id, -SILENT_S) > SILENT_S:
-            raise Silent
-        return None
+        return state is not None and self._loop.time() - state.reported_at.get(instance.id, -SILENT_S) < SILENT_S
 
     def _state(self, pool: Pool) -> _PoolState | None:
         """Return a pool's state, a new one if it is to be followed; None if it is not."""

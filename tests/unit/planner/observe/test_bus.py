@@ -6,14 +6,16 @@ import asyncio
 from dataclasses import dataclass
 
 import msgspec
+import pytest
 
 from dynamo.common.kv.events import LoadMessage, LoadReport
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.scaling.demand import DemandReport, demand_subject
+from dynamo.frontend.fleet.presence import Silent, Unknown
 from dynamo.planner.observe.bus import FleetBus
 from dynamo.planner.observe.demand import VANISHED_S, DemandLedger
-from dynamo.planner.observe.fleet import PoolWatch
-from tests.support.pools import CHAT, instance
+from dynamo.planner.observe.fleet import SILENT_S, PoolWatch
+from tests.support.pools import CHAT, instance, load
 from tests.support.virtual_time import in_virtual_time
 
 
@@ -76,3 +78,37 @@ async def test_messages_that_cannot_be_read_are_counted_and_change_nothing() -> 
     assert fleet.demand.reporting(0.0) == 0
     fleet.load_came(Endpoint().load_subject(InstanceId(1)), "", memoryview(message), False)
     assert watch.views({}, 5.0)[CHAT].instances[0].requests == 2
+
+
+@in_virtual_time
+async def test_an_instance_that_etcd_lost_is_there_while_it_reports_its_load() -> None:
+    fleet, watch = bus(FakeLink())
+    watch.registrations([instance(1), instance(2)], [])
+    watch.load(InstanceId(1), load())
+    watch.load(InstanceId(2), load())
+    await asyncio.sleep(SILENT_S + 1)
+    watch.load(InstanceId(1), load())
+    assert await fleet.served_by(instance(1)) is None
+    for dead in (instance(2), instance(3)):
+        with pytest.raises(Silent):
+            await fleet.served_by(dead)
+
+
+@in_virtual_time
+async def test_nothing_is_said_of_an_instance_where_load_reports_are_not_received() -> None:
+    link = FakeLink()
+    followed = [True]
+    watch = PoolWatch()
+    fleet = FleetBus(link, DemandLedger(5.0), watch, 5.0, lambda: followed[0])
+    watch.registrations([instance(1)], [])
+    await asyncio.sleep(10)
+    with pytest.raises(Silent):
+        await fleet.served_by(instance(1))
+    for link.is_connected, link.is_silent, link.reconnected_at, followed[0] in (
+        (False, False, 0.0, True),
+        (True, True, 0.0, True),
+        (True, False, 9.0, True),
+        (True, False, 0.0, False),
+    ):
+        with pytest.raises(Unknown):
+            await fleet.served_by(instance(1))

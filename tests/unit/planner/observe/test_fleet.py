@@ -12,9 +12,8 @@ from dynamo.common.model_card import ModelKind, Role
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.scaling.standby import Standby
-from dynamo.frontend.fleet.presence import Silent, Unknown
 from dynamo.planner.observe.demand import PoolArrivals
-from dynamo.planner.observe.fleet import SILENT_S, PoolWatch
+from dynamo.planner.observe.fleet import PoolWatch
 from dynamo.planner.pools import Arrivals
 from tests.support.pools import CHAT, LLM, instance, load
 from tests.support.virtual_time import in_virtual_time
@@ -115,18 +114,3 @@ async def test_a_pool_that_is_remembered_has_a_view_without_an_instance() -> Non
     view = watch.views({}, 5.0)[CHAT]
     assert (view.instances, view.engine.observations, view.engine.total_blocks, view.startup_s) == ((), 0, 500, 33.0)
     assert pools(watch) == [CHAT]
-
-
-@in_virtual_time
-async def test_an_instance_that_etcd_lost_is_there_while_it_reports_its_load() -> None:
-    watch = PoolWatch()
-    watch.registrations([instance(1), instance(2)], [])
-    with pytest.raises(Unknown):  # no instance is heard
-        await watch.served_by(instance(1))
-    watch.load(InstanceId(1), load())
-    watch.load(InstanceId(2), load())
-    await asyncio.sleep(SILENT_S + 1)
-    watch.load(InstanceId(1), load())
-    assert await watch.served_by(instance(1)) is None
-    with pytest.raises(Silent):
-        await watch.served_by(instance(2))
