@@ -174,6 +174,10 @@ class Planning:
             there = len(views[pool].instances) if pool in views else 0
             number = max(0 if before is None else before.instances, current.get(pool, there if before is None else 0))
             self._targets[pool] = replace(before or PoolTarget(pool=pool, instances=0), instances=number)
+            most = self._config.bounds.bounds_of(pool.model).most
+            if number > most:
+                when_s = self._config.bounds.cool_down_s
+                log.warning("%s has %d instances, and may have %d: the others are taken away in %g s", pool, number, most, when_s)
         self._lower_after = self._loop.time() + self._config.bounds.cool_down_s
         listed = ", ".join(f"{pool} {target.instances}" for pool, target in sorted(self._targets.items()))
         log.info("beginning with the targets of '%s': %s", written.planner or "no planner", listed or "none")
@@ -192,7 +196,12 @@ class Planning:
 
     async def _decide(self, views: Mapping[Pool, PoolView], holding: str, now: float) -> list[Decision]:
         decisions = [await self._decide_one(view, holding, now) for view in views.values()]
-        return list(self._within_budget(decisions, views))
+        shared = self._within_budget(decisions, views)
+        if not holding and now >= self._lower_after:
+            return list(shared)
+        # Before demand is known, and has been for long enough, a budget takes nothing away either.
+        least = [min(decision.instances, self._before(views[decision.pool])) for decision in decisions]
+        return [replace(each, instances=max(each.instances, number)) for each, number in zip(shared, least, strict=True)]
 
     async def _decide_one(self, view: PoolView, holding: str, now: float) -> Decision:
         pool, bounds = view.pool, self._config.bounds.bounds_of(view.pool.model)
@@ -202,13 +211,13 @@ class Planning:
         if decider is None:
             decider = self._deciders[pool] = self._make_decider(pool, bounds, before)
         if holding:
-            number = min(max(before, least), bounds.most)
+            number = max(before, least)
             kept = f"{holding}: {before} stay" if number == before else f"{holding}; {by} asks for {least}"
             return Decision(pool=pool, instances=number, by="hold" if number == before else by, reason=kept)
         decision = await asyncio.to_thread(decider.decide, view, least=least)  # a replay takes seconds of CPU
-        if decision.instances < min(before, bounds.most) and now < self._lower_after:
+        if decision.instances < before and now < self._lower_after:
             reason = f"{decision.reason}; {before} stay: this planner has not seen demand for {bounds.cool_down_s:g} s"
-            decision = replace(decision, instances=min(before, bounds.most), by="takeover", reason=reason)
+            decision = replace(decision, instances=before, by="takeover", reason=reason)
         if not before and decision.instances and view.waiting:
             return replace(decision, by="waiting", reason=f"{view.waiting} requests wait and there is no instance")
         if not least and self._is_idle(pool.model, now):

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from dynamo.common.config import load as load_config
 from dynamo.common.etcd import EtcdUnavailable, Listing
@@ -103,6 +104,8 @@ class Fleet:
     link: FakeLink = field(default_factory=FakeLink)
     deciders: list[FakeDecider] = field(default_factory=list)
     warning: str = ""
+    budget: int = 1000
+    """The most instances of each pool that there are GPUs for."""
     unix_time: float = 1_700_000_000.0
     placed: int = 0
     """Requests for chat so far."""
@@ -130,10 +133,15 @@ class Fleet:
             executor=self.executor,
             executor_name="fake",
             make_decider=make_decider,
-            within_budget=lambda decisions, views: decisions,
+            within_budget=self.within_budget,
             unreachable=lambda view: self.warning,
             unix_time=lambda: self.unix_time + asyncio.get_running_loop().time(),
         )
+
+    def within_budget(self, decisions: Sequence[Decision], views: Mapping[Pool, PoolView]) -> Sequence[Decision]:
+        return [
+            each if each.instances <= self.budget else replace(each, instances=self.budget, by="budget") for each in decisions
+        ]
 
     def lead(self) -> None:
         self.leadership.is_leader = True
@@ -219,6 +227,32 @@ async def test_a_new_leader_lowers_nothing_before_it_has_seen_demand_for_the_coo
     assert made.planning.state.pools[0].by == "takeover"
     await made.rounds(3)
     assert made.written() == {CHAT: 2}
+
+
+@in_virtual_time
+async def test_a_fleet_that_is_larger_than_it_may_be_is_not_cut_before_the_cooling_time_and_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = await begun("--cool-down", "60", there=20)
+    made.link.is_connected = False
+    await made.rounds(2, silent=True)
+    assert made.written() == {CHAT: 20}
+    assert "chat has 20 instances, and may have 8: the others are taken away in 60 s" in caplog.messages
+    made.link.is_connected = True
+    await made.rounds(9)
+    assert made.written() == {CHAT: 20}
+    await made.rounds(3)
+    assert made.written() == {CHAT: 8}
+
+
+@in_virtual_time
+async def test_a_budget_bounds_what_is_wanted_and_takes_nothing_away_before_the_cooling_time() -> None:
+    made = await begun("--cool-down", "60", wanted=7, there=4)
+    made.budget = 3
+    await made.rounds(11)
+    assert made.written() == {CHAT: 4}
+    await made.rounds(3)
+    assert made.written() == {CHAT: 3}
 
 
 @in_virtual_time
