@@ -95,7 +95,8 @@ class Planning:
         self._deciders: dict[Pool, Decider] = {}
         self._targets: dict[Pool, PoolTarget] = {}
         """What is in the key, or would be without a dry run."""
-        self._lower_after = 0.0
+        self._lower_after: dict[Pool, float] = {}
+        """When the demand for each pool has been seen for long enough to take instances away."""
         self._requested_at: dict[str, float] = {}
         """When each model last had requests."""
         self._warnings: dict[Pool, str] = {}
@@ -178,7 +179,6 @@ class Planning:
             if number > most:
                 when_s = self._config.bounds.cool_down_s
                 log.warning("%s has %d instances, and may have %d: the others are taken away in %g s", pool, number, most, when_s)
-        self._lower_after = self._loop.time() + self._config.bounds.cool_down_s
         listed = ", ".join(f"{pool} {target.instances}" for pool, target in sorted(self._targets.items()))
         log.info("beginning with the targets of '%s': %s", written.planner or "no planner", listed or "none")
 
@@ -197,11 +197,14 @@ class Planning:
     async def _decide(self, views: Mapping[Pool, PoolView], holding: str, now: float) -> list[Decision]:
         decisions = [await self._decide_one(view, holding, now) for view in views.values()]
         shared = self._within_budget(decisions, views)
-        if not holding and now >= self._lower_after:
-            return list(shared)
-        # Before demand is known, and has been for long enough, a budget takes nothing away either.
-        least = [min(decision.instances, self._before(views[decision.pool])) for decision in decisions]
-        return [replace(each, instances=max(each.instances, number)) for each, number in zip(shared, least, strict=True)]
+        return [self._kept(one, each, views, holding, now) for one, each in zip(decisions, shared, strict=True)]
+
+    def _kept(self, decision: Decision, shared: Decision, views: Mapping[Pool, PoolView], holding: str, now: float) -> Decision:
+        """Return a decision as the budget has it, which takes nothing away before demand has been seen for long enough."""
+        if not holding and now >= self._lower_after[decision.pool]:
+            return shared
+        before = self._before(views[decision.pool])
+        return replace(shared, instances=max(shared.instances, min(decision.instances, before)))
 
     async def _decide_one(self, view: PoolView, holding: str, now: float) -> Decision:
         pool, bounds = view.pool, self._config.bounds.bounds_of(view.pool.model)
@@ -210,12 +213,13 @@ class Planning:
         decider = self._deciders.get(pool)
         if decider is None:
             decider = self._deciders[pool] = self._make_decider(pool, bounds, before)
+            self._lower_after[pool] = now + bounds.cool_down_s
         if holding:
             number = max(before, least)
             kept = f"{holding}: {before} stay" if number == before else f"{holding}; {by} asks for {least}"
             return Decision(pool=pool, instances=number, by="hold" if number == before else by, reason=kept)
         decision = await asyncio.to_thread(decider.decide, view, least=least)  # a replay takes seconds of CPU
-        if decision.instances < before and now < self._lower_after:
+        if decision.instances < before and now < self._lower_after[pool]:
             reason = f"{decision.reason}; {before} stay: this planner has not seen demand for {bounds.cool_down_s:g} s"
             decision = replace(decision, instances=before, by="takeover", reason=reason)
         if not before and decision.instances and view.waiting:

@@ -246,6 +246,19 @@ async def test_a_fleet_that_is_larger_than_it_may_be_is_not_cut_before_the_cooli
 
 
 @in_virtual_time
+async def test_a_pool_that_appears_keeps_its_instances_for_the_cooling_time() -> None:
+    made = await begun("--cool-down", "60")
+    await made.rounds(20)
+    other = Pool("other")
+    made.wanted[other] = 1
+    made.watch.registrations([instance(number, "other") for number in range(10, 15)], [])
+    await made.rounds(11)
+    assert made.written()[other] == 5
+    await made.rounds(3)
+    assert made.written()[other] == 1
+
+
+@in_virtual_time
 async def test_a_budget_bounds_what_is_wanted_and_takes_nothing_away_before_the_cooling_time() -> None:
     made = await begun("--cool-down", "60", wanted=7, there=4)
     made.budget = 3
