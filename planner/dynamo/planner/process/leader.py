@@ -45,6 +45,10 @@ class Leadership:
         """Decide nothing from now on: another planner may be the leader."""
         if self.is_leader:
             log.warning("this planner is not the leader any more: it decides nothing until it is again")
+        self.resign()
+
+    def resign(self) -> None:
+        """Decide nothing from now on, since this process ends."""
         self.is_leader = False
         self._lost.set()
 
@@ -78,4 +82,4 @@ async def open_leadership(etcd: Etcd, namespace: str, ttl_s: float) -> AsyncIter
             try:
                 yield leadership
             finally:
-                leadership.lost()
+                leadership.resign()
