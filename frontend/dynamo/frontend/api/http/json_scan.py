@@ -1,8 +1,9 @@
 """Bound a JSON text before anything is built from it.
 
 Memory and time of decoding depend on the number of values, not of bytes: 4 MiB of `[],` are 1.4 million lists. So brackets,
-colons and commas outside of strings are counted first, in blocks, with numpy: a block of 64 KiB takes about 0.3 ms. The scan does
-not validate: where it misreads a text, that text is not JSON, and the decoder stops there.
+colons and commas outside of strings are counted first, in blocks, with numpy: a block of 64 KiB takes about 0.3 ms. Of a body of
+few strings, such as one with a long prompt, the strings are cut out instead, in a tenth of that time. The scan does not validate:
+where it misreads a text, that text is not JSON, and the decoder stops there.
 
 A value counts as many as it takes to decode, in integers: 30 ns. Numbers near the ends of the range of doubles (1e308) take
 msgspec 10 µs, 300 times as long.
@@ -33,6 +34,11 @@ _BLOCK_BYTES = 64 * 1024
 _BLOCKS_PER_TURN = 8
 _LONG_BYTES = 2**20
 """Longer bodies are counted in blocks right away."""
+_FEW_QUOTES = 4096
+"""With more, not counting those in strings, the strings of a body are not cut out of it."""
+_MAX_BACKSLASHES = 16
+"""Nor are they if more are in a row before a quote."""
+_MARGIN = b" " * (_MAX_BACKSLASHES + 1)
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
@@ -44,9 +50,9 @@ async def scan_json(body: bytes | memoryview, *, max_depth: int, max_values: int
 
     Raises InvalidRequest if it nests too deeply or has too many.
     """
-    if isinstance(body, bytes) and (harmless := _harmless_values(body, max_depth, max_values)) is not None:
-        return harmless  # most are, and need no steps
-    steps = scan_steps(body, max_depth, max_values)
+    if isinstance(body, bytes) and (values := _values_at_once(body, max_depth, max_values)) is not None:
+        return values  # of most, and without steps
+    steps = _scan_blocks(body, max_depth, max_values, "the body")
     for number in count(1):
         try:
             next(steps)
@@ -92,8 +98,12 @@ def outside_strings(text: bytes | memoryview, block_bytes: int = _BLOCK_BYTES) -
 
 def scan_steps(body: bytes | memoryview, max_depth: int, max_values: int, what: str = "the body") -> Generator[int, None, int]:
     """Return how many values `body` has at most. Yields zero after each block. Raises as `check_json` does."""
-    if isinstance(body, bytes) and (harmless := _harmless_values(body, max_depth, max_values)) is not None:
-        return harmless
+    if isinstance(body, bytes) and (values := _values_at_once(body, max_depth, max_values)) is not None:
+        return values
+    return (yield from _scan_blocks(body, max_depth, max_values, what))
+
+
+def _scan_blocks(body: bytes | memoryview, max_depth: int, max_values: int, what: str) -> Generator[int, None, int]:
     text = np.frombuffer(body, np.uint8)
     is_in_string = is_escaped = False
     depth = values = 0
@@ -105,31 +115,69 @@ def scan_steps(body: bytes | memoryview, max_depth: int, max_values: int, what: 
             np.logical_not(inside, out=inside)
         is_in_string = bool(inside[-1])
         outside = block[~inside].tobytes()
-        brackets = outside.translate(_STEPS, _NO_BRACKET)
-        keys, strings = outside.count(b":"), outside.count(b'"')  # of each string, key or not, the quote that ends it
-        values += outside.count(b",") + NODE_VALUES * (keys + brackets.count(b"\x01"))
-        values += (STRING_VALUES - 1) * (strings - keys) + outside.count(b".")
-        values += _EXTREME_VALUES * len(_EXTREME.findall(outside))
+        values += _values_outside(outside)
         if values > max_values:
             raise _too_many(max_values, what)
-        if brackets:
-            depths = np.cumsum(np.frombuffer(brackets, np.int8), dtype=np.int32)
-            if depth + depths.max() > max_depth:
-                raise too_deep(max_depth, what)
-            depth += int(depths[-1])
+        lowest, depth = _depths(outside, depth)
+        if lowest > max_depth:
+            raise too_deep(max_depth, what)
         yield 0
     return values
 
 
-def _harmless_values(body: bytes, max_depth: int, max_values: int) -> int | None:
-    """Return what `body` counts if everything in its strings does; None if it is long, or may not be within the bounds."""
-    if len(body) > _LONG_BYTES:
+def _values_outside(outside: bytes) -> int:
+    """Return what a part of a text counts that has the last quote of each string and not its contents."""
+    keys, strings = outside.count(b":"), outside.count(b'"')
+    values = outside.count(b",") + NODE_VALUES * (keys + outside.count(b"[") + outside.count(b"{"))
+    values += (STRING_VALUES - 1) * (strings - keys) + outside.count(b".")
+    return values + _EXTREME_VALUES * len(_EXTREME.findall(outside))
+
+
+def _depths(outside: bytes, depth: int) -> tuple[int, int]:
+    """Return how many levels a part of a text reaches, and at which it ends, if it begins at `depth`."""
+    brackets = outside.translate(_STEPS, _NO_BRACKET)
+    if not brackets:
+        return depth, depth
+    depths = np.cumsum(np.frombuffer(brackets, np.int8), dtype=np.int32)
+    return depth + int(depths.max()), depth + int(depths[-1])
+
+
+def _values_at_once(body: bytes, max_depth: int, max_values: int) -> int | None:
+    """Return what `body` counts, at most; None if it is long, also without its strings, has many, or may be beyond the bounds."""
+    size = len(body)
+    if size > _LONG_BYTES:
         return None
-    opened = body.count(b"[") + body.count(b"{")
-    commas, colons = body.count(b","), body.count(b":")
-    values = commas + NODE_VALUES * (colons + opened)
-    extreme = (_EXTREME_VALUES + 1) * (commas + colons + opened)  # a string counts less
-    return values if opened <= max_depth and values + extreme <= max_values else None
+    if size <= _BLOCK_BYTES:  # most are within the bounds even if everything in their strings counts
+        opened = body.count(b"[") + body.count(b"{")
+        commas, colons = body.count(b","), body.count(b":")
+        values = commas + NODE_VALUES * (colons + opened)
+        extreme = (_EXTREME_VALUES + 1) * (commas + colons + opened)  # a string counts less
+        if opened <= max_depth and values + extreme <= max_values:
+            return values
+    text = _MARGIN + body
+    quotes = _quotes_of_few_strings(np.frombuffer(text, np.uint8))
+    if quotes is None:
+        return None
+    ends = [0, *quotes, len(text)]
+    parts = list(zip(ends[::2], ends[1::2], strict=False))
+    if sum([end - start for start, end in parts]) > _BLOCKS_PER_TURN * _BLOCK_BYTES:
+        return None
+    outside = b"".join([text[start:end] for start, end in parts])
+    values = _values_outside(outside)
+    return values if values <= max_values and _depths(outside, 0)[0] <= max_depth else None
+
+
+def _quotes_of_few_strings(text: NDArray[np.uint8]) -> list[int] | None:
+    """Return where strings begin and end; None if there are many, or many backslashes before a quote."""
+    quotes = np.flatnonzero(text == _QUOTE)
+    is_end = np.ones(quotes.size, bool)
+    escaped = np.arange(quotes.size)  # those behind as many backslashes as were looked at, or more
+    for distance in range(1, _MAX_BACKSLASHES + 1):
+        escaped = escaped[text[quotes[escaped] - distance] == _BACKSLASH]
+        if not escaped.size:
+            return None if np.count_nonzero(is_end) > _FEW_QUOTES else quotes[is_end].tolist()
+        is_end[escaped] ^= True
+    return None
 
 
 def _quotes(block: NDArray[np.uint8], is_escaped: bool) -> tuple[NDArray[np.bool_], bool]:

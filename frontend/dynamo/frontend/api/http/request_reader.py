@@ -21,7 +21,9 @@ from dynamo.frontend.api.http.json_body import decode, scanned_body
 
 T = TypeVar("T")
 
-_LONG_BYTES = 512 * 1024
+_LONG_BYTES = 128 * 1024
+"""A longer body is scanned, decoded and searched for unknown fields in turns of their own of the event loop, of 0.3 to 0.9 ms for
+a prompt of 100,000 tokens (`benchmarks.long_prompts`, 2026-11-27)."""
 _MOST_FIELDS = 32
 """Unknown fields of one request that are looked at, at most."""
 
@@ -40,9 +42,12 @@ class RequestReader(Generic[T]):
     async def read(self, exchange: Exchange) -> T:
         """Return the request. Raises InvalidRequest, with the field as `param`, and what `Exchange.body` raises."""
         body = await scanned_body(exchange)
+        is_long = exchange.body_bytes > _LONG_BYTES
+        if is_long:
+            await asyncio.sleep(0)
         request = decode(self._decoder, body, exchange.settings.options.max_json_depth)
-        if exchange.body_bytes > _LONG_BYTES:
-            await asyncio.sleep(0)  # the body is read once more, in another turn
+        if is_long:
+            await asyncio.sleep(0)
         for field in islice(_unknown(body, self._known, ""), _MOST_FIELDS):
             exchange.settings.unknown_fields.ignore(exchange.endpoint or exchange.path, field)
         return request

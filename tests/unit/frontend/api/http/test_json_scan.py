@@ -42,8 +42,15 @@ def values_of(value: Any) -> int:
 
 
 def is_accepted(body: bytes, max_depth: int, max_values: int) -> bool:
+    """Return whether a body is within the bounds, counted in either way: at once if that is possible, and in blocks."""
+    at_once, in_blocks = (_is_accepted(text, max_depth, max_values) for text in (body, memoryview(body)))
+    assert at_once is in_blocks
+    return at_once
+
+
+def _is_accepted(text: bytes | memoryview, max_depth: int, max_values: int) -> bool:
     try:
-        check_json(body, max_depth=max_depth, max_values=max_values)
+        check_json(text, max_depth=max_depth, max_values=max_values)
     except InvalidRequest:
         return False
     return True
@@ -98,6 +105,14 @@ def test_numbers_that_take_a_decoder_long_count_more(number: bytes, size: int) -
     assert not is_accepted(body, 1, values - margin - 1)
     harmless = body.replace(b"e", b"1").replace(b"E+", b"1").replace(b"E", b"1").replace(b"1-0320", b"0320")
     assert is_accepted(harmless, 1, NODE_VALUES + count - 1 + number.count(b".") * count)
+
+
+async def test_a_body_with_one_long_text_is_counted_without_steps() -> None:
+    body = json.dumps({"prompt": 'f(a, {"b": [1]})\n\\"' * 30_000, "stop": ["\\", '"']}).encode()
+    scan = scan_json(body, max_depth=2, max_values=100)
+    with pytest.raises(StopIteration) as end:
+        scan.send(None)
+    assert end.value.value == values_of({"prompt": "", "stop": ["", ""]})
 
 
 async def test_other_tasks_run_while_a_long_body_is_counted() -> None:
