@@ -221,7 +221,7 @@ class TextPipeline:
         prompt = request.prompt
         cuts = request.truncate_prompt_tokens is not None
         if prompt is None:
-            tokens: Sequence[int] = await self._conversation(request, cuts=cuts)
+            tokens = await self._conversation(request, cuts=cuts)
         elif isinstance(prompt, str):
             tokens = await self._encode(prompt, special_tokens=request.add_special_tokens is not False, cuts=cuts)
         else:
@@ -236,10 +236,10 @@ class TextPipeline:
             raise InvalidRequest("the prompt is empty", param="prompt")
         return tokens
 
-    async def _conversation(self, request: TextRequest, *, cuts: bool) -> list[int]:
+    async def _conversation(self, request: TextRequest, *, cuts: bool) -> Sequence[int]:
         """Return the tokens of a conversation, shortened if the request wants that."""
 
-        async def attempt(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        async def attempt(messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
             text = await self.render(msgspec.structs.replace(request, messages=messages))
             tokens = await self._encode(text, special_tokens=bool(request.add_special_tokens), cuts=cuts)
             if request.drops_messages:
@@ -278,7 +278,7 @@ class TextPipeline:
         if ids and not 0 <= max(ids) < size:
             raise out_of_vocabulary(name, max(ids), size)
 
-    async def _encode(self, text: str, *, special_tokens: bool, cuts: bool = False) -> list[int]:
+    async def _encode(self, text: str, *, special_tokens: bool, cuts: bool = False) -> Sequence[int]:
         most_chars = self._limits.max_prompt_chars if cuts else self._max_chars
         if len(text) > most_chars:
             raise ContextExceeded(
@@ -286,7 +286,7 @@ class TextPipeline:
             )
         try:
             most = self._info.context_length * (_CONTEXTS_TO_CUT if cuts else 1)
-            return await self.tokenizer.encode(text, special_tokens=special_tokens, max_tokens=most)
+            return await self.tokenizer.encode_prompt(text, special_tokens=special_tokens, max_tokens=most)
         except TooManyTokens as error:
             raise self._no_room(error.count) from None
 

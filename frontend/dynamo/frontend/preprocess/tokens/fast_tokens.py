@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from dynamo.common.generation import pack_tokens
 
 try:
     import fastokens
@@ -31,6 +33,9 @@ class Encoding(Protocol):
 Encode: TypeAlias = Callable[[str, bool], Encoding]
 """Encodes a text, with or without the tokens that begin and end every text. Raises an exception of the library's kind."""
 
+Pack: TypeAlias = Callable[[str, bool], bytes | None]
+"""Encodes a text into packed token ids; None if the library cannot, and `Encode` says why."""
+
 _SAMPLES = (
     "",
     " ",
@@ -50,8 +55,16 @@ _SAMPLES = (
 """Texts on which tokenizers tend to differ: spaces, digits, contractions, letter cases, marks, scripts, long runs."""
 
 
-def fast_encode(data: bytes, reference: Encode, added_tokens: Sequence[str]) -> Encode | None:
-    """Return a faster equivalent of `reference`; None if fastokens is not installed or gives other ids.
+class FastEncoders(NamedTuple):
+    """Two ways to encode a text with fastokens."""
+
+    encode: Encode
+    pack: Pack
+    """Makes no Python object for each token, of which those of a long text take as long to make and free as all the rest."""
+
+
+def fast_encoders(data: bytes, reference: Encode, added_tokens: Sequence[str]) -> FastEncoders | None:
+    """Return faster equivalents of `reference`; None if fastokens is not installed or gives other ids.
 
     `data` is the contents of a `tokenizer.json`.
     """
@@ -72,12 +85,21 @@ def fast_encode(data: bytes, reference: Encode, added_tokens: Sequence[str]) -> 
             return reference(text, special_tokens)
         return encoding
 
+    def pack(text: str, special_tokens: bool) -> bytes | None:
+        try:
+            packed: bytes = tokenizer.encode_batch_flat([text], add_special_tokens=special_tokens)[0]
+        except Exception as error:
+            _log.debug("a text that fastokens cannot encode is left to the reference: %s", type(error).__name__)
+            return None
+        return packed
+
     for sample in _samples(added_tokens):
         for special_tokens in (False, True):
-            if encode(sample, special_tokens).ids != reference(sample, special_tokens).ids:
+            ids = reference(sample, special_tokens).ids
+            if encode(sample, special_tokens).ids != ids or pack(sample, special_tokens) not in (None, pack_tokens(ids)):
                 _log.warning("using tokenizers, since fastokens gives other token ids for %r", sample[:80])
                 return None
-    return encode
+    return FastEncoders(encode, pack)
 
 
 def _samples(added_tokens: Sequence[str]) -> Iterator[str]:

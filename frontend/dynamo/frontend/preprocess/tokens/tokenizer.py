@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -11,8 +12,10 @@ import msgspec
 import tokenizers
 
 from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.generation import unpack_tokens
+from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.frontend.preprocess.offload import TextThreads
-from dynamo.frontend.preprocess.tokens.fast_tokens import Encoding, fast_encode
+from dynamo.frontend.preprocess.tokens.fast_tokens import Encoding, fast_encoders
 
 Piece: TypeAlias = str | bytes
 """The text of a token: a `str` of whole characters, or `bytes` that hold part of a character."""
@@ -71,9 +74,10 @@ class Tokenizer:
         added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         # No bound method: a tokenizer that is part of a reference cycle would stay long after its eviction.
         reference = partial(_encode, self._tokenizer)
-        fast_path = fast_encode(data, reference, added) if fast else None
+        fast_path = fast_encoders(data, reference, added) if fast else None
         self.is_fast = fast_path is not None
-        self._encode = fast_path or reference
+        self._encode = reference if fast_path is None else fast_path.encode
+        self._pack = None if fast_path is None else fast_path.pack
         self._long_text_chars = _LONG_TEXT_CHARS_FAST if self.is_fast else _LONG_TEXT_CHARS
 
     @property
@@ -89,6 +93,25 @@ class Tokenizer:
         if len(text) < self._long_text_chars:
             return self.encode_now(text, special_tokens=special_tokens, max_tokens=max_tokens)
         return await self._threads.run(len(text), self.encode_now, text, special_tokens=special_tokens, max_tokens=max_tokens)
+
+    async def encode_prompt(self, text: str, *, special_tokens: bool, max_tokens: int | None = None) -> Sequence[int]:
+        """Return what `encode` does, as an array if the text is long: the event loop packs and frees it faster than a list."""
+        if len(text) < self._long_text_chars:
+            return self.encode_now(text, special_tokens=special_tokens, max_tokens=max_tokens)
+        return await self._threads.run(len(text), self.encode_array, text, special_tokens=special_tokens, max_tokens=max_tokens)
+
+    def encode_array(self, text: str, *, special_tokens: bool, max_tokens: int | None = None) -> array[int]:
+        """Return what `encode_now` does, as an array. Raises the same."""
+        packed = None if self._pack is None else self._pack(text, special_tokens)
+        if packed is None:
+            return array("I", self.encode_now(text, special_tokens=special_tokens, max_tokens=max_tokens))
+        count = len(packed) // TOKEN_BYTES
+        if max_tokens is not None and count > max_tokens:
+            raise TooManyTokens(count, max_tokens)
+        tokens = unpack_tokens(packed)
+        if special_tokens and self._bos is not None and (not tokens or tokens[0] != self._bos):
+            tokens.insert(0, self._bos)
+        return tokens
 
     def encode_now(self, text: str, *, special_tokens: bool, max_tokens: int | None = None) -> list[int]:
         """Return the token ids of `text`. Takes about 0.3 µs per character, or 0.02 µs with fastokens.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ from tokenizers import Tokenizer as Model
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation import pack_tokens
 from dynamo.frontend.preprocess.tokens import fast_tokens
-from dynamo.frontend.preprocess.tokens.tokenizer import Tokenizer
+from dynamo.frontend.preprocess.tokens.tokenizer import Tokenizer, TooManyTokens
 from dynamo.worker.tokenizers.gguf import GgufModel
 
 CORPUS = ["Hello world, the quick brown fox doesn't jump over the lazy dog: 123 4567 times.\n"] * 20
@@ -102,6 +104,10 @@ class Contrary:
         ids = self._reference.encode_now(text, special_tokens=add_special_tokens)
         return Ids([*ids, 0] if self._awkward and self._awkward in text else ids)
 
+    def encode_batch_flat(self, texts: Sequence[str], *, add_special_tokens: bool) -> tuple[bytes, bytes]:
+        [ids] = [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        return pack_tokens(ids), b""
+
 
 @pytest.mark.parametrize("awkward", ["Ⅷ", "🇫🇷", "<|end|>"])
 def test_a_library_that_gives_other_ids_for_one_sample_is_not_used(
@@ -166,6 +172,25 @@ def test_a_text_with_bytes_that_the_vocabulary_lacks_is_left_to_the_reference(te
     with pytest.raises(ValueError, match="has no token in vocabulary"):
         library.encode(text)
     assert_alike(data, text)
+
+
+@needs_fastokens
+@pytest.mark.parametrize("text", ["Hello the 123 <|end|>" * 2_000, "<s>Hello 日本 🦙\n" * 3_000])
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize("special_tokens", [False, True])
+@pytest.mark.parametrize("every_byte", [False, True])
+async def test_a_long_prompt_gives_the_same_ids_as_the_reference(
+    text: str, add_bos: bool, special_tokens: bool, every_byte: bool
+) -> None:
+    settings = {"bos_token": "<s>", "add_bos": add_bos}
+    fast, reference = (Tokenizer(byte_level(every_byte=every_byte), fast=fast, **settings) for fast in (True, False))
+    ids = reference.encode_now(text, special_tokens=special_tokens)
+    for tokenizer in (fast, reference):
+        prompt = await tokenizer.encode_prompt(text, special_tokens=special_tokens, max_tokens=len(ids))
+        assert pack_tokens(prompt) == pack_tokens(ids)
+        with pytest.raises(TooManyTokens) as refused:
+            await tokenizer.encode_prompt(text, special_tokens=False, max_tokens=1000)
+        assert refused.value.count == len(reference.encode_now(text, special_tokens=False))
 
 
 @needs_fastokens
