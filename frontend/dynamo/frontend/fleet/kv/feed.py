@@ -65,11 +65,12 @@ _QUERIES_PER_S = 200.0
 """Queries that are begun, once `_MAX_QUERIES` have been begun at once: a thousand instances in five seconds."""
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.5
-_STEP_BYTES = 1 << 16
-"""Hashes that are applied in one turn of the event loop: 8,192 blocks, which take about 4 ms."""
+_STEP_BYTES = 1 << 13
+"""Hashes that are applied in one turn of the event loop: 1,024 blocks, for each of which memory is read that is in none of the
+processor's caches. They take 0.6 ms (`benchmarks.long_prompts`, 2026-11-27)."""
 _MANY_BYTES = 1 << 62
 """For an update of any size."""
-_MAX_WAITING = 64
+_MAX_WAITING = 512
 """Parts of updates that wait for their turn. Beyond it, updates of an instance count as lost, and are queried later."""
 _KEPT_PER_BLOCK = 16
 """Blocks kept of an instance for each that its card says it caches: it may cache more of them in slower memory."""

@@ -10,10 +10,13 @@ the sample are remembered for at least as long as it takes the fleet to evict al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import KvUpdate
+from dynamo.common.kv.hashes import HASH_BYTES, unpack_hashes
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
 
@@ -25,6 +28,8 @@ _BATCH = 8
 """The share is estimated anew after so many blocks of the sample."""
 _WEIGHT = 0.125
 """Weight of the newest batch in the estimated share."""
+_MANY_BYTES = 64 * HASH_BYTES
+"""The sample of more blocks is taken by numpy."""
 
 
 class InstanceEvictions:
@@ -86,9 +91,9 @@ class Evictions:
         row = self._row(instance)
         if update.removed:
             row.is_full = True
-            self._evict(update.removed_hashes)
+            self._evict(update.removed)
         if update.stored and row.is_full:
-            sample = self._sampled(update.stored_hashes)
+            sample = self._sampled(update.stored)
             again = [block for block in sample if block in self._evicted or block in self._evicted_before]
             self._evicted.difference_update(again)
             self._evicted_before.difference_update(again)
@@ -107,15 +112,23 @@ class Evictions:
             row = self._instances[instance] = InstanceEvictions()
         return row
 
-    def _sampled(self, blocks: Iterable[int]) -> list[int]:
-        unsampled = self._unsampled
-        return [block for block in blocks if not block & unsampled]
+    def _sampled(self, packed: bytes) -> list[int]:
+        """Return the blocks of the sample among packed ones."""
+        if not packed[_MANY_BYTES : _MANY_BYTES + 1]:  # no call for each update
+            unsampled = self._unsampled
+            return [block for block in unpack_hashes(packed) if not block & unsampled]
+        blocks = np.frombuffer(packed, "<u8")
+        sample: list[int] = blocks[blocks & np.uint64(self._unsampled) == 0].tolist()
+        return sample
 
-    def _evict(self, blocks: Iterable[int]) -> None:
-        self._evicted.update(self._sampled(blocks))
+    def _evict(self, packed: bytes) -> None:
+        self._evicted.update(self._sampled(packed))
         if len(self._evicted) >= _REMEMBERED:
-            cached, self._unsampled = self._cached(), _DENSEST
-            while cached > _REMEMBERED * (self._unsampled + 1):
-                self._unsampled = self._unsampled << 1 | 1
-            self._evicted_before = set(self._sampled(self._evicted))
+            unsampled, cached = _DENSEST, self._cached()
+            while cached > _REMEMBERED * (unsampled + 1):
+                unsampled = unsampled << 1 | 1
+            is_sparser = bool(unsampled & ~self._unsampled)
+            self._unsampled = unsampled
+            evicted = self._evicted
+            self._evicted_before = {block for block in evicted if not block & unsampled} if is_sparser else evicted
             self._evicted = set()
