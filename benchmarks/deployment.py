@@ -108,6 +108,7 @@ async def ours(
     wait_for: Sequence[str] = ("echo",),
     name: str = "",
     worker_command: Sequence[str] = (),
+    frontend_command: Sequence[str] = ("-m", "dynamo.frontend"),
     nats_batch: bool = True,
     source_roots: Sequence[Path] = (),
 ) -> AsyncIterator[System]:
@@ -136,7 +137,7 @@ async def ours(
             system.pids[f"worker{index or ''}"] = child.pid
         for index, (server, (grpc_port, http_port)) in enumerate(zip(servers, frontend_ports, strict=True)):
             command = [
-                *(sys.executable, "-m", "dynamo.frontend", "--grpc", "--grpc-server", server),
+                *(sys.executable, *frontend_command, "--grpc", "--grpc-server", server),
                 *("--grpc-port", str(grpc_port), "--http-port", str(http_port), *frontend_flags),
             ]
             name = f"frontend{index or ''}"
