@@ -111,8 +111,8 @@ def request(model: str, prompt: str, output_tokens: int) -> bytes:
         "stream_options": {"include_usage": True},
     }
     raw = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {len(raw)}\r\n\r\n"
-    return head.encode() + raw
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
 
 
 async def run(part: Part, system: System, model: str, texts: Iterator[str], seconds: float) -> Run:
