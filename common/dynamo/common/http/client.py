@@ -187,6 +187,8 @@ class HttpResponse:
         self.has_begun = False
         """Whether a part of it has arrived."""
         self._body: list[bytes] = []
+        self._line = bytearray()
+        """The beginning of a line of events."""
 
     @property
     def leaves_connection(self) -> bool:
@@ -243,19 +245,29 @@ class HttpResponse:
                 async for _ in chunks:
                     pass
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the data of each server-sent event. Raises EngineError for an event of more than MAX_BODY_BYTES."""
-        pending = bytearray()
-        async with aclosing(self.chunks()) as chunks:
-            async for part in chunks:
-                first, *others = part.split(b"\n")
-                pending += first
-                for part_of_next in others:
-                    if pending.startswith(b"data:"):
-                        yield bytes(pending[5:].strip())
-                    pending = bytearray(part_of_next)
-                if len(pending) > MAX_BODY_BYTES:
-                    raise EngineError(f"the server at {self._client} sent an event of more than {MAX_BODY_BYTES} bytes")
+    async def events(self) -> list[bytes]:
+        """Return the data of all server-sent events since the last call, at least one; [] at the end.
+
+        Raises Unavailable if the connection ends before, and EngineError for an event of more than MAX_BODY_BYTES.
+        """
+        while True:
+            received, self._body = self._body, []
+            if events := self._events_in(b"".join(received)):
+                return events
+            if self._is_complete:
+                return []
+            await self._receive()
+
+    def _events_in(self, received: bytes) -> list[bytes]:
+        first, *others = received.split(b"\n")
+        self._line += first
+        lines: list[bytes] = []
+        if others:
+            lines = [bytes(self._line), *others[:-1]]
+            self._line = bytearray(others[-1])
+        if len(self._line) > MAX_BODY_BYTES:
+            raise EngineError(f"the server at {self._client} sent an event of more than {MAX_BODY_BYTES} bytes")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
     async def _receive(self) -> int:
         data = await self._client.read(self._reader)

@@ -58,21 +58,30 @@ async def test_a_connection_is_used_again_after_whole_responses() -> None:
     async with server.client() as client:
         assert await client.fetch("GET", "/") == (200, b"ok")
         async with client.send("POST", "/") as response:
-            assert [event async for event in response.events()] == [b"a"]
+            assert [await response.events(), await response.events()] == [[b"a"], []]
         assert await client.fetch("GET", "/") == (200, b"ok")
         assert server.connections == 1
+
+
+async def test_events_are_read_as_they_arrive_however_their_lines_are_cut() -> None:
+    parts = [b"data: a\n\n: no event\ndata:b\r\n\r\nda", b"ta: c", b" d\n", b"\ndata: cut off"]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts)
+    server = Server(CHUNKED[: CHUNKED.index(b"\r\n\r\n") + 4] + chunks + b"0\r\n\r\n")
+    received: list[bytes] = []
+    async with server.client() as client, client.send("POST", "/") as response:
+        while events := await response.events():
+            received += events
+    assert received == [b"a", b"b", b"c d"]
 
 
 async def test_a_stream_whose_end_comes_later_leaves_its_connection() -> None:
     server = Server(ENDLESS, WHOLE)
     async with server.client() as client:
         async with client.send("POST", "/") as response:
-            events = response.events()
-            assert await anext(events) == b"a"
+            assert await response.events() == [b"a"]
             [writer] = server.open
             writer.write(b"0\r\n\r\n")
             await response.finish()
-            await events.aclose()
         await client.fetch("GET", "/")
         assert server.connections == 1
 

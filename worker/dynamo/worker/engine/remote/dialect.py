@@ -80,8 +80,12 @@ class Choices:
             raise EngineError(f"the server sent choice {index}, which has ended or was not requested")
         self.prefill_ms = self.prefill_ms or (time.monotonic() - self._started_at) * 1e3
 
-    def has_ended(self, index: int) -> bool:
-        return 0 <= index < self._count and index not in self._unfinished
+    def goes_on(self, index: int) -> bool:
+        """Do as `check` does, but return False for a choice that has ended."""
+        if index not in self._unfinished and 0 <= index < self._count:
+            return False
+        self.check(index)
+        return True
 
     def finish(self, index: int) -> None:
         self._unfinished.remove(index)

@@ -233,12 +233,14 @@ class RemoteEngine:
         reader = self._dialect.reader(request)
         with self._requests.opened(request) as opened:
             try:
-                async with aclosing(self._events(path, body, context)) as events:
-                    async for event in events:
+                async with aclosing(self._events(path, body, context)) as arrivals:
+                    async for events in arrivals:
                         opened.prefilled()
-                        for delta in reader.read(event):
-                            opened.generated(delta)
-                            yield delta
+                        for event in events:
+                            for delta in reader.read(event):
+                                if delta.finish_reason is not None:
+                                    opened.generated(delta)
+                                yield delta
                 if not reader.has_finished:
                     raise Unavailable(f"the server at {self._client} ended its response early")
                 yield reader.summary()
@@ -331,20 +333,20 @@ class RemoteEngine:
             self._stack = stack.pop_all()
         return load or ServerLoad()
 
-    async def _events(self, path: str, body: bytes, context: Context) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream up to its end. Raises the server's error if it refuses the request."""
+    async def _events(self, path: str, body: bytes, context: Context) -> AsyncGenerator[Sequence[bytes], None]:
+        """Yield the events of a stream as they arrive, up to its end. Raises the server's error if it refuses the request."""
         headers = {name: context.headers[name] for name in _TRACE_HEADERS if name in context.headers}
         if self._rank is not None:
             headers[_RANK_HEADER] = str(self._rank.number)
         async with self._client.send("POST", path, body, {**headers, "x-request-id": context.request_id}) as response:
             if response.status != 200:
                 raise read_failure(response.status, await response.read(), response.headers.get("retry-after", ""))
-            async with aclosing(response.events()) as events:
-                async for event in events:
-                    if event == _DONE:
-                        await response.finish()
-                        return
-                    yield event
+            while events := await response.events():
+                if _DONE in events:
+                    yield events[: events.index(_DONE)]
+                    await response.finish()
+                    return
+                yield events
 
     async def _is_healthy(self) -> bool:
         """Return what `/health` says; servers without it are healthy. vLLM fails each request once its engine process died."""

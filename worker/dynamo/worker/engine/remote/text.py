@@ -162,16 +162,16 @@ class TextReader:
         )
 
     def _delta(self, choice: TextChoice) -> Delta | None:
-        if self._choices.has_ended(choice.index):
+        index = choice.index
+        if not self._choices.goes_on(index):
             return None  # some servers have a last event of a choice after its end
-        self._choices.check(choice.index)
-        writer = self._writers[choice.index]
+        writer = self._writers[index]
         text = choice.text or ("" if choice.delta is None else writer.write(choice.delta))
-        reason = read_finish_reason(choice.finish_reason or None, "the server")
-        if reason is not None:
-            text += writer.close()
-            self._choices.finish(choice.index)
-        return Delta(index=choice.index, text=text, finish_reason=reason) if text or reason is not None else None
+        if not choice.finish_reason:
+            return Delta(index=index, text=text) if text else None
+        reason = read_finish_reason(choice.finish_reason, "the server")
+        self._choices.finish(index)
+        return Delta(index=index, text=text + writer.close(), finish_reason=reason)
 
 
 class _MessageWriter:
@@ -185,6 +185,9 @@ class _MessageWriter:
         self._has_arguments = False
 
     def write(self, message: Message) -> str:
+        is_content = not (message.reasoning_content or message.reasoning or message.tool_calls)
+        if message.content and is_content and self._call is None and not self._is_reasoning:
+            return message.content
         text = ""
         if (reasoning := message.reasoning_content or message.reasoning) and self._with_reasoning:
             text += reasoning if self._is_reasoning else f"{self.close()}{_THINK}{reasoning}"
