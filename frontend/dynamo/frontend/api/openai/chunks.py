@@ -125,7 +125,7 @@ class ChatChunks:
         """For the first chunk."""
         self._called: set[int] = set()
         self._reasoning = [ReasoningTokenCounter() for _ in parsers]
-        self._is_plain = not parsers and details.is_plain
+        self._is_plain = details.is_plain
         self.parses = bool(parsers)
         """To add deltas takes as long as to parse them."""
 
@@ -144,10 +144,18 @@ class ChatChunks:
             if index in self._unstarted:
                 self._unstarted.discard(index)
                 self._begin(index, self._ends.before(index), events)
+            text = delta.text
             if not self._is_plain or delta.finish_reason is not None:
                 self._add_parsed(delta, self._ends.after(delta), events)
-            elif delta.text:
-                events += (self._content[index], encode(delta.text), self._content_end)
+            elif text and self.parses:
+                parts = self._parsers[index].feed(text)
+                if parts and not parts[1:] and parts[0].__class__ is Content:  # no call for each delta
+                    self._reasoning[index].add_content()
+                    events += (self._content[index], encode(parts[0].text), self._content_end)
+                else:
+                    self._add_parts(delta, parts, self._ends.after(delta), events)
+            elif text:
+                events += (self._content[index], encode(text), self._content_end)
 
     def _begin(self, index: int, end: bytes, events: list[bytes]) -> None:
         rest = b',"logprobs":null,"finish_reason":null}]'
@@ -160,10 +168,13 @@ class ChatChunks:
             events.append(self._content[index] + encode(self._details.echo[0]) + b"}" + rest + end)
 
     def _add_parsed(self, delta: TextDelta, end: bytes, events: list[bytes]) -> None:
-        index, details = delta.index, self._details
         parts: Sequence[Part] = [Content(delta.text)] if delta.text else []
         if self._parsers:
-            parts = parse_delta(self._parsers[index], delta)
+            parts = parse_delta(self._parsers[delta.index], delta)
+        self._add_parts(delta, parts, end, events)
+
+    def _add_parts(self, delta: TextDelta, parts: Sequence[Part], end: bytes, events: list[bytes]) -> None:
+        index, details = delta.index, self._details
         if self._reasoning:
             self._reasoning[index].add(parts, len(delta.tokens))
         if not details.reasoning:

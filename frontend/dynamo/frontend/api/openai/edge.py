@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -40,6 +41,8 @@ R = TypeVar("R", ChatRequest, CompletionRequest)
 _NO_EXTENSION = NvExt()
 _ELEMENTS_PER_STEP = 16_384
 """Characters or token ids of a prompt that are encoded before other requests have their turn."""
+_BRIEF_S = 0.0005
+"""Deltas that come together are parsed for so long before other requests have their turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +119,23 @@ async def _write_deltas(stream: EventStream, source: TextSource, chunks: Chunks,
     add = chunks.add
     while deltas := await source.read():
         events: list[bytes] = []
-        if steps is not None and deltas[1:]:  # no call for each token
-            await steps.run(one_by_one(partial(_add_one, chunks, events), deltas))
-        else:
+        if steps is None or not deltas[1:]:  # no call for each token
             add(deltas, events)
+        elif rest := _add_briefly(chunks, deltas, events):
+            await asyncio.sleep(0)
+            await steps.run(one_by_one(partial(_add_one, chunks, events), rest))
         if events:
             await stream.write(b"".join(events))
+
+
+def _add_briefly(chunks: Chunks, deltas: Sequence[TextDelta], events: list[bytes]) -> Sequence[TextDelta]:
+    """Add deltas while that takes no longer than for most streams, and return those that are left."""
+    until = perf_counter() + _BRIEF_S
+    for count, delta in enumerate(deltas, 1):
+        chunks.add((delta,), events)
+        if perf_counter() > until:
+            return deltas[count:]
+    return ()
 
 
 def _add_one(chunks: Chunks, events: list[bytes], delta: TextDelta) -> None:

@@ -22,6 +22,13 @@ class ReasoningTokenCounter:
     def count(self) -> int:
         return self._certain + (self._pending if self._is_reasoning else 0)
 
+    def add_content(self) -> None:
+        """Do as `add` does for tokens that became content alone."""
+        if self._is_reasoning:
+            self._certain += self._pending
+            self._is_reasoning = False
+        self._pending = 0
+
     def add(self, parts: Sequence[Part], tokens: int) -> None:
         """Count `tokens` more tokens, which the parser turned into `parts`.
 

@@ -13,7 +13,8 @@ class Markers:
         self.pattern = "|".join(map(re.escape, self._markers)) or "(?!)"
         """A regular expression that matches any of them."""
         self._pattern = re.compile(self.pattern)
-        self._beginnings = frozenset(marker[:length] for marker in markers for length in range(1, len(marker)))
+        beginnings = {marker[:length] for marker in markers for length in range(1, len(marker))}
+        self._beginning = re.compile(f"(?:{'|'.join(map(re.escape, beginnings)) or '(?!)'})\\Z")
         self._longest = max(map(len, markers), default=1) - 1
 
     def search(self, text: str) -> re.Match[str] | None:
@@ -22,10 +23,8 @@ class Markers:
 
     def certain(self, text: str) -> int:
         """Return how many characters of a text without markers cannot become part of one, whatever follows."""
-        for position in range(max(0, len(text) - self._longest), len(text)):
-            if text[position:] in self._beginnings:
-                return position
-        return len(text)
+        beginning = self._beginning.search(text, max(0, len(text) - self._longest))
+        return len(text) if beginning is None else beginning.start()
 
     def remove(self, text: str) -> str:
         """Return `text` without markers."""
