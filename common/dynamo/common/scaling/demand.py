@@ -13,12 +13,14 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from dynamo.common.names import encode
+from dynamo.common.names import InstanceId, encode
 from dynamo.common.scaling.pool import Pool
 
 REPORT_EVERY_S = 1.0
 MAX_SAMPLES = 64
 """Arrivals that one report describes, over all pools. Of more, each described one stands for several."""
+MAX_SAVED = 1000
+"""Instances of which one report says what their caches saved."""
 MAX_SAMPLE_HASHES = 64
 """Hashes that describe one prompt: of a longer prompt, those of every n-th block, where n is a power of two."""
 
@@ -89,6 +91,8 @@ class PoolDemand(msgspec.Struct, frozen=True, array_like=True):
     ttft_ratio: _Duration = 0.0
     """The observed time to first token over the predicted one, the median of the last requests; 0: not known."""
     samples: tuple[ArrivalSample, ...] = ()
+    saved: tuple[tuple[InstanceId, _Count], ...] = ()
+    """Instances, and how many prompt tokens each had cached of what it got since the last report."""
 
 
 class DemandReport(msgspec.Struct, frozen=True, array_like=True):

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -14,7 +15,8 @@ import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.model_card import Role
-from dynamo.common.scaling.demand import MAX_SAMPLES
+from dynamo.common.names import InstanceId
+from dynamo.common.scaling.demand import MAX_SAMPLES, MAX_SAVED
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.router.base import RouteRequest
 
@@ -55,6 +57,7 @@ class PoolCounts:
         "refused",
         "refused_tokens",
         "samples",
+        "saved",
         "seed",
     )
 
@@ -65,6 +68,8 @@ class PoolCounts:
         """Requests with a prompt since `take_samples`."""
         self.samples: list[Arrived | None] = [None] * MAX_SAMPLES
         """Some of these, each with the same probability: the first ones, then each in the place of a random one."""
+        self.saved: dict[InstanceId, int] = {}
+        """How many prompt tokens each instance had cached of what it got since `take_saved`."""
         self.seed = 1
         """The last random number."""
         self.ratios = [0.0] * RATIOS
@@ -77,6 +82,11 @@ class PoolCounts:
         arrived, samples = self.arrived, [sample for sample in self.samples if sample is not None]
         self.arrived, self.samples = 0, [None] * MAX_SAMPLES
         return arrived, samples
+
+    def take_saved(self) -> tuple[tuple[InstanceId, int], ...]:
+        """Return what the caches of instances saved since the last call, in tokens; of too many, those that saved most."""
+        saved, self.saved = self.saved, {}
+        return tuple(heapq.nlargest(MAX_SAVED, saved.items(), key=_tokens))
 
     def refuse(self, request: RouteRequest, missing_tokens: int, block_size: int, now: float) -> None:
         """Count a request that got no instance."""
@@ -96,6 +106,10 @@ class PoolCounts:
         """Return the median of the ratios; 0 if there is none."""
         ratios = sorted(self.ratios[: self.compared])
         return ratios[len(ratios) // 2] if ratios else 0.0
+
+
+def _tokens(saved: tuple[InstanceId, int]) -> int:
+    return saved[1]
 
 
 def arrival(request: RouteRequest, block_size: int, now: float) -> Arrived:

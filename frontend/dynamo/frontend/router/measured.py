@@ -82,7 +82,11 @@ class MeasuredRouter(RouterWrapper):
             block_size = 0 if llm is None else llm.block_size
             tokens = len(prompt) // TOKEN_BYTES
             if not request.is_prefilled:
-                computed = tokens - decision.overlap_blocks * block_size
+                computed = tokens
+                if cached := decision.overlap_blocks * block_size:
+                    computed -= cached
+                    saved, instance = counts.saved, decision.instance.id
+                    saved[instance] = saved.get(instance, 0) + cached
                 counts.computed_tokens += computed if computed > 0 else 1
             counts.placed_tokens += tokens
             counts.output_tokens += request.expected_output_tokens

@@ -60,8 +60,8 @@ class _Worker:
 class ReplayObserver(Protocol):
     """Is told what happens to requests, and when."""
 
-    def placed(self, arrival: Arrival, computed_tokens: int) -> None:
-        """Take note of a request that was sent to an instance, which has to compute so many of its prompt's tokens."""
+    def placed(self, arrival: Arrival, instance: InstanceId, cached_tokens: int) -> None:
+        """Take note of a request that was sent to an instance, which has so many of its prompt's tokens cached."""
         ...
 
     def refused(self, arrival: Arrival) -> None: ...
@@ -317,8 +317,7 @@ class Replay:
             return True
         self._live[sequence] = _Live(arrival, self.now, choice.ttft_s)
         if self._observer is not None:
-            overlap = choice.overlap_blocks * self._config.block_size
-            self._observer.placed(arrival, len(request.prompt) // TOKEN_BYTES - overlap)
+            self._observer.placed(arrival, choice.instance.id, choice.overlap_blocks * self._config.block_size)
         figures.prompt_blocks += len(hashes)
         worker.accepted.append(request_key(request.booking_id))
         self._start_step(worker)

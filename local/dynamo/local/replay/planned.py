@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,6 +27,7 @@ from dynamo.local.replay.figures import Figures
 from dynamo.local.replay.fleet import MODEL, Arrival, Replay
 from dynamo.local.replay.trace import Row
 from dynamo.planner.decide import PoolPlanner
+from dynamo.planner.observe.cache_worth import CacheWorth
 from dynamo.planner.pools import Arrivals, Bounds, Decision, Engine, Goals, InstanceView, PoolView
 from dynamo.planner.whatif.advisor import Advisor
 from dynamo.planner.whatif.fleet import without_goals
@@ -100,6 +102,8 @@ class PlannedFleet:
         """Requests, prompt tokens, tokens to compute, refused."""
         self._samples: list[tuple[float, ArrivalSample]] = []
         """When each arrived, and what."""
+        self._saved: Counter[InstanceId] = Counter()
+        self._worth = CacheWorth()
         self._ended: list[tuple[float, bool]] = []
         self._ratios: list[float] = []
 
@@ -112,8 +116,9 @@ class PlannedFleet:
 
     # What the replay tells
 
-    def placed(self, arrival: Arrival, computed_tokens: int) -> None:
-        self._count(arrival, computed_tokens)
+    def placed(self, arrival: Arrival, instance: InstanceId, cached_tokens: int) -> None:
+        self._count(arrival, len(arrival.request.prompt) // TOKEN_BYTES - cached_tokens)
+        self._saved[instance] += cached_tokens
 
     def refused(self, arrival: Arrival) -> None:
         missing = arrival.missing_tokens() if self.replay is not None and self.replay.instances else None
@@ -165,10 +170,14 @@ class PlannedFleet:
 
     def _view(self, replay: Replay) -> PoolView:
         config = self._config
+        ids = [instance.id for instance in replay.instances]
+        self._worth.add(self._saved, self._interval_s, ids)
+        self._saved.clear()
         instances = []
-        for instance in replay.instances:
-            requests, queued = replay.requests_of(instance.id)
-            instances.append(InstanceView(id=instance.id, requests=requests, queued_tokens=queued))
+        for id in ids:
+            requests, queued = replay.requests_of(id)
+            worth_s = self._worth.tokens_per_s(id) * self._steps.times.token
+            instances.append(InstanceView(id=id, requests=requests, queued_tokens=queued, cache_worth_s=worth_s))
         requests_, prompt, computed, refused = self._arrivals
         samples, self._samples, self._arrivals = self._samples, [], [0.0, 0.0, 0.0, 0.0]
         return PoolView(

@@ -7,14 +7,24 @@ ago.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from types import MappingProxyType
 
 import msgspec
 from msgspec.structs import astuple, replace
 
-from dynamo.common.scaling.demand import MAX_SAMPLES, REPORT_EVERY_S, ArrivalSample, ArrivalTotals, DemandReport, PoolDemand
+from dynamo.common.names import InstanceId
+from dynamo.common.scaling.demand import (
+    MAX_SAMPLES,
+    MAX_SAVED,
+    REPORT_EVERY_S,
+    ArrivalSample,
+    ArrivalTotals,
+    DemandReport,
+    PoolDemand,
+)
 from dynamo.common.scaling.pool import Pool
 from dynamo.planner.pools import Arrivals
 
@@ -28,6 +38,8 @@ MAX_ORIGINS = 256
 MAX_ORIGIN_CHARS = 128
 MAX_POOLS = 2048
 """Frontends report also pools that are not scaled, such as those of tensor models."""
+MAX_INSTANCES = 16 * MAX_SAVED
+"""Instances of one pool of which it is counted what their caches saved."""
 MAX_KEPT_SAMPLES = 64 * MAX_SAMPLES
 """Samples of one pool between two looks; further ones are dropped."""
 
@@ -52,6 +64,8 @@ class _Gathered:
     refused: float = 0.0
     samples: list[tuple[float, ArrivalSample]] = field(default_factory=list)
     """When each came, and what it says."""
+    saved: dict[InstanceId, int] = field(default_factory=dict)
+    """Prompt tokens that were cached, by instance."""
 
 
 class PoolArrivals(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +77,8 @@ class PoolArrivals(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ratio: float = 0.0
     """The median over all frontends that know one; 0: none does."""
     samples: Sequence[ArrivalSample] = ()
+    saved: Mapping[InstanceId, int] = MappingProxyType({})
+    """Prompt tokens that instances had cached of what arrived."""
 
 
 class DemandLedger:
@@ -152,6 +168,9 @@ class DemandLedger:
         gathered.prompt_tokens += share * (totals.placed_tokens - before.placed_tokens) + refused_tokens
         gathered.computed_tokens += share * (totals.computed_tokens - before.computed_tokens) + refused_tokens
         gathered.refused += refused
+        for instance, tokens in demand.saved[:MAX_SAVED]:
+            if instance in gathered.saved or len(gathered.saved) < MAX_INSTANCES:
+                gathered.saved[instance] = gathered.saved.get(instance, 0) + tokens
         kept = max(0, MAX_KEPT_SAMPLES - len(gathered.samples))
         gathered.samples += [(now, sample) for sample in demand.samples[:kept]]
 
@@ -179,4 +198,5 @@ def _summed(gathered: _Gathered, demands: Sequence[PoolDemand], seconds: float, 
         waiting_tokens=sum(demand.waiting_tokens for demand in demands),
         ttft_ratio=median([demand.ttft_ratio for demand in demands if demand.ttft_ratio] or [0.0]),
         samples=tuple(replace(sample, age_s=now - came_at + sample.age_s) for came_at, sample in gathered.samples),
+        saved=gathered.saved,
     )

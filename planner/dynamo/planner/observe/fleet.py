@@ -17,6 +17,7 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.scaling.standby import Standby
 from dynamo.frontend.router.cost.step_model import StepModel
+from dynamo.planner.observe.cache_worth import CacheWorth
 from dynamo.planner.observe.demand import PoolArrivals
 from dynamo.planner.observe.startup import StartupTimes
 from dynamo.planner.pools import Arrivals, Engine, InstanceView, PoolView
@@ -42,6 +43,7 @@ class _PoolState:
     loads: dict[InstanceId, LoadReport] = field(default_factory=dict)
     """The last report of each instance."""
     reported_at: dict[InstanceId, float] = field(default_factory=dict)
+    worth: CacheWorth = field(default_factory=CacheWorth)
 
 
 class PoolWatch:
@@ -100,6 +102,8 @@ class PoolWatch:
     def views(self, demands: Mapping[Pool, PoolArrivals], seconds: float) -> dict[Pool, PoolView]:
         """Return each pool as it is now. `demands`: what arrived in the last `seconds`."""
         now = self._loop.time()
+        for pool, state in self._pools.items():
+            state.worth.add({} if pool not in demands else demands[pool].saved, seconds, state.instances)
         return {pool: _view(pool, state, demands.get(pool), seconds, now) for pool, state in sorted(self._pools.items())}
 
     def pools(self) -> Sequence[Pool]:
@@ -167,7 +171,7 @@ def _view(pool: Pool, state: _PoolState, demand: PoolArrivals | None, seconds: f
         now=now,
         arrivals=demand.arrivals,
         engine=_engine(state),
-        instances=tuple(_instance_view(id, state.loads.get(id)) for id in sorted(state.instances)),
+        instances=tuple(_instance_view(id, state) for id in sorted(state.instances)),
         waiting=demand.waiting,
         waiting_tokens=demand.waiting_tokens,
         ttft_ratio=demand.ttft_ratio,
@@ -190,7 +194,10 @@ def _engine(state: _PoolState) -> Engine:
     )
 
 
-def _instance_view(id: InstanceId, report: LoadReport | None) -> InstanceView:
+def _instance_view(id: InstanceId, state: _PoolState) -> InstanceView:
+    worth_s = state.worth.tokens_per_s(id) * state.steps.times.token
+    report = state.loads.get(id)
     if report is None:
-        return InstanceView(id=id)
-    return InstanceView(id=id, requests=report.running + report.waiting, queued_tokens=report.queued_prefill_tokens)
+        return InstanceView(id=id, cache_worth_s=worth_s)
+    requests = report.running + report.waiting
+    return InstanceView(id=id, requests=requests, queued_tokens=report.queued_prefill_tokens, cache_worth_s=worth_s)

@@ -106,6 +106,17 @@ async def test_a_request_counts_with_the_tokens_that_its_instance_has_not_cached
     assert (arrived, len(samples)) == (1, 1)
 
 
+async def test_what_an_instance_had_cached_is_told_once() -> None:
+    fleet = Fleet(instance(1, card()), respond=responding)
+    fleet.router.overlap = 4
+    for _ in range(2):
+        await whole(fleet.stream())
+    assert fleet.counts().take_saved() == ((1, 2 * 4 * 16),)
+    fleet.router.overlap = 0
+    await whole(fleet.stream())
+    assert fleet.counts().take_saved() == ()
+
+
 async def test_a_request_with_tensors_counts_without_tokens() -> None:
     fleet = Fleet(instance(1, card()), respond=responding)
     await whole(fleet.stream(prompt=b"", expected_output_tokens=0))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
+from dynamo.common.names import InstanceId
 from dynamo.common.scaling.demand import ArrivalSample, ArrivalTotals, DemandReport, PoolDemand
 from dynamo.common.scaling.pool import Pool
 from dynamo.planner.observe.demand import FORGOTTEN_S, MAX_KEPT_SAMPLES, MAX_ORIGINS, MAX_POOLS, NEW_S, VANISHED_S, DemandLedger
@@ -126,6 +128,16 @@ def test_samples_say_how_long_ago_their_requests_arrived(ledger: DemandLedger) -
     ledger.report(report(1001, samples=1), 1.0)
     ledger.report(report(1002, samples=1), 4.0)
     assert [sample.age_s for sample in ledger.take(5.0)[CHAT].samples] == pytest.approx([4.1, 1.1])
+
+
+def test_what_caches_saved_adds_up_over_frontends_and_is_told_once(ledger: DemandLedger) -> None:
+    for origin, tokens in (("f1", 70), ("f2", 30)):
+        ledger.report(report(1000, origin=origin), 0.5)
+        demand = replace(report(1001, origin=origin).pools[0], saved=((InstanceId(7), tokens),))
+        ledger.report(DemandReport(origin, (demand,)), 1.0)
+    assert ledger.take(5.0)[CHAT].saved == {7: 100}
+    ledger.report(report(1001), 5.5)
+    assert ledger.take(6.0)[CHAT].saved == {}
 
 
 def test_frontends_are_bounded_and_a_silent_one_makes_space(ledger: DemandLedger) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -67,6 +68,17 @@ async def test_demand_is_that_of_the_pool_and_without_any_there_are_no_arrivals(
     views = watch.views({CHAT: PoolArrivals(arrivals=Arrivals(seconds=5.0, requests=9.0), waiting=2, ttft_ratio=1.2)}, 5.0)
     assert (views[CHAT].arrivals.requests, views[CHAT].waiting, views[CHAT].ttft_ratio) == (9.0, 2, 1.2)
     assert views[Pool("other")].arrivals == Arrivals(seconds=5.0)
+
+
+@in_virtual_time
+async def test_a_cache_is_worth_the_time_that_it_saves_each_second() -> None:
+    watch = PoolWatch()
+    watch.registrations([instance(1), instance(2)], [])
+    demand = PoolArrivals(arrivals=Arrivals(seconds=5.0, requests=9.0), saved={InstanceId(1): 30_000, InstanceId(9): 5})
+    view = watch.views({CHAT: demand}, 5.0)[CHAT]
+    assert [each.cache_worth_s for each in view.instances] == pytest.approx([30_000 / 300 * view.engine.times.token, 0.0])
+    later = watch.views({}, 300.0)[CHAT]
+    assert later.instances[0].cache_worth_s == pytest.approx(view.instances[0].cache_worth_s / math.e)
 
 
 @in_virtual_time

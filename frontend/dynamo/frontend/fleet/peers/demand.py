@@ -7,7 +7,6 @@ described by their hashes here rather than where they arrive, and in steps besid
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,7 +15,6 @@ from typing import Protocol
 from dynamo.common.kv.hashes import TOKEN_BYTES, pack_hashes, sequence_hashes, space_hash
 from dynamo.common.process.background import running
 from dynamo.common.scaling.demand import (
-    MAX_SAMPLE_HASHES,
     MAX_SAMPLES,
     REPORT_EVERY_S,
     ArrivalSample,
@@ -24,6 +22,7 @@ from dynamo.common.scaling.demand import (
     DemandReport,
     PoolDemand,
     demand_subject,
+    thin_hashes,
 )
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.fleet.peers.exchange import PeerBus, Topic
@@ -35,6 +34,7 @@ _LONGEST = 1e9
 """Readers refuse larger numbers."""
 _POOL_BYTES = 400
 _SAMPLE_BYTES = 64
+_SAVED_BYTES = 20
 _MESSAGE_MARGIN_BYTES = 1024
 _TURN_BYTES = 8192 * TOKEN_BYTES
 """Prompts that are hashed before other tasks have their turns."""
@@ -104,7 +104,8 @@ def _arrived(taken: tuple[PoolCounts, int, list[Arrived]]) -> int:
 
 def _size(demand: PoolDemand) -> int:
     """Return the most bytes that the demand for a pool takes in a message."""
-    return _POOL_BYTES + len(demand.pool.model) + sum(_SAMPLE_BYTES + len(sample.hashes) for sample in demand.samples)
+    sample_bytes = sum(_SAMPLE_BYTES + len(sample.hashes) for sample in demand.samples)
+    return _POOL_BYTES + len(demand.pool.model) + _SAVED_BYTES * len(demand.saved) + sample_bytes
 
 
 def _demand(counts: PoolCounts, waiting: WaitingRequests, samples: tuple[ArrivalSample, ...]) -> PoolDemand:
@@ -117,7 +118,8 @@ def _demand(counts: PoolCounts, waiting: WaitingRequests, samples: tuple[Arrival
         min(counts.refused_tokens, _MOST),
     )
     ratio = min(counts.ttft_ratio(), _LONGEST)
-    return PoolDemand(counts.pool, totals, waiting.requests, waiting.missing_tokens, ratio, samples)
+    saved = counts.take_saved()
+    return PoolDemand(counts.pool, totals, waiting.requests, waiting.missing_tokens, ratio, samples, saved)
 
 
 async def _described(samples: Sequence[Arrived], arrived: int, now: float) -> tuple[ArrivalSample, ...]:
@@ -135,7 +137,7 @@ async def _described(samples: Sequence[Arrived], arrived: int, now: float) -> tu
         if hashed_bytes >= _TURN_BYTES:
             hashed_bytes = 0
             await asyncio.sleep(0)
-        stride = max(1, math.ceil(len(hashes) / MAX_SAMPLE_HASHES))
+        stride, thinned = thin_hashes(hashes)
         described.append(
             ArrivalSample(
                 min(max(0.0, now - at), _LONGEST),
@@ -144,7 +146,7 @@ async def _described(samples: Sequence[Arrived], arrived: int, now: float) -> tu
                 min(limit, _MOST),
                 priority,
                 stride * block_size,
-                pack_hashes(hashes[stride - 1 :: stride]),
+                pack_hashes(thinned),
             )
         )
     return tuple(described)

@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.kv.hashes import pack_hashes, sequence_hashes, unpack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
-from dynamo.common.scaling.demand import MAX_SAMPLE_HASHES, MAX_SAMPLES, DemandReport, PoolDemand, demand_subject
+from dynamo.common.names import InstanceId
+from dynamo.common.scaling.demand import MAX_SAMPLE_HASHES, MAX_SAMPLES, MAX_SAVED, DemandReport, PoolDemand, demand_subject
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.fleet.peers.demand import DemandReporter, reported_demand
 from dynamo.frontend.metrics import FrontendMetrics, RouterMetrics
@@ -101,6 +102,18 @@ async def test_a_long_prompt_is_described_by_the_hashes_of_every_nth_block() -> 
         assert len(hashes) <= MAX_SAMPLE_HASHES
         assert stride * len(hashes) <= tokens // BLOCK < stride * (len(hashes) + 1)
         assert hashes == sequence_hashes(prompt_of(tokens), BLOCK)[stride - 1 :: stride]
+
+
+async def test_a_report_says_what_caches_saved_and_of_too_many_those_that_saved_most() -> None:
+    counted = Counted()
+    counted.place(tokens=BLOCK)
+    counts = counted.demand.of(TALKER.model, TALKER.role)
+    counts.saved = {InstanceId(number): number for number in range(MAX_SAVED + 5)}
+    saved = (await counted.report())[TALKER].saved
+    assert len(saved) == MAX_SAVED
+    assert saved[0] == (MAX_SAVED + 4, MAX_SAVED + 4)
+    assert min(tokens for _, tokens in saved) == 5
+    assert (await counted.report())[TALKER].saved == ()
 
 
 async def test_a_pool_for_which_requests_wait_and_none_was_placed_is_reported() -> None:
