@@ -49,6 +49,10 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     arena: str = ""
     """Token of the shared memory by which callers on the same host may send and get bodies; empty: there is none."""
     protocol: int = UNNAMED
+    process: str = ""
+    """Name of the process, given by what started it: that of its pod, for example; empty: it has none."""
+    process_instances: int = 1
+    """How many instances the process has: what ends it ends all of them."""
 
     @property
     def key(self) -> str:

@@ -172,7 +172,7 @@ async def _serve_fleet(
     on_started: Callable[[Worker], None],
 ) -> None:
     workers = [
-        awaited(serve_worker(engines, _numbered(config, number), stop=stopping, on_started=on_started, memory=memory))
+        awaited(serve_worker(engines, _numbered(config, number, len(fleet)), stop=stopping, on_started=on_started, memory=memory))
         for number, engines in enumerate(fleet)
     ]
     try:
@@ -188,7 +188,9 @@ async def _serve_fleet(
         worker.result()
 
 
-def _numbered(config: WorkerConfig, number: int) -> WorkerConfig:
+def _numbered(config: WorkerConfig, number: int, instances: int) -> WorkerConfig:
+    """Return the configuration of one of the instances of this process."""
+    config = replace(config, process_instances=instances)
     if not config.status.port:
         return config
     return replace(config, status=replace(config.status, port=config.status.port + number))
@@ -259,7 +261,8 @@ async def open_worker(
     async with AsyncExitStack() as stack:
         if memory is None:
             memory = await stack.enter_async_context(open_shared_memory(config.shared_memory))
-        identity = Identity(new_instance_id(), config.served_endpoint, "" if memory is None else memory.token)
+        arena = "" if memory is None else memory.token
+        identity = Identity(new_instance_id(), config.served_endpoint, arena, config.process_name, config.process_instances)
         observers = await _open_observers(config, identity, stack)
         for engine in _listed(engines):
             if memory is not None and isinstance(engine, UsesSharedMemory):
@@ -318,6 +321,9 @@ class Identity:
     endpoint: Endpoint
     arena: str
     """Token of the process's shared memory; empty: it has none."""
+    process: str
+    """Name of the process; empty: it has none."""
+    process_instances: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +382,8 @@ class Offer:
                 started_at=self._started_at,
                 arena=self._identity.arena,
                 protocol=PROTOCOL,
+                process=self._identity.process,
+                process_instances=self._identity.process_instances,
             )
             for model in self._offered
         ]

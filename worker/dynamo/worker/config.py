@@ -451,6 +451,14 @@ class WorkerConfig:
         help="Which part of generation vllm or sim does here: aggregated, prefill or decode; default: aggregated, or that of "
         "--model.",
     )
+    process_name: str = option(
+        "",
+        env=("DYN_PROCESS_NAME", "POD_NAME"),
+        parse=parse_name,
+        metavar="NAME",
+        help="What started this process calls it by this name, which is registered: a planner has the process ended, or its pod, "
+        "when an instance of it is to leave.",
+    )
     num_workers: int = option(
         1,
         minimum=1,
@@ -458,6 +466,8 @@ class WorkerConfig:
         help="Instances in this process, each with engines, a registration and connections of its own: for fleets of simulated "
         "engines on one machine. A status port counts up from instance to instance.",
     )
+    process_instances: int = 1
+    """How many instances this process has, this one included. `serve_fleet` counts them."""
     speedup_ratio: float | None = option(
         None,
         minimum=0,
