@@ -9,8 +9,10 @@
 | `deployment` | a whole deployment on one machine |
 | `logins` | logins of etcd and nats-server, made at each start |
 | `replay` | router modes compared on a trace |
+| `scaling` | as many workers as the targets in etcd want |
 | `servers` | a real etcd and a real nats-server as supervised child processes |
 | `supervisor` | the processes of a deployment: started in stages, restarted when they end |
 | `top` | `dynamo-local top` |
 | `view` | which workers have registered, read from etcd |
+| `workers` | the workers of a deployment, added and ended while the others serve |
 """

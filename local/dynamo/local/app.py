@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from dynamo.common.errors import DynamoError
+from dynamo.common.etcd import connect_etcd
 from dynamo.common.lifecycle import EXIT_FAILURE, EXIT_OK, end_at_once, stop_on_signal
 from dynamo.common.model_card import ModelKind
 from dynamo.common.process.background import awaited
 from dynamo.local.config import EXIT_UNAUTHENTICATED, LocalConfig
 from dynamo.local.deployment import Deployment, claimed, start_deployment
+from dynamo.local.scaling import TargetFollower
 from dynamo.local.supervisor import Supervisor, open_supervisor
 from dynamo.local.view import ServedModel, served_models
 
@@ -73,7 +75,15 @@ async def _run(config: LocalConfig, supervisor: Supervisor) -> None:
         await supervisor.unless_died(_send_first_requests([first_request_command(deployment, model, config) for model in models]))
     if not config.once:
         print("Ctrl-C stops everything.", flush=True)
-        await supervisor.unless_died(asyncio.Event().wait())
+        await supervisor.unless_died(_serve_on(config, deployment))
+
+
+async def _serve_on(config: LocalConfig, deployment: Deployment) -> None:
+    """Wait for ever; meanwhile there are as many workers as a planner wants, if there is one."""
+    if not config.is_scaled:
+        await asyncio.Event().wait()
+    async with connect_etcd(deployment.etcd) as etcd:
+        await TargetFollower(etcd, config.namespace, deployment.workers, report).run()
 
 
 def first_request_command(deployment: Deployment, model: ServedModel, config: LocalConfig) -> list[str]:

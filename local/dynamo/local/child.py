@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -39,7 +40,11 @@ class Child:
 
     def __init__(self, log_file: Path) -> None:
         self.log_file = log_file
+        self.started_at = 0.0
+        """When the current process was started: Unix time, seconds."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_stopping = False
+        """Whether the current process was sent SIGTERM: a second one would end it at once."""
         self._log_start = 0
 
     @property
@@ -61,6 +66,8 @@ class Child:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as log:
             self._log_start = log.tell()
+            self._is_stopping = False
+            self.started_at = time.time()
             self._process = _spawn(command, log, environment)
 
     def log(self) -> str:
@@ -93,10 +100,11 @@ class Child:
             self._process.wait()
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM, and SIGKILL when that has not helped in time."""
+        """SIGTERM, and SIGKILL when that has not helped in time. One that is stopping already is waited for."""
         if self._process is None:
             return
-        if self.is_running:
+        if self.is_running and not self._is_stopping:
+            self._is_stopping = True
             self._process.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(timeout_s):

@@ -11,6 +11,8 @@ from dynamo.common.options import LogOptions
 from dynamo.frontend.config import FrontendConfig
 from dynamo.worker.config import TextOptions, WorkerConfig
 
+MAX_WORKERS = 64
+"""At once."""
 EXIT_UNAUTHENTICATED = 3
 """Exit status of `dynamo.local.ask` if the frontend requires an API key. The launcher reads it without importing that module."""
 
@@ -62,7 +64,13 @@ class LocalConfig:
         help="Names under which the models are served, as dynamo-worker takes them. Repeatable.",
     )
     workers: int = option(
-        1, flags=("--workers",), env=("DYN_LOCAL_WORKERS",), file_key="local.workers", minimum=1, maximum=64, help="Workers."
+        1,
+        flags=("--workers",),
+        env=("DYN_LOCAL_WORKERS",),
+        file_key="local.workers",
+        minimum=1,
+        maximum=MAX_WORKERS,
+        help="Workers; with a planner, those at first.",
     )
     http_port: int | None = option(
         None,
@@ -124,6 +132,28 @@ class LocalConfig:
         metavar="FLAG",
         help="A flag for the frontend that workers have, too, as in --frontend-flag=--drain-timeout=5. Repeatable.",
     )
+    planner: bool = option(
+        False,
+        env=("DYN_LOCAL_PLANNER",),
+        file_key="local.planner",
+        help="Start a planner, too, and as many workers as it decides; --workers are there at first.",
+    )
+    planner_flags: tuple[str, ...] = option(
+        (),
+        flags=("--planner-flag",),
+        env=(),
+        file_key="local.planner_flags",
+        repeatable=True,
+        separator="",
+        metavar="FLAG",
+        help="A flag for the planner that others have, too, as in --planner-flag=--status-port=9090. Repeatable.",
+    )
+    follow_targets: bool = option(
+        False,
+        env=("DYN_LOCAL_FOLLOW_TARGETS",),
+        file_key="local.follow_targets",
+        help="Start and end workers as the targets in etcd say, which a planner writes that another program has started.",
+    )
     ask: bool = option(
         True, env=("DYN_LOCAL_ASK",), file_key="local.ask", help="Send a first request to every model and show the response."
     )
@@ -155,8 +185,15 @@ class LocalConfig:
     def __post_init__(self) -> None:
         if not self.models:
             raise ValueError("--model names nothing to serve")
+        if self.planner_flags and not self.planner:
+            raise ValueError(f"{self.planner_flags[0].partition('=')[0]} is for a planner, which --planner starts")
         if self.http_port is not None and self.http_port == self.grpc_port != 0:
             raise ValueError(f"--http-port and --grpc-port are both {self.http_port}")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the number of workers changes while they serve."""
+        return self.planner or self.follow_targets
 
 
 PASSES_ON = {"frontend_flags": FrontendConfig, "worker_flags": WorkerConfig}

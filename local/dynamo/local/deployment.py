@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -19,7 +20,6 @@ from dynamo.common.config import ConfigError, load
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd import Etcd, connect_etcd
-from dynamo.common.names import InstanceId
 from dynamo.common.options import EtcdOptions
 from dynamo.common.process.ports import free_ports
 from dynamo.frontend.config import FrontendConfig
@@ -28,10 +28,13 @@ from dynamo.local.logins import Login, make_login
 from dynamo.local.servers import HOST, EtcdServer, NatsServer
 from dynamo.local.supervisor import Report, Supervisor
 from dynamo.local.view import read_instances, ready_workers, served_models
+from dynamo.local.workers import Workers
 from dynamo.worker.config import TextOptions, WorkerConfig
 
 HTTP_PORT, GRPC_PORT = 8000, 8001
 _POLL_S = 0.1
+_END_S = 10.0
+"""What a worker takes to end, besides its drain and the closing of its engines."""
 _ETCD_VARIABLES = ("DYN_ETCD_", "ETCD_AUTH_")
 _NATS_VARIABLES = ("DYN_NATS_", "NATS_AUTH_")
 
@@ -59,6 +62,8 @@ class Deployment:
     """`127.0.0.1:8001`"""
     logs: Path
     instances: tuple[Instance, ...]
+    etcd: EtcdOptions
+    workers: Workers
 
 
 async def start_deployment(config: LocalConfig, supervisor: Supervisor, report: Report) -> Deployment:
@@ -76,15 +81,15 @@ async def start_deployment(config: LocalConfig, supervisor: Supervisor, report: 
     environment = child_environment(os.environ, config)
     shutil.rmtree(logs, ignore_errors=True)
     async with connect_etcd(_etcd_options(etcd)) as client:
-        others = frozenset(instance.id for instance in await read_instances(client, config.namespace))
-        workers = {f"worker {number + 1}": worker_command(config, etcd, nats) for number in range(config.workers)}
-        supervisor.start(workers, logs, environment)
+        workers = _start_workers(config, etcd, nats, supervisor, logs, environment)
         supervisor.start({"frontend": frontend_command(config, etcd, nats, http, grpc)}, logs, environment)
+        if config.planner:
+            supervisor.start({"planner": planner_command(config, etcd, nats)}, logs, environment, is_essential=False)
         report(f"frontend     KServe v2 over gRPC at {HOST}:{grpc}, HTTP at http://{HOST}:{http}")
         report(f"workers      {config.workers}, loading {', '.join(config.models)}")
-        instances = await supervisor.unless_died(_all_ready(client, config, others, report))
+        instances = await supervisor.unless_died(_all_ready(client, config, workers, report))
     await supervisor.unless_died(_all_served(http, [model.card.name for model in served_models(instances)], config))
-    return Deployment(f"http://{HOST}:{http}", f"{HOST}:{grpc}", logs, tuple(instances))
+    return Deployment(f"http://{HOST}:{http}", f"{HOST}:{grpc}", logs, tuple(instances), _etcd_options(etcd), workers)
 
 
 def check_flags(config: LocalConfig, environ: Mapping[str, str]) -> None:
@@ -94,8 +99,22 @@ def check_flags(config: LocalConfig, environ: Mapping[str, str]) -> None:
     environment = child_environment(environ, config)
     _, _, _, *frontend_flags = frontend_command(config, etcd, nats, *ports)
     load(FrontendConfig, frontend_flags, environment, program="dynamo-frontend")
-    _, _, _, *worker_flags = worker_command(config, etcd, nats)
-    load(WorkerConfig, worker_flags, environment, program="dynamo-worker")
+    _worker_config(config, etcd, nats, environment)
+
+
+def _worker_config(config: LocalConfig, etcd: Backend, nats: Backend, environment: Mapping[str, str]) -> WorkerConfig:
+    """Return what a worker makes of its flags. Raises ConfigError."""
+    _, _, _, *flags = worker_command(config, etcd, nats)
+    return load(WorkerConfig, flags, environment, program="dynamo-worker")
+
+
+def _start_workers(
+    config: LocalConfig, etcd: Backend, nats: Backend, supervisor: Supervisor, logs: Path, environment: Mapping[str, str]
+) -> Workers:
+    worker = _worker_config(config, etcd, nats, environment)
+    drain_s = worker.drain_timeout_s + worker.close_timeout_s + _END_S
+    command = partial(worker_command, config, etcd, nats)
+    return Workers(supervisor, command, config.workers, logs, environment, drain_s=drain_s, are_essential=not config.is_scaled)
 
 
 async def _start_etcd(supervisor: Supervisor, folder: Path, report: Report) -> Backend:
@@ -120,14 +139,14 @@ def _from_here(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-async def _all_ready(client: Etcd, config: LocalConfig, others: frozenset[InstanceId], report: Report) -> list[Instance]:
+async def _all_ready(client: Etcd, config: LocalConfig, workers: Workers, report: Report) -> list[Instance]:
     started = time.monotonic()
     ready = 0
     try:
         async with asyncio.timeout(config.start_timeout_s):
             while True:
                 instances = await read_instances(client, config.namespace)
-                if (now_ready := ready_workers(instances, others, len(config.models))) != ready:
+                if (now_ready := ready_workers(workers.serving(instances), len(config.models))) != ready:
                     ready = now_ready
                     report(f"             {ready} of {config.workers} ready after {time.monotonic() - started:.1f} s")
                 if ready == config.workers:
@@ -168,13 +187,16 @@ async def _is_served(http_port: int, model: str) -> bool:
     return not line.startswith(b"HTTP/") or line.split()[1] in (b"200", b"401", b"403")
 
 
-def worker_command(config: LocalConfig, etcd: Backend, nats: Backend) -> list[str]:
+def worker_command(config: LocalConfig, etcd: Backend, nats: Backend, process_name: str = "") -> list[str]:
+    """Return the command of a worker; `process_name`: what its registration calls its process."""
     models = [part for model in config.models for part in ("--model", model)]
     threads = []
     if not any(flag.startswith("--threads") for flag in config.worker_flags):
         threads = ["--threads", str(max(1, (os.cpu_count() or 1) // config.workers))]
     names = [part for name in config.model_names for part in ("--model-name", name)]
-    return [*_python("dynamo.worker", config, etcd, nats), *models, *names, *_text_flags(config), *threads, *config.worker_flags]
+    called = ["--process-name", process_name] if process_name else []
+    flags = [*models, *names, *_text_flags(config), *threads, *called, *config.worker_flags]
+    return [*_python("dynamo.worker", config, etcd, nats), *flags]
 
 
 def _text_flags(config: LocalConfig) -> list[str]:
@@ -191,6 +213,10 @@ def _text_flags(config: LocalConfig) -> list[str]:
 def frontend_command(config: LocalConfig, etcd: Backend, nats: Backend, http: int, grpc: int) -> list[str]:
     ports = ["--grpc", "--http-port", str(http), "--grpc-port", str(grpc)]
     return [*_python("dynamo.frontend", config, etcd, nats), *ports, *config.frontend_flags]
+
+
+def planner_command(config: LocalConfig, etcd: Backend, nats: Backend) -> list[str]:
+    return [*_python("dynamo.planner", config, etcd, nats), *config.planner_flags]
 
 
 def _python(module: str, config: LocalConfig, etcd: Backend, nats: Backend) -> list[str]:

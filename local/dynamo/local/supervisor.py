@@ -45,7 +45,7 @@ class Restarts:
         return self.FIRST_PAUSE_S * 2.0**self._short_runs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Member:
     """One process of a stage."""
 
@@ -53,6 +53,34 @@ class _Member:
     process: Process
     start: Callable[[], Awaitable[None]]
     """Start the process again. Raises ServerFailed."""
+    is_essential: bool = True
+    """Whether the deployment ends when this process keeps ending."""
+
+
+class Stage:
+    """Processes that run side by side, each with a log file of its own."""
+
+    def __init__(self, log_folder: Path, environment: Mapping[str, str] | None, *, is_essential: bool = True) -> None:
+        self.members: list[_Member] = []
+        """In the order of their start, those included that are being ended."""
+        self._log_folder = log_folder
+        self._environment = environment
+        self._is_essential = is_essential
+
+    def start(self, name: str, command: Sequence[str]) -> _Member:
+        """Start a process and return it."""
+        child = Child(self._log_folder / f"{name.replace(' ', '-')}.log")
+
+        async def start_again() -> None:
+            child.start(command, self._environment)
+
+        child.start(command, self._environment)
+        member = _Member(name, child, start_again, self._is_essential)
+        self.members.append(member)
+        return member
+
+    def member(self, name: str) -> _Member:
+        return next(member for member in self.members if member.name == name)
 
 
 class Supervisor:
@@ -61,25 +89,52 @@ class Supervisor:
     def __init__(self, report: Report, stop_timeout_s: float) -> None:
         self._report = report
         self._stop_timeout_s = stop_timeout_s
-        self._stages: list[list[_Member]] = []
-        self._watchers: list[asyncio.Task[None]] = []
+        self._stages: list[Stage] = []
+        self._watchers: dict[_Member, asyncio.Task[None]] = {}
         self._keeps_running = False
         self._died: asyncio.Future[ChildDied] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
-        return f"<Supervisor of {', '.join(member.name for stage in self._stages for member in stage)}>"
+        return f"<Supervisor of {', '.join(member.name for stage in self._stages for member in stage.members)}>"
 
     async def start_server(self, name: str, server: Server) -> None:
         """Start a server as a stage of its own. Returns when it is ready; raises ServerFailed."""
         await self.unless_died(server.start())
-        self._add([_Member(name, server, server.start)])
+        stage = Stage(server.log_file.parent, None)
+        stage.members.append(_Member(name, server, server.start))
+        self._stages.append(stage)
+        self._watch_over(stage.members[0])
 
     def start(
-        self, commands: Mapping[str, Sequence[str]], log_folder: Path, environment: Mapping[str, str] | None = None
-    ) -> None:
-        """Start a stage of processes that run side by side, each with a log file of its own."""
-        stage = [_child(name, command, log_folder, environment) for name, command in commands.items()]
-        self._add(stage)
+        self,
+        commands: Mapping[str, Sequence[str]],
+        log_folder: Path,
+        environment: Mapping[str, str] | None = None,
+        *,
+        is_essential: bool = True,
+    ) -> Stage:
+        """Start a stage of processes. Without `is_essential` the deployment goes on when one of them keeps ending."""
+        stage = Stage(log_folder, environment, is_essential=is_essential)
+        self._stages.append(stage)
+        for name, command in commands.items():
+            self.add(stage, name, command)
+        return stage
+
+    def add(self, stage: Stage, name: str, command: Sequence[str]) -> None:
+        """Start one more process of a stage."""
+        self._watch_over(stage.start(name, command))
+
+    async def remove(self, stage: Stage, name: str, timeout_s: float) -> None:
+        """End a process of a stage for good: SIGTERM, and SIGKILL after the timeout. Returns when it has ended.
+
+        If this is cancelled, the process is ending, and `stop` waits for it.
+        """
+        member = stage.member(name)
+        if (watcher := self._watchers.pop(member, None)) is not None:
+            watcher.cancel()  # so that it is not started again
+            await asyncio.wait({watcher})
+        await member.process.stop(timeout_s)
+        stage.members.remove(member)
 
     def keep_running(self) -> None:
         """From now on restart a process that ends, unless it keeps ending at once or cannot use its configuration."""
@@ -101,11 +156,11 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stop the last stage first, then the one before it: SIGTERM, and SIGKILL to processes that take too long."""
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         while self._stages:
-            stage = self._stages[-1]
+            stage = self._stages[-1].members
             running = [member.name for member in stage if member.process.is_running]
             if running:
                 self._report(f"stopping {', '.join(running)}")
@@ -115,12 +170,11 @@ class Supervisor:
     def kill(self) -> None:
         """Send SIGKILL to all processes, the last stage first."""
         for stage in reversed(self._stages):
-            for member in stage:
+            for member in stage.members:
                 member.process.kill()
 
-    def _add(self, stage: list[_Member]) -> None:
-        self._stages.append(stage)
-        self._watchers += [start(self._watch(member), f"watch of {member.name}") for member in stage]
+    def _watch_over(self, member: _Member) -> None:
+        self._watchers[member] = start(self._watch(member), f"watch of {member.name}")
 
     async def _watch(self, member: _Member) -> None:
         restarts = Restarts()
@@ -143,19 +197,11 @@ class Supervisor:
 
     def _give_up(self, member: _Member, how: str) -> None:
         tail = "\n".join(member.process.log().splitlines()[-_LOG_TAIL_LINES:])
-        if not self._died.done():
-            self._died.set_result(ChildDied(f"{member.name} {how}; its log {member.process.log_file} ends with:\n{tail}"))
-
-
-def _child(name: str, command: Sequence[str], log_folder: Path, environment: Mapping[str, str] | None) -> _Member:
-    """Start a process and return it."""
-    child = Child(log_folder / f"{name.replace(' ', '-')}.log")
-
-    async def start_again() -> None:
-        child.start(command, environment)
-
-    child.start(command, environment)
-    return _Member(name, child, start_again)
+        why = f"{member.name} {how}; its log {member.process.log_file} ends with:\n{tail}"
+        if self._keeps_running and not member.is_essential:
+            self._report(f"{why}\n  The deployment goes on without it.")
+        elif not self._died.done():
+            self._died.set_result(ChildDied(why))
 
 
 @asynccontextmanager

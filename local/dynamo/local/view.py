@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,13 +30,17 @@ async def read_instances(etcd: Etcd, namespace: str) -> list[Instance]:
     return instances
 
 
-def ready_workers(instances: Iterable[Instance], others: frozenset[InstanceId], models: int) -> int:
-    """Return how many instances, apart from `others`, have registered `models` models or more: workers register one by one."""
-    counts: dict[InstanceId, int] = {}
-    for instance in instances:
-        if instance.id not in others:
-            counts[instance.id] = counts.get(instance.id, 0) + 1
-    return sum(count >= models for count in counts.values())
+def ready_workers(serving: Mapping[str, Sequence[Instance]], models: int) -> int:
+    """Return how many workers have registered `models` models or more, each instance of theirs: workers register one by one.
+
+    `serving`: what each worker has registered, by its name.
+    """
+    return sum(_is_ready(registrations, models) for registrations in serving.values())
+
+
+def _is_ready(registrations: Sequence[Instance], models: int) -> bool:
+    counts = Counter(registration.id for registration in registrations)
+    return len(counts) >= registrations[0].process_instances and min(counts.values()) >= models
 
 
 def served_models(instances: Iterable[Instance]) -> list[ServedModel]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.common.config import ConfigError, load
 from dynamo.common.discovery import Instance
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.options import EtcdOptions
 from dynamo.local.app import PROMPT, first_request_command
 from dynamo.local.config import PASSES_ON, FirstRequest, LocalConfig
 from dynamo.local.deployment import (
@@ -22,6 +25,7 @@ from dynamo.local.deployment import (
     choose_port,
     claimed,
     frontend_command,
+    planner_command,
     worker_command,
 )
 from dynamo.local.logins import make_login
@@ -107,6 +111,23 @@ def test_wrong_flags_of_the_programs_are_refused_before_they_start(flags: list[s
     assert str(caught.value).startswith(sentence)
 
 
+def test_a_planner_gets_the_servers_and_its_flags() -> None:
+    config = read("--planner", "--planner-flag=--namespace=other")
+    command = planner_command(config, ETCD, NATS)
+    assert command[:3] == [sys.executable, "-m", "dynamo.planner"]
+    assert command[command.index("--nats-servers") + 1] == NATS.urls[0] and command[-1] == "--namespace=other"
+    assert config.is_scaled and read("--follow-targets").is_scaled and not read().is_scaled
+    with pytest.raises(ConfigError, match="--dry-run is for a planner, which --planner starts"):
+        read("--planner-flag=--dry-run=1")
+
+
+def test_a_worker_registers_under_the_name_that_it_is_given() -> None:
+    command = worker_command(read(), ETCD, NATS, "abcd.worker-1")
+    assert load(WorkerConfig, command[3:], {}, program="dynamo-worker").process_name == "abcd.worker-1"
+    in_pod = load(WorkerConfig, worker_command(read(), ETCD, NATS)[3:], {"POD_NAME": "pod-1"}, program="dynamo-worker")
+    assert in_pod.process_name == "pod-1"
+
+
 def test_logins_in_the_environment_concern_only_servers_that_run_already() -> None:
     environ = {"DYN_ETCD_PASSWORD": "p"}
     check_flags(read(), environ)
@@ -153,7 +174,8 @@ def test_a_question_names_its_model(tmp_path: Path) -> None:
 
 
 def test_language_models_get_a_prompt_and_others_what_the_user_gave(tmp_path: Path) -> None:
-    deployment = Deployment("http://127.0.0.1:1", "127.0.0.1:2", tmp_path, ())
+    workers: Any = None  # which no command names
+    deployment = Deployment("http://127.0.0.1:1", "127.0.0.1:2", tmp_path, (), EtcdOptions(), workers)
     language = ServedModel(ModelCard(name="a", kind=ModelKind.LLM), frozenset())
     tensor = ServedModel(ModelCard(name="b", kind=ModelKind.TENSOR), frozenset())
     assert first_request_command(deployment, language, read())[-3:] == ["127.0.0.1:2", "a", PROMPT]
@@ -178,8 +200,14 @@ def test_a_folder_serves_one_deployment_at_a_time(tmp_path: Path) -> None:
         pass
 
 
+def test_a_worker_with_several_instances_counts_when_all_of_them_have_registered() -> None:
+    seen = [replace(instance(number, "a"), process_instances=3) for number in (1, 2, 3)]
+    assert ready_workers({"worker 1": seen[:2]}, 1) == 0
+    assert ready_workers({"worker 1": seen}, 1) == 1
+
+
 def test_a_worker_counts_when_it_has_registered_all_its_models() -> None:
     seen = [instance(1, "a"), instance(1, "b"), instance(2, "a"), instance(3, "a"), instance(3, "b")]
-    assert ready_workers(seen, frozenset(), 2) == 2
-    assert ready_workers(seen, frozenset([InstanceId(3)]), 2) == 1
+    assert ready_workers({"worker 1": seen[:2], "worker 2": seen[2:3], "worker 3": seen[3:]}, 2) == 2
+    assert ready_workers({}, 2) == 0
     assert [(model.card.name, len(model.instances)) for model in served_models(seen)] == [("a", 3), ("b", 2)]

@@ -168,3 +168,84 @@ async def test_forced_to_end_nothing_is_waited_for(tmp_path: Path) -> None:
         supervisor.start({"worker": python(STUBBORN)}, tmp_path)
         await up(tmp_path / "worker.log")
         supervisor.kill()
+
+
+async def test_one_process_of_a_stage_ends_and_another_one_joins_while_the_rest_goes_on(tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped"
+    async with open_supervisor(lambda line: None, stop_timeout_s=20) as supervisor:
+        names = ("worker 1", "worker 2")
+        stage = supervisor.start({name: python(OBEDIENT, str(stopped), name[-1]) for name in names}, tmp_path)
+        supervisor.keep_running()
+        await up(tmp_path / "worker-1.log")
+        await up(tmp_path / "worker-2.log")
+        await supervisor.remove(stage, "worker 1", timeout_s=120)
+        assert stopped.read_text().split() == ["1"]
+        supervisor.add(stage, "worker 3", python(OBEDIENT, str(stopped), "3"))
+        await up(tmp_path / "worker-3.log")
+        assert [member.name for member in stage.members] == ["worker 2", "worker 3"]
+    assert sorted(stopped.read_text().split()) == ["1", "2", "3"]
+
+
+async def test_a_process_that_is_ended_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Restarts, "FIRST_PAUSE_S", 3600.0)
+    reported = asyncio.Queue[str]()
+    async with asyncio.timeout(120), open_supervisor(reported.put_nowait, stop_timeout_s=20) as supervisor:
+        supervisor.keep_running()
+        stage = supervisor.start({"worker": python("import sys; sys.exit(3)")}, tmp_path)
+        assert (await reported.get()).startswith("worker ended with status 3; it is restarted in 7200 s")
+        await supervisor.remove(stage, "worker", timeout_s=120)
+        assert stage.members == []
+
+
+async def test_a_process_that_is_ending_gets_no_second_signal_when_all_stop(tmp_path: Path) -> None:
+    counting = """
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+print("up", flush=True)
+signal.sigwait([signal.SIGTERM])
+open(sys.argv[1], "w").close()
+while not signal.sigtimedwait([signal.SIGINT], 0.01):
+    if signal.SIGTERM in signal.sigpending():
+        sys.exit("a second SIGTERM")
+print("ended in order", flush=True)
+"""
+    reported = asyncio.Queue[str]()
+    async with asyncio.timeout(120), open_supervisor(reported.put_nowait, stop_timeout_s=120) as supervisor:
+        stage = supervisor.start({"worker": python(counting, str(tmp_path / "ending"))}, tmp_path)
+        await up(tmp_path / "worker.log")
+        removing = asyncio.create_task(supervisor.remove(stage, "worker", timeout_s=120))
+        while not (tmp_path / "ending").exists():
+            await asyncio.sleep(0.01)
+        removing.cancel()
+        await asyncio.wait({removing})
+        stopping = asyncio.create_task(supervisor.stop())
+        assert await reported.get() == "stopping worker"
+        os.kill(stage.member("worker").process.pid, signal.SIGINT)
+        await stopping
+    assert (tmp_path / "worker.log").read_text().splitlines() == ["up", "ended in order"]
+
+
+async def test_the_deployment_goes_on_without_a_process_that_it_does_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Restarts, "FIRST_PAUSE_S", 0.001)
+    reported: list[str] = []
+    given_up = asyncio.Event()
+
+    def report(line: str) -> None:
+        reported.append(line)
+        if "The deployment goes on without it." in line:
+            given_up.set()
+
+    async with asyncio.timeout(120), open_supervisor(report, stop_timeout_s=20) as supervisor:
+        supervisor.keep_running()
+        supervisor.start({"planner": python("import sys; sys.exit('no goal')")}, tmp_path, is_essential=False)
+        await supervisor.unless_died(given_up.wait())
+    assert reported[-1].startswith("planner ended with status 1 5 times") and "no goal" in reported[-1]
+
+
+async def test_while_it_starts_the_deployment_needs_every_process(tmp_path: Path) -> None:
+    async with open_supervisor(lambda line: None, stop_timeout_s=20) as supervisor:
+        supervisor.start({"planner": python("import sys; sys.exit(2)")}, tmp_path, is_essential=False)
+        with pytest.raises(ChildDied, match=r"^planner ended with status 2;"):
+            await supervisor.unless_died(asyncio.Event().wait())
