@@ -110,6 +110,17 @@ async def test_keys_are_put_read_and_deleted(etcd: Etcd, etcd_server: EtcdServer
     assert (await etcd.range(f"/{namespace}/a")).kvs == ()
 
 
+async def test_several_keys_are_set_together_or_not_at_all(etcd: Etcd, namespace: str) -> None:
+    first, second = f"/{namespace}/a", f"/{namespace}/b"
+    values = {first: b"1", second: b"2"}
+    assert await etcd.replace_together(values, key=first, mod_revision=0)
+    kvs = (await etcd.range(f"/{namespace}/", prefix=True)).kvs
+    assert {kv.key: kv.value for kv in kvs} == values and len({kv.mod_revision for kv in kvs}) == 1
+    assert await etcd.replace_together(values, key=first, mod_revision=0), "a repeated attempt is no failure"
+    assert not await etcd.replace_together({first: b"1", second: b"3"}, key=first, mod_revision=0)
+    assert (await etcd.range(second)).kvs[0].value == b"2"
+
+
 async def test_a_lease_that_is_not_there_cannot_hold_a_key(etcd: Etcd, namespace: str) -> None:
     with pytest.raises(LeaseLost):
         await etcd.put(f"/{namespace}/a", b"", lease=12345)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from dynamo.common.etcd import kv, lease, watch
@@ -36,6 +36,13 @@ class Etcd:
     async def replace(self, key: str, value: bytes, *, mod_revision: int, lease: int = 0) -> bool:
         """Set a key that has not changed since `mod_revision` (0: was not there); return whether it holds `value` now."""
         return await kv.replace(self._transport, key, value, mod_revision=mod_revision, lease=lease)
+
+    async def replace_together(self, values: Mapping[str, bytes], *, key: str, mod_revision: int) -> bool:
+        """Set several keys at once if `key` has not changed since `mod_revision` (0: was not there).
+
+        Return whether all of them hold `values` now.
+        """
+        return await kv.replace_together(self._transport, values, key=key, mod_revision=mod_revision)
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:
         """Delete a key, or all keys with a prefix; return how many there were."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dynamo.common.etcd.transport import RANGE, EtcdMethod, Transport
@@ -83,6 +84,21 @@ async def replace(transport: Transport, key: str, value: bytes, *, mod_revision:
     if response.succeeded:
         return True
     return any(kv.value == value and kv.lease == lease for kv in response.responses[0].response_range.kvs)
+
+
+async def replace_together(transport: Transport, values: Mapping[str, bytes], *, key: str, mod_revision: int) -> bool:
+    """Set several keys in one transaction if `key` was last changed at `mod_revision` (0: there is no such key).
+
+    Return whether all of them hold `values` now. So a repeated attempt, whose first response was lost, is no failure.
+    """
+    unchanged = pb.Compare(result=pb.Compare.EQUAL, target=pb.Compare.MOD, key=to_key(key), mod_revision=mod_revision)
+    puts = [pb.RequestOp(request_put=pb.PutRequest(key=to_key(name), value=value)) for name, value in values.items()]
+    reads = [pb.RequestOp(request_range=pb.RangeRequest(key=to_key(name))) for name in values]
+    response = await transport.unary(TXN, pb.TxnRequest(compare=[unchanged], success=puts, failure=reads))
+    if response.succeeded:
+        return True
+    found = {kv.key: kv.value for part in response.responses for kv in part.response_range.kvs}
+    return all(found.get(to_key(name)) == value for name, value in values.items())
 
 
 async def delete(transport: Transport, key: str, *, prefix: bool = False) -> int:

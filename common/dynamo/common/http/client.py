@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
@@ -46,13 +46,24 @@ class _ConnectionLost(Unavailable):
 class HttpClient:
     """Sends requests to the server at one URL."""
 
-    def __init__(self, url: str, *, key: str | None = None, timeout_s: float, address: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        timeout_s: float,
+        address: str | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
+    ) -> None:
         """`key` is sent as bearer token; `timeout_s` bounds the time between two reads of a response.
 
-        Connections go to `address`, by default to that of the URL's host. Raises InvalidRequest for a URL that is none.
+        Connections go to `address`, by default to that of the URL's host. With `https`, each new one uses what `tls` returns, by
+        default a context that trusts the authorities of the system. Raises InvalidRequest for a URL that is none.
         """
         self._url = _parse(url)
-        self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
+        is_https = self._url.scheme == "https"
+        self._tls = ssl.create_default_context() if is_https and tls is None else None
+        self._tls_source = tls if is_https else None
         self._key = key
         self._timeout_s = timeout_s
         self._address = address
@@ -115,13 +126,12 @@ class HttpClient:
         return None
 
     async def _connect(self) -> _ClientConnection:
-        port = self._url.port or (443 if self._tls else 80)
+        port = self._url.port or (443 if self._url.scheme == "https" else 80)
         with self._mapped():
             async with asyncio.timeout(_CONNECT_S):
                 host = self._url.hostname
-                opened = asyncio.open_connection(
-                    self._address or host, port, ssl=self._tls, server_hostname=host if self._tls else None
-                )
+                tls = self._tls if self._tls_source is None else self._tls_source()
+                opened = asyncio.open_connection(self._address or host, port, ssl=tls, server_hostname=host if tls else None)
                 return _ClientConnection(*await opened)
 
     def close(self) -> None:

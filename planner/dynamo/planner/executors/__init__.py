@@ -1,6 +1,10 @@
-"""Who carries out what the planner decides: a platform that starts and ends instances, or a program that follows the decisions.
+"""Who carries out what the planner decides, besides the programs that follow the key with the targets.
 
 | module | holds |
 |---|---|
 | `base` | the protocol, and how it fails |
+| `choice` | the executor that the options name |
+| `kubernetes` | the scale of Deployments and StatefulSets |
+| `options` | the options of all of them |
+| `virtual` | the keys in etcd of NVIDIA Dynamo's virtual connector |
 """
