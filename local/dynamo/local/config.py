@@ -9,6 +9,7 @@ from dynamo.common.config import group, option, parse_port
 from dynamo.common.names import parse_name
 from dynamo.common.options import LogOptions
 from dynamo.frontend.config import FrontendConfig
+from dynamo.planner.config import PlannerConfig
 from dynamo.worker.config import TextOptions, WorkerConfig
 
 MAX_WORKERS = 64
@@ -38,8 +39,9 @@ def parse_first_request(text: str) -> FirstRequest:
 class LocalConfig:
     """A whole deployment on this machine: etcd, nats-server, workers and a frontend, each a process of its own.
 
-    Flags of `dynamo-frontend` and `dynamo-worker` that are not listed here work, too, if only one of the two has them, as in
-    `--router-mode kv`; those of both, such as `--drain-timeout`, go to `--frontend-flag` or `--worker-flag`.
+    Flags of `dynamo-frontend`, `dynamo-worker` and `dynamo-planner` that are not listed here work, too, if only one of them has
+    them, as in `--router-mode kv`; others, such as `--drain-timeout`, go to `--frontend-flag`, `--worker-flag` or
+    `--planner-flag`.
     """
 
     models: tuple[str, ...] = option(
@@ -196,5 +198,5 @@ class LocalConfig:
         return self.planner or self.follow_targets
 
 
-PASSES_ON = {"frontend_flags": FrontendConfig, "worker_flags": WorkerConfig}
+PASSES_ON = {"frontend_flags": FrontendConfig, "worker_flags": WorkerConfig, "planner_flags": PlannerConfig}
 """The programs whose flags `dynamo-local` takes, by the field that they are put into."""

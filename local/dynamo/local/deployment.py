@@ -29,6 +29,7 @@ from dynamo.local.servers import HOST, EtcdServer, NatsServer
 from dynamo.local.supervisor import Report, Supervisor
 from dynamo.local.view import read_instances, ready_workers, served_models
 from dynamo.local.workers import Workers
+from dynamo.planner.config import PlannerConfig
 from dynamo.worker.config import TextOptions, WorkerConfig
 
 HTTP_PORT, GRPC_PORT = 8000, 8001
@@ -93,13 +94,16 @@ async def start_deployment(config: LocalConfig, supervisor: Supervisor, report: 
 
 
 def check_flags(config: LocalConfig, environ: Mapping[str, str]) -> None:
-    """Read the flags of the frontend and the workers as they will, before anything starts. Raises ConfigError."""
+    """Read the flags of the frontend, the workers and the planner as they will, before anything starts. Raises ConfigError."""
     etcd, nats = (Backend(urls or (f"{HOST}:1",)) for urls in (config.etcd_endpoints, config.nats_servers))
     ports = (config.http_port or HTTP_PORT, config.grpc_port or GRPC_PORT)
     environment = child_environment(environ, config)
     _, _, _, *frontend_flags = frontend_command(config, etcd, nats, *ports)
     load(FrontendConfig, frontend_flags, environment, program="dynamo-frontend")
     _worker_config(config, etcd, nats, environment)
+    if config.planner:
+        _, _, _, *planner_flags = planner_command(config, etcd, nats)
+        load(PlannerConfig, planner_flags, environment, program="dynamo-planner")
 
 
 def _worker_config(config: LocalConfig, etcd: Backend, nats: Backend, environment: Mapping[str, str]) -> WorkerConfig:

@@ -35,6 +35,8 @@ from dynamo.planner.budget import share_gpus
 from dynamo.planner.capacity import Demand, unreachable
 from dynamo.planner.config import PlannerConfig
 from dynamo.planner.decide import PoolPlanner
+from dynamo.planner.executors.base import Executor
+from dynamo.planner.executors.choice import open_executor
 from dynamo.planner.observe.bus import FleetBus, following
 from dynamo.planner.observe.demand import DemandLedger
 from dynamo.planner.observe.fleet import PoolWatch
@@ -49,8 +51,6 @@ from dynamo.planner.process.targets_key import TargetsKey
 from dynamo.planner.whatif.advisor import Advisor
 
 log = logging.getLogger(__name__)
-
-_EXECUTOR = "targets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,12 @@ async def open_planner(config: PlannerConfig) -> AsyncIterator[Planner]:
         registry = make_registry()
         metrics = PlannerMetrics(registry, config.bounds.gpus_of)
         runtime = RuntimeMetrics(registry, role="planner", version=project_version())
-        status = PlannerStatus(initial_state(config, name, _EXECUTOR))
+        status = PlannerStatus(initial_state(config, name, config.executor.kind))
         port = await enter(serve_planner_status(config.status, status, Scraper(registry, ()).scrape))
         etcd = await enter(connect_etcd(config.etcd))
         directory = await enter(open_directory(etcd, config.namespace))
         runtime.etcd_stale.set_function(lambda: directory.stale)
+        executor = await enter(open_executor(config.executor, config.namespace, etcd, directory.registered))
         watch = PoolWatch(config.models)
         directory.on_registrations(watch.registrations)
         nats, events = await _connect(config, name, stack)
@@ -101,7 +102,7 @@ async def open_planner(config: PlannerConfig) -> AsyncIterator[Planner]:
         directory.confirm_by(bus.served_by)
         await enter(following(bus, nats, events, config.namespace))
         leadership = await enter(open_leadership(etcd, config.namespace, config.lease_ttl_s))
-        planning = _planning(config, name, etcd, watch, bus, leadership)
+        planning = _planning(config, name, etcd, watch, bus, leadership, executor)
         planning.on_round(status.show)
         planning.on_round(metrics.show)
         planning.on_change(metrics.changed)
@@ -121,7 +122,15 @@ async def _connect(config: PlannerConfig, name: str, stack: AsyncExitStack) -> t
     return nats, events
 
 
-def _planning(config: PlannerConfig, name: str, etcd: Etcd, watch: PoolWatch, bus: FleetBus, leadership: Leadership) -> Planning:
+def _planning(
+    config: PlannerConfig,
+    name: str,
+    etcd: Etcd,
+    watch: PoolWatch,
+    bus: FleetBus,
+    leadership: Leadership,
+    executor: Executor | None,
+) -> Planning:
     goals = config.goals_of_requests
     routing = RouterOptions(mode=config.whatif_router_mode)
 
@@ -145,8 +154,8 @@ def _planning(config: PlannerConfig, name: str, etcd: Etcd, watch: PoolWatch, bu
         leadership=leadership,
         key=TargetsKey(etcd, config.namespace),
         standby=StandbyRecords(etcd, config.namespace, watch),
-        executor=None,
-        executor_name=_EXECUTOR,
+        executor=executor,
+        executor_name=config.executor.kind,
         make_decider=make_decider,
         within_budget=within_budget,
         unreachable=lambda view: unreachable(mean_demand(view), view.engine, goals),

@@ -12,6 +12,7 @@ from dynamo.common.names import parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.common.scaling.targets import MAX_INSTANCES
 from dynamo.frontend.config import RouterMode
+from dynamo.planner.executors.options import ExecutorOptions
 from dynamo.planner.pools import Bounds, Goals
 from dynamo.planner.schedule import EXAMPLE, Schedule, parse_schedule
 
@@ -323,6 +324,7 @@ class PlannerConfig:
     )
     goals: GoalOptions = group("Goals", prefix="goals", default=GoalOptions)
     bounds: BoundOptions = group("Bounds", prefix="bounds", default=BoundOptions)
+    executor: ExecutorOptions = group("Executor", prefix="executor", default=ExecutorOptions)
     nats: NatsOptions = group("NATS", prefix="nats", default=NatsOptions)
     etcd: EtcdOptions = group("etcd", prefix="etcd", default=EtcdOptions)
     status: PlannerStatusOptions = group("Status", prefix="status", default=PlannerStatusOptions)
