@@ -41,6 +41,17 @@ def render(folder: Path) -> tuple[Manifest, ...]:
     return parse(done.stdout)
 
 
+def render_with(folder: Path, component: str, place: Path) -> tuple[Manifest, ...]:
+    """Return all objects of a kustomization with one of the components, as an overlay at `place` would have them."""
+    overlay = {
+        "resources": [os.path.relpath(folder, place)],
+        "components": [os.path.relpath(DEPLOY / "k8s" / "components" / component, place)],
+        "namespace": "dynamo",
+    }
+    (place / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    return render(place)
+
+
 def find_kubectl() -> str | None:
     """The one that KUBECTL names, which then has to be there; else that of this environment, else the machine's."""
     beside = Path(sys.executable).parent

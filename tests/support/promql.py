@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import yaml
 from tests.support.manifests import DEPLOY, parse
 
 DASHBOARDS = sorted((DEPLOY / "grafana").glob("*.json"))
+ADAPTER = DEPLOY / "prometheus" / "adapter.yaml"
 ALERTS = DEPLOY / "prometheus" / "alerts.yaml"
 ADDED_BY_PROMETHEUS = {"namespace", "pod", "container", "job", "instance", "le"}
 """Labels that no process of ours has."""
@@ -39,6 +40,22 @@ def scalers() -> Iterator[tuple[str, str]]:
             for metric in manifest["spec"].get("metrics", ()):
                 if metric["type"] == "Pods":
                     yield path.name, metric["pods"]["metric"]["name"]
+                if metric["type"] == "External":
+                    labels = ", ".join(f'{name}="{value}"' for name, value in external_labels(metric).items())
+                    yield path.name, f"{metric['external']['metric']['name']}{{{labels}}}"
+
+
+def external_labels(metric: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the labels by which an HPA chooses a series of an external metric."""
+    labels: Mapping[str, str] = metric["external"]["metric"]["selector"]["matchLabels"]
+    return labels
+
+
+def adapted() -> Iterator[tuple[str, str]]:
+    """(name of the metric that an adapter serves, query for it)"""
+    for rule in yaml.safe_load(ADAPTER.read_text())["rules"]["external"]:
+        query = rule["metricsQuery"].replace("<<.Series>>", rule["seriesQuery"])
+        yield rule["name"]["as"], query.replace("<<.LabelMatchers>>", 'namespace="x"').replace("<<.GroupBy>>", "namespace")
 
 
 def all_expressions() -> Iterator[tuple[str, str]]:
@@ -49,6 +66,7 @@ def all_expressions() -> Iterator[tuple[str, str]]:
     for rule in rules():
         yield rule["alert"], rule["expr"]
     yield from scalers()
+    yield from adapted()
 
 
 def parsed(expression: str) -> promql_parser.Expr:

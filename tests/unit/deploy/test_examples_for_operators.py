@@ -11,7 +11,19 @@ import pytest
 from dynamo.common.config import load
 from dynamo.frontend.config import FrontendConfig
 from dynamo.worker.config import WorkerConfig
-from tests.support.manifests import BASE, DEPLOY, Container, Manifest, Placed, of_kind, parse, pod_containers, render, workloads
+from tests.support.manifests import (
+    BASE,
+    DEPLOY,
+    Container,
+    Manifest,
+    Placed,
+    of_kind,
+    parse,
+    pod_containers,
+    render,
+    render_with,
+    workloads,
+)
 
 SECRETS = {"dynamo-nats-auth": {"frontend-password": "pf", "worker-password": "pw"}}
 KSERVE_ONLY = {"minReplicas", "maxReplicas", "scaleMetric", "scaleTarget", "timeout", "model"}
@@ -80,8 +92,8 @@ def probed(container: Container) -> set[int]:
     return {container.port(container.spec[kind]["httpGet"]["port"]) for kind in ("livenessProbe", "readinessProbe")}
 
 
-def test_monitors_select_pods_and_ports_that_exist() -> None:
-    base = workloads(render(BASE))
+def test_monitors_select_pods_and_ports_that_exist(tmp_path: Path) -> None:
+    base = workloads(render_with(BASE, "planner", tmp_path))
     for monitor in parse((DEPLOY / "prometheus" / "monitors.yaml").read_text()):
         labels = monitor["spec"]["selector"]["matchLabels"].items()
         [pods] = [found for found in base if labels <= found["spec"]["template"]["metadata"]["labels"].items()]

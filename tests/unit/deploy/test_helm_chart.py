@@ -51,6 +51,7 @@ SECRETS = {
     "front-tls": {"tls.crt": "certificate", "tls.key": "key"},
 }
 
+PLANNED: Mapping[str, Any] = {"enabled": True, "deployments": {"smollm2": "default"}}
 MONITORED: Mapping[str, Any] = {"podMonitor": {"enabled": True, "apiKeySecret": "metrics-key"}}
 
 rendering = pytest.mark.skipif(
@@ -117,6 +118,9 @@ def test_the_defaults_fit_the_schema() -> None:
         {"frontend": {"canaryWaitSeconds": -1}},
         {"images": {"registry": "registry.example"}},
         {"log": {"format": "xml"}},
+        {"planner": {"enabled": True}},
+        {"planner": {"deployments": {"a model": "default"}}},
+        {"planner": {"deployments": {"m:both": "default"}}},
         {"sharedMemory": {"path": "/var/lib/kubelet"}},
         {"sharedMemory": {"path": "/dev/shm/.."}},
         {"sharedMemory": {"size": "256"}},
@@ -191,7 +195,7 @@ def test_with_tracing_processes_know_the_collector_and_may_reach_it(tmp_path: Pa
 
 @rendering
 def test_the_chart_monitors_what_the_monitors_of_the_base_do() -> None:
-    ours = of_kind(helm(MONITORED), "PodMonitor")
+    ours = of_kind(helm(MONITORED | {"planner": PLANNED}), "PodMonitor")
     theirs = of_kind(parse((DEPLOY / "prometheus" / "monitors.yaml").read_text()), "PodMonitor")
 
     def endpoints(monitors: Mapping[str, Manifest]) -> dict[str, list[tuple[str, str]]]:

@@ -37,7 +37,7 @@ FLAGS_OF_OTHERS = {
     "Triton": "--backend-config --cache-config --disable-auto-complete-config --exit-timeout-secs",
     "kubectl, helm, docker": "--all --build-arg --for --from-file --from-literal --set --target --timeout",
     "pytest, hypothesis, py-spy": "--hypothesis-profile --pdb --pid",
-    "curl, etcdctl, pip, venv, mypy": "--cacert --cert --copies --prefix --no-deps --strict",
+    "curl, etcdctl, pip, venv, mypy": "--cacert --cert --copies --prefix --print-value-only --no-deps --strict",
 }
 VARIABLES_OF_OTHERS = {
     "NVIDIA Dynamo": "DYN_DISABLE_FRONTEND_ADMIN_API DYN_HTTP_BODY_LIMIT_MB DYN_HTTP_OVERLOAD_STATUS_CODE"

@@ -2,6 +2,15 @@
 {{ .Release.Name | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
+{{/* The Deployment of a pool. Takes (list context pool). */}}
+{{- define "dynamo.workerName" -}}
+{{- $pool := index . 1 }}
+{{- if not (hasKey (index . 0).Values.pools $pool) }}
+{{- fail (printf "planner.deployments names the pool %s, which is not in pools" $pool) }}
+{{- end }}
+{{- include "dynamo.fullname" (index . 0) }}-worker{{ if ne $pool "default" }}-{{ $pool }}{{ end }}
+{{- end }}
+
 {{/* What selects pods. Takes (list context component). */}}
 {{- define "dynamo.selector" -}}
 app.kubernetes.io/name: dynamo-{{ index . 1 }}
