@@ -36,6 +36,7 @@ from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import InstanceId
 from dynamo.common.process.work import hold_nothing
 from dynamo.common.repository import LOAD, UNLOAD, ControlMode, RepositoryInstance
+from dynamo.common.scaling.targets import Targets
 from dynamo.common.tensors.protobuf_wire import delimited
 from dynamo.common.tensors.tensors import decode_bytes
 from dynamo.frontend.api.capacity import Capacity
@@ -349,7 +350,8 @@ async def open_frontend(
         )
         parts: Any = SimpleNamespace(config=config, readiness=readiness, metrics=SimpleNamespace(scrape=_scrape))
         loads = SimpleNamespace(read=dict)
-        reached: Any = SimpleNamespace(plane=plane, control=control, loads=loads, names=_Names(), usage=_Usage())
+        targets = SimpleNamespace(targets=Targets())
+        reached: Any = SimpleNamespace(plane=plane, control=control, loads=loads, targets=targets, names=_Names(), usage=_Usage())
         batched = BatchOperations(files, batches, runner.poke).operations()
         operations = http_operations(parts, connected(), reached, [*protocols, *batched])
         app = HttpApp(operations, settings, HttpGuard(guard, config.http), metrics.refused)

@@ -28,7 +28,7 @@ from dynamo.common.observability.scrape import Scraper
 from dynamo.common.observability.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.process.background import running
 from dynamo.common.scaling.pool import Pool
-from dynamo.frontend.config import RouterOptions
+from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.planner.budget import share_gpus
@@ -49,6 +49,7 @@ from dynamo.planner.process.state import PlannerState, initial_state
 from dynamo.planner.process.status import PlannerStatus, serve_planner_status
 from dynamo.planner.process.targets_key import TargetsKey
 from dynamo.planner.whatif.advisor import Advisor
+from dynamo.planner.whatif.background import SearchThread, search_thread
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ async def open_planner(config: PlannerConfig) -> AsyncIterator[Planner]:
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        searches = stack.enter_context(search_thread())
         registry = make_registry()
         metrics = PlannerMetrics(registry, config.bounds.gpus_of)
         runtime = RuntimeMetrics(registry, role="planner", version=project_version())
@@ -102,7 +104,7 @@ async def open_planner(config: PlannerConfig) -> AsyncIterator[Planner]:
         directory.confirm_by(bus.served_by)
         await enter(following(bus, nats, events, config.namespace))
         leadership = await enter(open_leadership(etcd, config.namespace, config.lease_ttl_s))
-        planning = _planning(config, name, etcd, watch, bus, leadership, executor)
+        planning = _planning(config, name, etcd, watch, bus, leadership, executor, searches)
         planning.on_round(status.show)
         planning.on_round(metrics.show)
         planning.on_change(metrics.changed)
@@ -130,14 +132,20 @@ def _planning(
     bus: FleetBus,
     leadership: Leadership,
     executor: Executor | None,
+    searches: SearchThread,
 ) -> Planning:
     goals = config.goals_of_requests
     routing = RouterOptions(mode=config.whatif_router_mode)
 
+    def sharers() -> int:
+        return max(1, len(watch.pools()))
+
     def make_decider(pool: Pool, bounds: Bounds, target: int) -> Decider:
         what_if = None
-        if pool.role is Role.AGGREGATED and config.whatif_cpu:
-            what_if = Advisor(routing, cpu_share=config.whatif_cpu, sharers=lambda: max(1, len(watch.pools())))
+        # With `direct`, clients choose the instances.
+        can_replay = pool.role is Role.AGGREGATED and config.whatif_router_mode is not RouterMode.DIRECT
+        if can_replay and config.whatif_cpu:
+            what_if = Advisor(routing, cpu_share=config.whatif_cpu, sharers=sharers, start=searches.start)
         return PoolPlanner(pool, goals, bounds, interval_s=config.interval_s, what_if=what_if, target=target)
 
     def within_budget(decisions: Sequence[Decision], views: Mapping[Pool, PoolView]) -> Sequence[Decision]:

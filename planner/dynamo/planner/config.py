@@ -314,7 +314,7 @@ class PlannerConfig:
         flags=("--whatif-router-mode",),
         env=("DYN_PLANNER_WHATIF_ROUTER_MODE", "DYN_ROUTER_MODE"),
         file_key=("planner.whatif_router_mode", "router.mode"),
-        help="How requests are routed in these replays; give the --router-mode of the frontends.",
+        help="How requests are routed in these replays; give the --router-mode of the frontends. direct: no replays.",
     )
     lease_ttl_s: float = option(
         10.0,

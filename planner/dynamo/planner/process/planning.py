@@ -151,7 +151,7 @@ class Planning:
                 views = self._watch.views({}, 0.0) | views  # with pools that only the last leader knew
                 self._note_requests(views, now)
             holding = self._bus.why_unknown()
-            decisions = await self._decide(views, holding, now)
+            decisions = self._decide(views, holding, now)
             states = [pool_state(views[each.pool], each, self._warn(views[each.pool])) for each in decisions]
             error = await self._carry_out(decisions, views, term)
         except DynamoError as failure:
@@ -194,8 +194,8 @@ class Planning:
 
     # Deciding
 
-    async def _decide(self, views: Mapping[Pool, PoolView], holding: str, now: float) -> list[Decision]:
-        decisions = [await self._decide_one(view, holding, now) for view in views.values()]
+    def _decide(self, views: Mapping[Pool, PoolView], holding: str, now: float) -> list[Decision]:
+        decisions = [self._decide_one(view, holding, now) for view in views.values()]
         shared = self._within_budget(decisions, views)
         return [self._kept(one, each, views, holding, now) for one, each in zip(decisions, shared, strict=True)]
 
@@ -206,7 +206,7 @@ class Planning:
         before = self._before(views[decision.pool])
         return replace(shared, instances=max(shared.instances, min(decision.instances, before)))
 
-    async def _decide_one(self, view: PoolView, holding: str, now: float) -> Decision:
+    def _decide_one(self, view: PoolView, holding: str, now: float) -> Decision:
         pool, bounds = view.pool, self._config.bounds.bounds_of(view.pool.model)
         before = self._before(view)
         least, by = self._least(pool, now)
@@ -218,7 +218,7 @@ class Planning:
             number = max(before, least)
             kept = f"{holding}: {before} stay" if number == before else f"{holding}; {by} asks for {least}"
             return Decision(pool=pool, instances=number, by="hold" if number == before else by, reason=kept)
-        decision = await asyncio.to_thread(decider.decide, view, least=least)  # a replay takes seconds of CPU
+        decision = decider.decide(view, least=least)
         if decision.instances < before and now < self._lower_after[pool]:
             reason = f"{decision.reason}; {before} stay: this planner has not seen demand for {bounds.cool_down_s:g} s"
             decision = replace(decision, instances=before, by="takeover", reason=reason)

@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `advisor` | which numbers are tried when, and what follows from it |
+| `background` | searches in a thread of their own |
 | `engine` | an engine as far as latencies depend on it, in few events per request |
 | `fleet` | a fleet of these behind a router |
 """

@@ -6,6 +6,7 @@ What it finds is kept as a ratio to the formula, which goes on with it between t
 arrivals would have left there, wherever these went.
 
 A search takes seconds of CPU at a high rate. The next one begins when the time since has brought its share down to `cpu_share`.
+It may run in another thread, so that decisions go on meanwhile with what the last one found.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
+from typing import TypeAlias
 
 from dynamo.common.kv.hashes import unpack_hashes
 from dynamo.common.scaling.demand import ArrivalSample
@@ -47,9 +50,12 @@ _EVERY_S = 20.0
 _LEAST_RATIO, _MOST_RATIO = 0.5, 3.0
 _FEWEST_INSTANCES = 2
 
+_Samples: TypeAlias = Sequence[tuple[float, ArrivalSample]]
+"""When each arrived, and what."""
+
 
 class Advisor:
-    """Tries numbers of instances for one pool. Not for several threads."""
+    """Tries numbers of instances for one pool. Not for several threads, but for the searches that it starts."""
 
     def __init__(
         self,
@@ -57,16 +63,19 @@ class Advisor:
         *,
         cpu_share: float = 0.1,
         sharers: Callable[[], int] = lambda: 1,
+        start: Callable[[Callable[[], None]], None] = lambda search: search(),
         cpu_clock: Callable[[], float] = time.thread_time,
         seed: int = 0,
     ) -> None:
         """`options`: of the router that frontends use, without goals; `cpu_clock`: the CPU time of the calling thread.
 
+        `start`: runs a search, or has it run by another thread.
         `sharers`: among how many advisors the share is divided now.
         """
         self._options = RouterOptions(mode=RouterMode.KV) if options is None else options
         self._cpu_share = cpu_share
         self._sharers = sharers
+        self._start = start
         self._cpu_clock = cpu_clock
         self._seed = seed
         self._samples: deque[tuple[float, ArrivalSample]] = deque(maxlen=_KEPT)
@@ -75,6 +84,7 @@ class Advisor:
         self._ratio = 1.0
         self._found_at = -math.inf
         self._next_at = -math.inf
+        self._is_searching = False
         self.searches = 0
         self.cpu_s = 0.0
         """What all searches took."""
@@ -87,16 +97,24 @@ class Advisor:
     def advise(self, view: PoolView, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult | None:
         """Return what the last search found; search anew if it is time. None: there is nothing valid."""
         self._keep(view)
-        if view.now >= self._next_at and self._cpu_share > 0.0 and size.instances:
-            begin = self._cpu_clock()
-            result = self._search(view.now, engine, goals, forecast_per_s, size)
-            took_s = self._cpu_clock() - begin
-            self._next_at = view.now + max(_EVERY_S, took_s * self._sharers() / self._cpu_share)
-            self.cpu_s += took_s
-            if result is not None:
-                self.searches += 1
-                self._result, self._found_at, self._ratio = result, view.now, result.ratio
+        if view.now >= self._next_at and self._cpu_share > 0.0 and size.instances and not self._is_searching:
+            self._is_searching = True
+            self._start(partial(self._search, tuple(self._samples), view.now, engine, goals, forecast_per_s, size))
         return self._result if view.now - self._found_at <= _VALID_S else None
+
+    def _search(self, samples: _Samples, now: float, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> None:
+        """Search, and keep what is found."""
+        begin = self._cpu_clock()
+        try:
+            result = self._found(samples, engine, goals, forecast_per_s, size)
+        finally:
+            took_s = self._cpu_clock() - begin
+            self._next_at = now + max(_EVERY_S, took_s * self._sharers() / self._cpu_share)
+            self.cpu_s += took_s
+            self._is_searching = False
+        if result is not None:
+            self.searches += 1
+            self._result, self._found_at, self._ratio = result, now, result.ratio
 
     def _keep(self, view: PoolView) -> None:
         arrived = sorted(((view.now - sample.age_s, sample) for sample in view.samples), key=lambda each: each[0])
@@ -104,9 +122,9 @@ class Advisor:
         while self._samples and self._samples[0][0] < view.now - _OLDEST_S:
             self._samples.popleft()
 
-    def _search(self, now: float, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult | None:
+    def _found(self, samples: _Samples, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult | None:
         """Return the least number of instances that holds the goals, as a ratio to the formula's; None: too little is known."""
-        played = list(self._samples)[-_PLAYED:]
+        played = samples[-_PLAYED:]
         if len(played) < _FEWEST or forecast_per_s <= 0.0:
             return None
         each = sum(sample.weight for _, sample in played) / len(played)
@@ -114,8 +132,9 @@ class Advisor:
         seconds = len(played) * each / forecast_per_s
         if seconds < _SHORTEST_S or size.instances / each < _FEWEST_INSTANCES:
             return None
-        requests = self._requests(played, engine, seconds)
-        before = self._requests(list(self._samples)[: -len(played)], engine, seconds)
+        per_hash = _common_stride([sample for _, sample in samples])
+        requests = self._requests(played, engine, seconds, per_hash)
+        before = self._requests(samples[: -len(played)], engine, seconds, per_hash)
         least = max(_FEWEST_INSTANCES, math.ceil(size.engine_seconds / each))
 
         def goodput(instances: int) -> float:
@@ -127,12 +146,11 @@ class Advisor:
         ratio = min(max(found * each / size.instances, _LEAST_RATIO), _MOST_RATIO)
         return WhatIfResult(ratio=ratio, goodput_share=share)
 
-    def _requests(self, samples: Sequence[tuple[float, ArrivalSample]], engine: Engine, seconds: float) -> list[WhatIfRequest]:
+    def _requests(self, samples: _Samples, engine: Engine, seconds: float, per_hash: int) -> list[WhatIfRequest]:
         """Return the arrivals, spread over so many seconds, with outputs of random lengths, the same at each call."""
         if not samples:
             return []
         rng = random.Random(self._seed)
-        per_hash = _common_stride([sample for _, sample in self._samples])
         mean = max(1.0, engine.times.output_tokens)
         requests: list[WhatIfRequest] = []
         for at, sample in zip(levelled([at for at, _ in samples], seconds), (sample for _, sample in samples), strict=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from dynamo.common.errors import DynamoError
 from dynamo.common.scaling.demand import ArrivalSample
 from dynamo.common.scaling.pool import Pool
+from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.router.cost.step_model import StepTimes
 from dynamo.planner.capacity import Size
 from dynamo.planner.decide import WhatIfResult
@@ -106,3 +108,24 @@ def test_a_rise_within_the_history_is_made_even_and_short_bunches_are_kept() -> 
     assert 430 < firsts < 570
     bunches = [20.0 * number + (0.0 if each < 9 else 19.9) for number in range(5) for each in range(10)]
     assert max(levelled(bunches, 100.0)[:9]) < 1.0
+
+
+def test_decisions_go_on_with_the_last_advice_while_a_search_runs() -> None:
+    started: list[Callable[[], None]] = []
+    advisor = Advisor(start=started.append)
+    assert advise(advisor, view(60.0, 5.0), 5.0, 3) is None
+    assert advise(advisor, view(90.0, 5.0), 5.0, 3) is None
+    [search] = started
+    search()
+    assert advise(advisor, view(95.0, 5.0), 5.0, 3) is not None
+    assert advisor.searches == 1
+
+
+def test_after_a_search_that_failed_there_is_another_one() -> None:
+    started: list[Callable[[], None]] = []
+    advisor = Advisor(RouterOptions(mode=RouterMode.DIRECT), start=started.append)
+    advise(advisor, view(60.0, 5.0), 5.0, 3)
+    with pytest.raises(DynamoError):
+        started.pop()()
+    advise(advisor, view(100.0, 5.0), 5.0, 3)
+    assert len(started) == 1
