@@ -34,8 +34,8 @@ _BLOCK_BYTES = 64 * 1024
 _BLOCKS_PER_TURN = 8
 _LONG_BYTES = 2**20
 """Longer bodies are counted in blocks right away."""
-_FEW_QUOTES = 4096
-"""With more, not counting those in strings, the strings of a body are not cut out of it."""
+_FEW_QUOTES = 1024
+"""With more, not counting those in strings, the strings of a body are not cut out of it: each takes some hundred bytes."""
 _MAX_BACKSLASHES = 16
 """Nor are they if more are in a row before a quote."""
 _MARGIN = b" " * (_MAX_BACKSLASHES + 1)
