@@ -2,6 +2,7 @@
 
     python -m benchmarks.planner
     python -m benchmarks.planner --loads sinus step --ways planner fixed --hours 0.5
+    python -m benchmarks.planner --loads sinus --plot docs/pictures/planner.png
 
 Instances compute 8,000 prompt tokens per second and start in 60 s; there are at most 48. The goals are 3 s to the first token and
 0.1 s between tokens, and the router is `kv` with these goals.
@@ -39,6 +40,7 @@ from dynamo.local.replay.config import PlanningOptions, ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures
 from dynamo.local.replay.fleet import Replay
 from dynamo.local.replay.planned import PlannedFleet, Scaler, planner_of
+from dynamo.local.replay.plot import draw_courses
 from dynamo.local.replay.trace import Row, read_trace
 from dynamo.planner.pools import Decision, PoolView
 
@@ -177,11 +179,22 @@ class AveragesRule:
         self._target = min(max(math.ceil(demand / best), self._least), self._most)
 
 
-def run(load: str, way: str, hours: float, traces: Path, seed: int) -> Result:
-    rows = load_of(load, hours * 3600, traces, seed)
+def config_of(way: str, seed: int) -> ReplayConfig:
     goals = KvRouterOptions(ttft_goal_s=TTFT_GOAL_S, itl_goal_s=ITL_GOAL_S)
     planning = PlanningOptions(max_instances=MOST, whatif_cpu=0.0 if way == "formula" else 0.1)
-    config = ReplayConfig(workers=2, blocks=5000, seed=seed, router=RouterOptions(kv=goals), planning=planning, planner=True)
+    return ReplayConfig(workers=2, blocks=5000, seed=seed, router=RouterOptions(kv=goals), planning=planning, planner=True)
+
+
+def draw(load: str, hours: float, traces: Path, seed: int, path: Path) -> None:
+    """Draw what the planner did. Raises as `draw_courses`."""
+    config = config_of("planner", seed)
+    fleet = PlannedFleet(config, planner_of(config))
+    fleet.run(load_of(load, hours * 3600, traces, seed), ReplayMode.KV)
+    draw_courses({"planner": fleet.course}, config, path)
+
+
+def run(load: str, way: str, hours: float, traces: Path, seed: int) -> Result:
+    rows, config = load_of(load, hours * 3600, traces, seed), config_of(way, seed)
     if way == "fixed":
         return _best_fixed(rows, config)
     scalers: dict[str, Callable[[], Scaler]] = {
@@ -225,7 +238,11 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, default=Path("traces"), help="the folder of Mooncake's traces")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, help="processes")
+    parser.add_argument("--plot", type=Path, help="draw what the planner does under the first load, in place of the table")
     options = parser.parse_args()
+    if options.plot is not None:
+        draw(options.loads[0], options.hours, options.traces, options.seed, options.plot)
+        return
     cells = list(product(options.loads, options.ways))
     lines: list[list[str]] = []
     with ProcessPoolExecutor(options.jobs) as pool:
