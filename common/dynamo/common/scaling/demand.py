@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from dynamo.common.kv.hashes import HASH_BYTES
 from dynamo.common.names import InstanceId, encode
 from dynamo.common.scaling.pool import Pool
 
@@ -23,9 +24,13 @@ MAX_SAVED = 1000
 """Instances of which one report says what their caches saved."""
 MAX_SAMPLE_HASHES = 64
 """Hashes that describe one prompt: of a longer prompt, those of every n-th block, where n is a power of two."""
+MAX_SAMPLE_TOKENS = 1 << 24
+"""Tokens of a prompt that is described: a longer one is described as one of so many."""
 
 # What readers accept, so that no process can make a planner compute with infinities or less than nothing.
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_Tokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLE_TOKENS)]
+_Hashes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_SAMPLE_HASHES * HASH_BYTES)]
 _Duration: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
@@ -69,14 +74,18 @@ class ArrivalSample(msgspec.Struct, frozen=True, array_like=True):
     """How long before the report it arrived. It may have waited before it was placed or refused."""
     weight: Annotated[float, msgspec.Meta(ge=1.0, le=1e9)]
     """How many requests it stands for."""
-    prompt_tokens: _Count
+    prompt_tokens: _Tokens
     max_output: _Count = 0
     """The limit of its output; 0: none."""
     priority: int = 0
-    tokens_per_hash: _Count = 0
+    tokens_per_hash: _Tokens = 0
     """How many tokens lie between two hashes; 0: its blocks are not known."""
-    hashes: bytes = b""
+    hashes: _Hashes = b""
     """Sequence hashes of the prompt, see `pack_hashes`: of each block, or of every n-th."""
+
+    def __post_init__(self) -> None:
+        if len(self.hashes) % HASH_BYTES:
+            raise ValueError(f"hashes have {HASH_BYTES} bytes each, and there are {len(self.hashes)} bytes")
 
 
 class PoolDemand(msgspec.Struct, frozen=True, array_like=True):

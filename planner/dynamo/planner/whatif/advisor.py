@@ -35,6 +35,8 @@ _KEPT = 4500
 _OLDEST_S = 900.0
 _FEWEST = 50
 """With fewer arrivals to play, chance would decide."""
+_LONGEST_PROMPT = 1 << 20
+"""Tokens; a longer prompt is played as one of so many: each step of an engine takes time here, too."""
 _SHORTEST_S = 15.0
 """A shorter time shows no queues."""
 _WARM_SHARE = 0.2
@@ -159,7 +161,7 @@ class Advisor:
             requests.append(
                 WhatIfRequest(
                     at=at,
-                    prompt_tokens=max(1, sample.prompt_tokens),
+                    prompt_tokens=min(max(1, sample.prompt_tokens), _LONGEST_PROMPT),
                     output_tokens=min(output, sample.max_output) if sample.max_output else output,
                     max_output=sample.max_output,
                     priority=sample.priority,

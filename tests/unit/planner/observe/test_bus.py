@@ -80,6 +80,19 @@ async def test_messages_that_cannot_be_read_are_counted_and_change_nothing() -> 
     assert watch.views({}, 5.0)[CHAT].instances[0].requests == 2
 
 
+@pytest.mark.parametrize(
+    ("tokens", "hashes"),
+    [(1 << 53, b""), (100, b"abc"), (100, bytes(8 * 65))],
+    ids=["an endless prompt", "half a hash", "more hashes than are sent"],
+)
+@in_virtual_time
+async def test_a_report_whose_samples_could_not_be_played_is_not_used(tokens: int, hashes: bytes) -> None:
+    fleet, _ = bus(FakeLink())
+    sample = [0.1, 1.0, tokens, 0, 0, 16, hashes]
+    receive(fleet, ["f1", [[["chat"], [0] * 6, 0, 0, 0.0, [sample]]]])
+    assert (fleet.unreadable_demand.count, fleet.demand.reporting(0.0)) == (1, 0)
+
+
 @in_virtual_time
 async def test_an_instance_that_etcd_lost_is_there_while_it_reports_its_load() -> None:
     fleet, watch = bus(FakeLink())

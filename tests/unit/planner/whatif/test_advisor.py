@@ -99,6 +99,20 @@ def test_without_a_share_of_cpu_nothing_is_tried() -> None:
     assert advise(Advisor(cpu_share=0.0), view(60.0, 5.0), 5.0, 4) is None
 
 
+def test_prompts_longer_than_any_context_are_played_as_long_ones() -> None:
+    seen = view(60.0, 1.0)
+    endless = PoolView(
+        pool=seen.pool,
+        now=seen.now,
+        arrivals=seen.arrivals,
+        engine=ENGINE,
+        samples=[ArrivalSample(age_s=float(age), weight=1.0, prompt_tokens=1 << 60) for age in range(60)],
+    )
+    result = advise(Advisor(), endless, 1.0, 3)
+    assert result is not None
+    assert result.goodput_share == 0.0
+
+
 def test_a_rise_within_the_history_is_made_even_and_short_bunches_are_kept() -> None:
     rng = random.Random(1)
     rise = sorted(100.0 * rng.random() ** 0.5 for _ in range(1000))

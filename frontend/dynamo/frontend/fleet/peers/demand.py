@@ -15,6 +15,7 @@ from typing import Protocol
 from dynamo.common.kv.hashes import TOKEN_BYTES, pack_hashes, sequence_hashes, space_hash
 from dynamo.common.process.background import running
 from dynamo.common.scaling.demand import (
+    MAX_SAMPLE_TOKENS,
     MAX_SAMPLES,
     REPORT_EVERY_S,
     ArrivalSample,
@@ -142,10 +143,10 @@ async def _described(samples: Sequence[Arrived], arrived: int, now: float) -> tu
             ArrivalSample(
                 min(max(0.0, now - at), _LONGEST),
                 weight,
-                len(prompt) // TOKEN_BYTES,
+                min(len(prompt) // TOKEN_BYTES, MAX_SAMPLE_TOKENS),
                 min(limit, _MOST),
                 priority,
-                stride * block_size,
+                min(stride * block_size, MAX_SAMPLE_TOKENS),
                 pack_hashes(thinned),
             )
         )
