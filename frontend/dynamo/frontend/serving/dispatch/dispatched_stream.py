@@ -44,6 +44,7 @@ from dynamo.frontend.serving.dispatch.retry import (
     was_lost_on_the_way,
 )
 from dynamo.frontend.serving.queue.admission import AdmissionQueue, QueuePosition
+from dynamo.frontend.serving.queue.starting import LEAVING_S
 
 
 class DispatchedStream:
@@ -273,8 +274,10 @@ class DispatchedStream:
         self._work = work
 
     def _may_start_another(self, error: DynamoError, work: Work) -> bool:
-        """Return whether another instance is to start in the place of the last one, which has left or is leaving."""
-        return isinstance(error, Unavailable) and self._shared.starting(work, self._call) is not None
+        """Return whether another instance is to start in the place of the last one, which has left or may be leaving."""
+        if not isinstance(error, Unavailable) or self._shared.starting(work, self._call) is None:
+            return False
+        return not (self._attempts.has_waited_for_end and self._shared.candidates.select(work))
 
     def _failed_by(self, error: DynamoError, instance: InstanceId, work: Work) -> list[InstanceId]:
         """Return the instances that are not to be sent the request, now that `instance` has failed it."""
@@ -398,8 +401,12 @@ class DispatchedStream:
         starts, attempts, work = self._shared.starts, self._attempts, self._work
         if attempts.starts_by is None:
             attempts.starts_by = now + starts.timeout_s
-        tokens = len(work.prompt) // TOKEN_BYTES
-        await starts.wait(pool, self._call.account.name, tokens, attempts.starts_by, self._deadline)
+        tokens, owner = len(work.prompt) // TOKEN_BYTES, self._call.account.name
+        if self._shared.candidates.select(work):  # it has failed the request and is registered still
+            attempts.has_waited_for_end = True
+            await starts.wait_for_end(pool, owner, tokens, min(attempts.starts_by, now + LEAVING_S), self._deadline)
+        else:
+            await starts.wait(pool, owner, tokens, attempts.starts_by, self._deadline)
         attempts.failed.clear()  # the instances have changed
 
     async def _booked_in_turn(self, queue: AdmissionQueue) -> Booking | None:

@@ -145,6 +145,8 @@ class Attempts(msgspec.Struct, eq=False):
     gives_up_at: float | None = None
     starts_by: float | None = None
     """When it stops waiting for the first instance of its model; None: it has not waited for that yet."""
+    has_waited_for_end: bool = False
+    """It has waited for the end of an instance that failed it and was registered still."""
 
     def copy(self) -> Self:
         return msgspec.structs.replace(self, failed=list(self.failed), lost=list(self.lost))

@@ -9,6 +9,7 @@ than the new one's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -22,6 +23,10 @@ from dynamo.frontend.router.demand import WaitingRequests
 from dynamo.frontend.serving.call import Instances
 
 _OTHER_ROLES = {Role.DECODE: Role.PREFILL, Role.PREFILL: Role.DECODE}
+LEAVING_S = 2.0
+"""An instance that refuses requests because it ends has deregistered before: frontends know it within so long."""
+_WOKEN_PER_TURN = 16
+"""To be sent to an instance takes each a fraction of a millisecond."""
 _RETRY_S = 5.0
 """When a refused client may try again, as long as no start has been seen."""
 
@@ -77,7 +82,8 @@ class _StartWaiter:
 class _Starting:
     """The requests that wait for one model, the earliest first."""
 
-    def __init__(self, instances: Sequence[Instance]) -> None:
+    def __init__(self, instances: Sequence[Instance], loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
         self.instances = instances
         """The instances of the model when requests were last woken."""
         self.waiters: dict[_StartWaiter, None] = {}
@@ -102,9 +108,17 @@ class _Starting:
         return next(waiter for waiter in reversed(self.waiters) if waiter.owner == largest)
 
     def wake(self) -> None:
-        for waiter in self.waiters:
+        """Let all try again, in the order in which they came; a turn of the event loop for each few."""
+        self._wake_next([waiter for waiter in self.waiters if not waiter.woken.done()][::-1])
+
+    def _wake_next(self, asleep: list[_StartWaiter]) -> None:
+        """Wake the last ones of `asleep`."""
+        for _ in range(min(_WOKEN_PER_TURN, len(asleep))):
+            waiter = asleep.pop()
             if not waiter.woken.done():
                 waiter.woken.set_result(None)
+        if asleep:
+            self._loop.call_soon(self._wake_next, asleep)
 
 
 class StartQueue:
@@ -168,11 +182,24 @@ class StartQueue:
 
         Raises ModelStarting at `until`, or if too many requests wait already, and DeadlineExceeded.
         """
+        try:
+            await self._changed(pool, owner, tokens, until, deadline)
+        except TimeoutError:
+            self._refused(pool.model, "start_timeout")
+            raise self._starting(pool, f"no instance serves it after {self.timeout_s:g} s") from None
+
+    async def wait_for_end(self, pool: Pool, owner: str, tokens: int, until: float, deadline: float | None) -> None:
+        """Do as `wait` does, but return at `until`, too: an instance that is there may be about to leave."""
+        with contextlib.suppress(TimeoutError):
+            await self._changed(pool, owner, tokens, until, deadline)
+
+    async def _changed(self, pool: Pool, owner: str, tokens: int, until: float, deadline: float | None) -> None:
+        """Raises TimeoutError at `until`."""
         if not self._size:
             raise self._full(pool, 0)
         starting = self._models.get(pool.model)
         if starting is None:
-            starting = self._models[pool.model] = _Starting(self._directory.instances(pool.model))
+            starting = self._models[pool.model] = _Starting(self._directory.instances(pool.model), asyncio.get_running_loop())
         elif len(starting.waiters) >= self._size:
             self._displace(starting, pool, owner)
         waiter = _StartWaiter(pool, owner, tokens)
@@ -183,8 +210,7 @@ class StartQueue:
         except TimeoutError:
             if deadline is not None and deadline <= until:
                 raise DeadlineExceeded() from None
-            self._refused(pool.model, "start_timeout")
-            raise self._starting(pool, f"no instance serves it after {self.timeout_s:g} s") from None
+            raise
         finally:
             starting.remove(waiter)
             if not starting.waiters:

@@ -31,6 +31,7 @@ from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.names import RuleTable
+from dynamo.frontend.serving.queue.starting import LEAVING_S
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from tests.support.fake_etcd import FakeEtcd
 from tests.support.fakes import (
@@ -323,6 +324,35 @@ async def test_a_request_that_the_last_instance_refuses_while_it_leaves_waits_fo
         assert not task.done()
         fleet.directory.add(instance(2))
         assert await task == b"response"
+
+
+@in_virtual_time
+async def test_an_instance_that_fails_requests_and_stays_is_no_reason_to_wait_for_another() -> None:
+    def unwell(stream: FakeStream) -> None:
+        stream.fail(Unavailable("its engine server ended its response early"))
+
+    async with open_fleet(instance(1), respond=unwell) as fleet:
+        fleet.stand_by(tensor_card())
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(Unavailable, match="ended its response early"):
+            await fleet.send()
+        assert asyncio.get_running_loop().time() - began == LEAVING_S
+        assert len(fleet.client.streams) == 2
+
+
+async def test_requests_that_waited_are_sent_in_several_turns_of_the_event_loop() -> None:
+    async with open_fleet() as fleet:
+        fleet.stand_by(tensor_card())
+        tasks = [fleet.send() for _ in range(100)]
+        await settled()
+        fleet.directory.add(instance(2))
+        sent = []
+        while len(fleet.client.streams) < len(tasks):
+            before = len(fleet.client.streams)
+            await asyncio.sleep(0)
+            sent.append(len(fleet.client.streams) - before)
+        assert max(sent) < 40
+        assert await asyncio.gather(*tasks) == [b"response"] * 100
 
 
 async def test_instances_with_another_tokenizer_are_no_reason_to_wait() -> None:
