@@ -6,7 +6,7 @@ few strings, such as one with a long prompt, the strings are cut out instead, in
 where it misreads a text, that text is not JSON, and the decoder stops there.
 
 A value counts as many as it takes to decode, in integers: 30 ns. Numbers near the ends of the range of doubles (1e308) take
-msgspec 10 µs, 300 times as long.
+msgspec 10 µs, 300 times as long, and those with hundreds of digits up to 1.8 µs for each 32 of them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ VALUE_BYTES = 64
 _EXTREME_VALUES = 256
 """What a number counts whose exponent has three digits."""
 _EXTREME = re.compile(rb"[eE][+-]?[0-9]{3}")
+_LONG_VALUES = 64
+"""What each 32 digits in a row count."""
+_DIGITS = bytes(ord("0") if octet in b"0123456789" else octet for octet in range(256))
+_LONG_NUMBER = b"0" * 32
 _BLOCK_BYTES = 64 * 1024
 _BLOCKS_PER_TURN = 8
 _LONG_BYTES = 2**20
@@ -130,6 +134,7 @@ def _values_outside(outside: bytes) -> int:
     keys, strings = outside.count(b":"), outside.count(b'"')
     values = outside.count(b",") + NODE_VALUES * (keys + outside.count(b"[") + outside.count(b"{"))
     values += (STRING_VALUES - 1) * (strings - keys) + outside.count(b".")
+    values += _LONG_VALUES * outside.translate(_DIGITS).count(_LONG_NUMBER)
     return values + _EXTREME_VALUES * len(_EXTREME.findall(outside))
 
 

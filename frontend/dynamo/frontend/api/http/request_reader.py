@@ -16,6 +16,7 @@ from typing import Generic, TypeAlias, TypeVar
 import msgspec
 from msgspec import inspect
 
+from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import decode, scanned_body
 
@@ -48,8 +49,11 @@ class RequestReader(Generic[T]):
         request = decode(self._decoder, body, exchange.settings.options.max_json_depth)
         if is_long:
             await asyncio.sleep(0)
-        for field in islice(_unknown(body, self._known, ""), _MOST_FIELDS):
-            exchange.settings.unknown_fields.ignore(exchange.endpoint or exchange.path, field)
+        try:
+            for field in islice(_unknown(body, self._known, ""), _MOST_FIELDS):
+                exchange.settings.unknown_fields.ignore(exchange.endpoint or exchange.path, field)
+        except UnicodeDecodeError as error:  # only what is used of a request has been read as text
+            raise InvalidRequest(f"the body is not JSON: the name of a field is not UTF-8: {error}") from None
         return request
 
 

@@ -107,6 +107,14 @@ def test_numbers_that_take_a_decoder_long_count_more(number: bytes, size: int) -
     assert is_accepted(harmless, 1, NODE_VALUES + count - 1 + number.count(b".") * count)
 
 
+@pytest.mark.parametrize("number", [b"1" + b"0" * 308, b"0." + b"0" * 300 + b"12345678901234567890", b"9" * 40 + b".5"])
+def test_numbers_of_many_digits_count_more(number: bytes) -> None:
+    body = b"[" + b",".join([number] * (2 * 2**20 // len(number))) + b"]"
+    assert not is_accepted(body, 1, 100_000)
+    assert is_accepted(body.replace(number, b'"' + number + b'"'), 1, 400_000)
+    assert is_accepted(body.replace(number, b"0.00012345678901234567"), 1, 110_000)
+
+
 async def test_a_body_with_one_long_text_is_counted_without_steps() -> None:
     body = json.dumps({"prompt": 'f(a, {"b": [1]})\n\\"' * 30_000, "stop": ["\\", '"']}).encode()
     scan = scan_json(body, max_depth=2, max_values=100)
