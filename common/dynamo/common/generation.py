@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable
 from enum import StrEnum
 from hashlib import sha256
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -170,12 +170,16 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What a model that takes text generated, instead of `tokens`."""
 
 
+TokenCount: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""What engines report: keys are charged by it."""
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The trailer that ends a generation."""
 
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    cached_tokens: int = 0
+    prompt_tokens: TokenCount = 0
+    output_tokens: TokenCount = 0
+    cached_tokens: TokenCount = 0
     """Prompt tokens whose KV blocks were found in the instance's prefix cache."""
     queue_ms: float = 0.0
     prefill_ms: float = 0.0

@@ -47,6 +47,7 @@ from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.request_scope import RequestScope
+from dynamo.frontend.serving.text.reported_usage import usage_within
 from dynamo.frontend.serving.text.text_models import DeltaDecoder, TextModel, TextModels, Vocabulary
 
 _END_TOKENS = 16
@@ -433,11 +434,6 @@ class Generation:
         limit = self._prompt.stop.max_tokens
         return None if limit is None else max(0, limit - len(self._received[choice]))
 
-    def _within_limit(self, output_tokens: int) -> int:
-        """Return at most as many tokens as were requested, whatever an engine that takes text reports."""
-        limit = self._prompt.stop.max_tokens
-        return output_tokens if limit is None else min(output_tokens, limit * self._prompt.n)
-
     def _feed(self, deltas: list[Delta]) -> list[TextDelta]:
         texts = []
         count = 0
@@ -475,11 +471,9 @@ class Generation:
         if summary is None:  # cut off here, or lost: what only the engine knows stays unknown
             summary = Summary(prompt_tokens=prompt_tokens, output_tokens=self._scope.output_tokens)
         elif self._takes_text:  # its engine may not count tokens
-            summary = msgspec.structs.replace(
-                summary,
-                prompt_tokens=summary.prompt_tokens or prompt_tokens,
-                output_tokens=self._within_limit(summary.output_tokens) or self._scope.output_tokens,
-            )
+            received = Summary(prompt_tokens=prompt_tokens, output_tokens=self._scope.output_tokens)
+            context_length = 0 if self._card.llm is None else self._card.llm.context_length
+            summary = usage_within(self._prompt, context_length, summary, received)
             self._scope.settle(summary.prompt_tokens, summary.output_tokens)
         elif self._was_resumed:  # the last instance counts tokens of the response as prompt
             summary = msgspec.structs.replace(

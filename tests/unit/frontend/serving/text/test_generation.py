@@ -377,6 +377,17 @@ async def test_a_finished_response_whose_summary_was_lost_is_complete() -> None:
         assert len(f.client.streams) == 1
 
 
+@pytest.mark.parametrize("field", ["prompt_tokens", "output_tokens", "cached_tokens"])
+async def test_an_engine_that_reports_less_than_nothing_fails_the_request(field: str) -> None:
+    def respond(stream: FakeStream) -> None:
+        stream.data(delta(1, 2, finish=FinishReason.STOP))
+        stream.end(msgspec.msgpack.encode({field: -1}))
+
+    async with front(respond) as f, generate(f.plane, text_request(), CALL) as generation:
+        with pytest.raises(EngineError, match="summary cannot be read"):
+            await read_all(generation)
+
+
 async def test_migrations_are_limited() -> None:
     engine = TokenEngine([1] * 9, lost)
     async with front(engine, settings=ServingOptions(retry=RetryOptions(migration_limit=2))) as f:
@@ -630,7 +641,14 @@ async def test_a_model_without_a_readable_tokenizer_is_unavailable_with_the_reas
 
 
 @pytest.mark.parametrize(
-    ("reported", "counted"), [((700, 1000), (700, 1000)), ((2, 1), (2, 1)), ((700, 10**9), (700, 1200)), ((0, 0), (5, 2))]
+    ("reported", "counted"),
+    [
+        ((700, 1000), (700, 1000)),
+        ((2, 1), (2, 1)),
+        ((700, 10**9), (700, 1200)),
+        ((10**15, 1), (4000, 1)),
+        ((0, 0), (5, 2)),
+    ],
 )
 async def test_what_an_engine_that_takes_text_reports_is_charged_recorded_and_measured(
     reported: tuple[int, int], counted: tuple[int, int]

@@ -150,6 +150,11 @@ def test_structured_output_is_not_led_by_reasoning() -> None:
         (b'{"choices": [{"index": 2, "delta": {}}]}', EngineError),
         (b'{"choices": [{"index": 0, "finish_reason": "abort"}]}', Unavailable),
         (b"[", EngineError),
+        (b'{"choices": [{"index": 0, "text": "\xff"}]}', EngineError),
+        (b'{"usage": {"prompt_tokens": -1}}', EngineError),
+        (b'{"usage": {"completion_tokens": 1e3}}', EngineError),
+        (b'{"usage": {"prompt_tokens_details": {"cached_tokens": -1}}}', EngineError),
+        (b'{"usage": {"prompt_tokens": 1%s}}' % (b"0" * 40), EngineError),
     ],
 )
 def test_an_event_that_cannot_be_used_ends_the_request(data: bytes, error: type[Exception]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest, unpack_text
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, TokenCount, unpack_text
 from dynamo.common.generation_rules import Feature
 from dynamo.worker.engine.open_requests import read_finish_reason
 from dynamo.worker.engine.remote.dialect import PromptDetails, data_url, decode_event, fills_context, token_limit, without_none
@@ -54,7 +54,7 @@ class TokenChoice(msgspec.Struct):
 
 
 class TokenUsage(msgspec.Struct):
-    prompt_tokens: int = 0
+    prompt_tokens: TokenCount = 0
     """With as many for each image as it takes."""
     prompt_tokens_details: PromptDetails | None = None
 

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.common.generation import Delta, GenerateRequest, Summary
+from dynamo.common.generation import Delta, GenerateRequest, Summary, TokenCount
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Dialect(Protocol):
 class PromptDetails(msgspec.Struct):
     """The part of the usage that a server reports of a prompt."""
 
-    cached_tokens: int | None = None
+    cached_tokens: TokenCount | None = None
 
 
 class Choices:
@@ -95,7 +95,7 @@ def decode_event(decoder: msgspec.json.Decoder[T], event: bytes) -> T:
     """Raises EngineError for an event that cannot be read."""
     try:
         return decoder.decode(event)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise EngineError(f"the server sent an event that cannot be read: {error}") from error
 
 

@@ -51,7 +51,7 @@ def read_failure(status: int, body: bytes, retry_after: str = "") -> DynamoError
     """Return the error that a response with a status of failure means."""
     try:
         message = _failure_decoder.decode(body).text
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         message = ""  # such as a page of a proxy
     return to_error(status, message, float(retry_after) if retry_after.isdecimal() else 1.0)
 

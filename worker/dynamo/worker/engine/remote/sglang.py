@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.common.generation import Delta, FinishReason, GenerateRequest
+from dynamo.common.generation import Delta, FinishReason, GenerateRequest, TokenCount
 from dynamo.common.generation_rules import Feature
 from dynamo.worker.engine.open_requests import read_finish_reason
 from dynamo.worker.engine.remote.dialect import data_url, decode_event, fills_context, token_limit, without_none
@@ -32,11 +32,11 @@ TokenLogprob = tuple[float | None, int, str | None]
 
 class MetaInfo(msgspec.Struct):
     finish_reason: Finish | None = None
-    prompt_tokens: int = 0
+    prompt_tokens: TokenCount = 0
     """With as many for each image as it takes."""
-    completion_tokens: int = 0
+    completion_tokens: TokenCount = 0
     """Tokens generated in all events so far."""
-    cached_tokens: int = 0
+    cached_tokens: TokenCount = 0
     output_token_logprobs: list[TokenLogprob] | None = None
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.generation import Delta, GenerateRequest, Summary
+from dynamo.common.generation import Delta, GenerateRequest, Summary, TokenCount
 from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.generation_rules import check_request as check_ranges
 from dynamo.worker.engine.open_requests import read_finish_reason
@@ -54,8 +54,8 @@ class TextChoice(msgspec.Struct):
 
 
 class TextUsage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: TokenCount = 0
+    completion_tokens: TokenCount = 0
     prompt_tokens_details: PromptDetails | None = None
 
 
