@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import parse_instance
 from dynamo.common.observability.tracing import context_of
 from dynamo.common.process.work import hold_nothing
+from dynamo.frontend.api.capacity import Occupancy
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.router.overrides import LIMITS, read_overrides
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.security.keys import MAX_PRIORITY
-from dynamo.frontend.serving.call import Call, Progress
+from dynamo.frontend.serving.call import Call, Progress, wait_uncounted
 
 MAX_ID_CHARS = 128
 EXPLAIN = "x-dynamo-explain"
@@ -34,7 +35,7 @@ def read_call(
     *,
     progress: Progress,
     endpoint: str = "tensor",
-    hold: Callable[[int], None] = hold_nothing,
+    occupied: Occupancy | None = None,
 ) -> Call:
     """Read headers with lower-case names; `remaining_s` are the seconds until the deadline. Raises InvalidRequest."""
     request_id = session = ""
@@ -84,7 +85,8 @@ def read_call(
         explanation=explanation,
         endpoint=endpoint,
         progress=progress,
-        hold=hold,
+        hold=hold_nothing if occupied is None else occupied.hold,
+        waiting=wait_uncounted if occupied is None else occupied.waiting,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 
@@ -26,7 +26,8 @@ class Capacity:
         self.requests = 0
         self.buffered_bytes = 0
         self._waiting: Counter[str] = Counter()
-        """Bytes of `buffered_bytes` that wait for the client, by API key: incomplete messages and responses that are not read."""
+        """Bytes of `buffered_bytes` that wait, by API key: incomplete messages, responses that are not read, and requests to
+        models that start."""
         self._streams: Counter[str] = Counter()
         """Streams of `requests`, by API key."""
 
@@ -100,6 +101,19 @@ class Capacity:
             del self._waiting[key]
 
     @contextmanager
+    def waiting(self, key: str, size_bytes: int) -> Iterator[None]:
+        """Count bytes that are held as waiting while the body runs. Raises RateLimited if a key has more than its share then."""
+        waiting, left = self._waiting[key], self._options.max_buffered_bytes - self.buffered_bytes
+        if key and waiting and waiting + size_bytes > left:
+            message = f"{waiting} bytes of the API key '{key}' wait for models to start; the rest is for others"
+            raise RateLimited(message, retry_after_s=_RETRY_AFTER_S)
+        self._waiting[key] += size_bytes
+        try:
+            yield
+        finally:
+            self.waiting_over(key, size_bytes)
+
+    @contextmanager
     def unread(self, key: str, size_bytes: int) -> Iterator[None]:
         """Count bytes of a response that are held elsewhere as waiting for the client while the body runs. Raises Overloaded."""
         self._check_share(key, size_bytes, 0)
@@ -131,6 +145,10 @@ class Occupancy(msgspec.Struct, eq=False):
             return
         self._capacity.hold(size_bytes)
         self.held_bytes += size_bytes
+
+    def waiting(self, key: str) -> AbstractContextManager[None]:
+        """Count what is held as waiting, for an API key, until the context is left. Raises RateLimited."""
+        return self._capacity.waiting(key, self.held_bytes)
 
     def handed_over(self) -> Occupancy:
         """Return the occupancy of what goes on with the bytes of this request after its end. Raises Overloaded."""

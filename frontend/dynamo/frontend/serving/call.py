@@ -6,6 +6,7 @@ The protocols are what dispatching needs of the directory and of the messaging c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import msgspec
@@ -41,6 +42,11 @@ class Progress(msgspec.Struct, eq=False):
 def priority_of_level(level: int) -> int:
     """Convert a priority of Triton, where 1 is the most urgent. Here larger is more urgent; 0 is the default of both."""
     return max(1, _TRITON_LEVELS - level) if level > 0 else 0
+
+
+def wait_uncounted(key: str) -> AbstractContextManager[None]:
+    """For requests whose bytes are bounded elsewhere."""
+    return nullcontext()
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +89,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """This process's part of the request's trace; None if it is not traced."""
     hold: Callable[[int], None] = hold_nothing
     """Counts bytes that are kept for the request until its end. Raises Overloaded."""
+    waiting: Callable[[str], AbstractContextManager[None]] = wait_uncounted
+    """Counts all of them as waiting, for an API key, until the context is left. Raises RateLimited: others need room, too."""
 
 
 class Work(RouteRequest, kw_only=True):

@@ -26,7 +26,7 @@ from dynamo.common.errors import Cancelled, Code, DynamoError, EngineError, Inva
 from dynamo.common.http.served import ClientWatch, Header, ServedRequest
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.process.steps import Steps
-from dynamo.common.process.work import Work, hold_nothing
+from dynamo.common.process.work import Work
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import EXPLAIN, read_call, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
@@ -232,8 +232,8 @@ class Exchange:
         `has_own_id`: the request may have an id of its own, which the caller of this uses if the headers have none.
         """
         # Not `self.hold`: a response in the background would keep this exchange, and with it the body.
-        hold = hold_nothing if self.occupancy is None else self.occupancy.hold
-        call = read_call(self.account, self.headers.items(), progress=self.progress, endpoint=self.endpoint, hold=hold)
+        occupied, progress = self.occupancy, self.progress
+        call = read_call(self.account, self.headers.items(), progress=progress, endpoint=self.endpoint, occupied=occupied)
         self.explanation = call.explanation
         self.request_id = call.request_id or self.request_id
         if has_own_id:

@@ -406,7 +406,8 @@ class DispatchedStream:
             attempts.has_waited_for_end = True
             await starts.wait_for_end(pool, owner, tokens, min(attempts.starts_by, now + LEAVING_S), self._deadline)
         else:
-            await starts.wait(pool, owner, tokens, attempts.starts_by, self._deadline)
+            with self._call.waiting(owner):
+                await starts.wait(pool, owner, tokens, attempts.starts_by, self._deadline)
         attempts.failed.clear()  # the instances have changed
 
     async def _booked_in_turn(self, queue: AdmissionQueue) -> Booking | None:

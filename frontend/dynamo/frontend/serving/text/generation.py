@@ -41,6 +41,7 @@ from dynamo.frontend.preprocess.media.media import media_length
 from dynamo.frontend.preprocess.reasoning.budget import ReasoningBudget
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RoutingDecision
+from dynamo.frontend.router.cache.hashing import LONG_PROMPT_BYTES
 from dynamo.frontend.serving.call import Stream, Work
 from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation, Prefill
 from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
@@ -191,6 +192,8 @@ class Generation:
                 prompt = await self._in_tokens_until(text, deadline)
             if prompt.media:  # what came with the request is counted already, what was fetched is not
                 self._call.hold(max(0, media_length(prompt.media) - media_length(self._request.media)))
+            if len(prompt.prompt) >= LONG_PROMPT_BYTES:  # kept for another instance, and once more as it is sent
+                self._call.hold(2 * len(prompt.prompt))
             self._prompt = self._addressed(prompt)
             limit = self._request.stop.max_tokens
             self._scope.prompt(prompt.prompt_tokens, None if limit is None else self._prompt.n * (prompt.stop.max_tokens or 0))

@@ -19,8 +19,10 @@ def usage_within(request: GenerateRequest, context_length: int, reported: Summar
     A prompt has at most a token for each of its bytes, unless there are images in it. `context_length`: 0 if it is not known.
     """
     prompt_tokens = reported.prompt_tokens or received.prompt_tokens
-    if longest := context_length or (0 if request.media else len(request.prompt) + _ADDED_TOKENS):
-        prompt_tokens = min(prompt_tokens, longest * request.n)
+    longest = [context_length] if context_length else []
+    if not request.media:
+        longest.append(len(request.prompt) + _ADDED_TOKENS)
+    prompt_tokens = min([prompt_tokens, *(request.n * tokens for tokens in longest)])
     limit = request.stop.max_tokens
     output_tokens = reported.output_tokens if limit is None else min(reported.output_tokens, limit * request.n)
     return msgspec.structs.replace(

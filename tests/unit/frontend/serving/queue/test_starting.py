@@ -11,15 +11,24 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DeadlineExceeded, ModelNotFound, ModelStarting, NoInstances, ShuttingDown, Unavailable
+from dynamo.common.errors import (
+    DeadlineExceeded,
+    ModelNotFound,
+    ModelStarting,
+    NoInstances,
+    RateLimited,
+    ShuttingDown,
+    Unavailable,
+)
 from dynamo.common.etcd import Deleted, Events, KeyValue, Put
 from dynamo.common.model_card import ModelCard, Role
 from dynamo.common.names import InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.scaling.standby import Standby, encode_standby
 from dynamo.common.tensors.request import TensorRequest
+from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.health import Readiness, State
-from dynamo.frontend.config import DisaggregationOptions, ServingOptions, StartOptions
+from dynamo.frontend.config import CapacityOptions, DisaggregationOptions, ServingOptions, StartOptions
 from dynamo.frontend.fleet.standby import StandbyView
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.names.rules import Fallback, Rule, Target
@@ -353,6 +362,28 @@ async def test_requests_that_waited_are_sent_in_several_turns_of_the_event_loop(
             sent.append(len(fleet.client.streams) - before)
         assert max(sent) < 40
         assert await asyncio.gather(*tasks) == [b"response"] * 100
+
+
+async def test_what_the_requests_of_a_key_hold_that_wait_for_a_start_leaves_room_for_others() -> None:
+    capacity = Capacity(CapacityOptions(max_buffered_bytes=1000))
+    async with open_fleet() as fleet:
+        fleet.stand_by(tensor_card())
+        key = KeyAccount(ApiKey(name="a", salt=b"", digest=b""))
+        tasks = []
+        for _ in range(4):
+            occupied = capacity.enter()
+            occupied.hold(200)
+            tasks.append(fleet.send(account=key, waiting=occupied.waiting))
+            await settled()
+            if tasks[-1].done():
+                occupied.leave()
+        assert [task.done() for task in tasks] == [False, False, True, True]
+        with pytest.raises(RateLimited, match="400 bytes of the API key 'a' wait for models to start"):
+            await tasks[2]
+        fleet.directory.add(instance(2))
+        assert await asyncio.gather(*tasks[:2]) == [b"response"] * 2
+        with capacity.waiting("a", 1000), pytest.raises(RateLimited), capacity.waiting("a", 1):
+            pass
 
 
 async def test_instances_with_another_tokenizer_are_no_reason_to_wait() -> None:

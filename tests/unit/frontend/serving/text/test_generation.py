@@ -240,6 +240,22 @@ async def test_media_that_were_fetched_count_as_bytes_of_the_request() -> None:
         assert not f.client.streams
 
 
+@pytest.mark.parametrize(("tokens", "held"), [(16_000, []), (20_000, [2 * 4 * 20_000])])
+async def test_the_ids_of_a_long_prompt_count_as_bytes_of_the_request(tokens: int, held: list[int]) -> None:
+    counted: list[int] = []
+
+    class LongText(FakeText):
+        async def to_generate(self, request: TextRequest, key: str = "") -> GenerateRequest:
+            return msgspec.structs.replace(await super().to_generate(request), prompt=pack_tokens([1] * tokens))
+
+    async def load(card: ModelCard) -> TextModel:
+        return LongText()
+
+    call = msgspec.structs.replace(CALL, hold=counted.append)
+    async with front(TokenEngine([], gone), load=load) as f, generate(f.plane, text_request(), call):
+        assert counted == held
+
+
 async def test_the_router_sees_the_digest_of_an_image_and_the_worker_the_token_in_its_place() -> None:
     card = llm_card()
     assert card.llm is not None
@@ -640,6 +656,25 @@ async def test_a_model_without_a_readable_tokenizer_is_unavailable_with_the_reas
                 pass
 
 
+def text_card(context_length: int) -> ModelCard:
+    return ModelCard(name="talker", kind=ModelKind.LLM, llm=LlmInfo(context_length=context_length, tokenizer=TAKES_TEXT))
+
+
+@pytest.mark.parametrize("context_length", [0, 1_000_000])
+async def test_a_prompt_counts_as_no_more_tokens_than_it_has_bytes_and_a_server_may_add(context_length: int) -> None:
+    def respond(stream: FakeStream) -> None:
+        stream.data(delta_encoder.encode(Delta(text="word", finish_reason=FinishReason.STOP)))
+        stream.end(summary_encoder.encode(Summary(prompt_tokens=10**15, output_tokens=1, cached_tokens=10**15)))
+
+    async with front(respond, card=text_card(context_length)) as f:
+        async with generate(f.plane, text_request(), CALL) as generation:
+            await read_all(generation)
+        [stream] = f.client.streams
+        most = len(request_decoder.decode(stream.body).prompt) + 4096
+        assert generation.summary is not None
+        assert (generation.summary.prompt_tokens, generation.summary.cached_tokens) == (most, most)
+
+
 @pytest.mark.parametrize(
     ("reported", "counted"),
     [
@@ -662,7 +697,7 @@ async def test_what_an_engine_that_takes_text_reports_is_charged_recorded_and_me
     account = KeyAccount(
         ApiKey(name="team", salt=b"", digest=b"", limits=Limits(tokens_per_minute=10_000)), lambda: 0.0, ledger=ledger
     )
-    card = ModelCard(name="talker", kind=ModelKind.LLM, llm=LlmInfo(context_length=4000, tokenizer=TAKES_TEXT))
+    card = text_card(context_length=4000)
     async with front(respond, card=card) as f:
         async with generate(f.plane, text_request(1200), msgspec.structs.replace(CALL, account=account)) as generation:
             await read_all(generation)

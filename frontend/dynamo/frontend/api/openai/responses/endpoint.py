@@ -197,7 +197,7 @@ class Responses:
         """Begin a response in the background, and return it as it is then. Raises what keeps the request from being admitted."""
         edge, chat = self._edge, work.chat
         assert edge.background is not None and work.items is not None
-        detached = msgspec.structs.replace(call, deadline=None, explanation=None, hold=occupied.hold)
+        detached = msgspec.structs.replace(call, deadline=None, explanation=None, hold=occupied.hold, waiting=occupied.waiting)
 
         async def generate(stages: Stages) -> ResponseObject:
             async def attempt(model: NamedModel, call: Call) -> ResponseObject:
