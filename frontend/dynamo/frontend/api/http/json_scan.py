@@ -159,6 +159,8 @@ def _values_at_once(body: bytes, max_depth: int, max_values: int) -> int | None:
         extreme = (_EXTREME_VALUES + 1) * (commas + colons + opened)  # a string counts less
         if opened <= max_depth and values + extreme <= max_values:
             return values
+    if body.count(b'"') - body.count(b'\\"') > _FEW_QUOTES:
+        return None  # without the positions of all quotes, which take more than the body
     text = _MARGIN + body
     quotes = _quotes_of_few_strings(np.frombuffer(text, np.uint8))
     if quotes is None:
