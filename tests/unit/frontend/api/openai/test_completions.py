@@ -165,7 +165,7 @@ async def test_an_annotation_with_a_long_prompt_is_made_once_and_held(name: str)
     head, _, value = event.partition("\n: ")
     assert head == f"event: {name}"
     assert json.loads(value) == (list(tokens_of("~" * 150_000)) if name == "token_ids" else "~" * 150_000)
-    async with open_http_edge(card, respond=Speaker(), capacity=CapacityOptions(max_buffered_bytes=550_000)) as edge:
+    async with open_http_edge(card, respond=Speaker(), capacity=CapacityOptions(max_buffered_bytes=1_750_000)) as edge:
         assert (await edge.post(PATH, plain)).status_code == 200
         assert (await edge.post(PATH, annotated)).status_code == 503
 
