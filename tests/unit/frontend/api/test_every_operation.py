@@ -434,7 +434,7 @@ async def test_work_on_a_long_request_is_stopped_within_a_step_when_its_caller_l
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 await stopped(sending, leaving)
-        await until_free(front.capacity)
+                await until_free(front.capacity)  # a thread may hold its bytes a while longer, which would refuse the next one
 
 
 async def stopped(sending: asyncio.Task[Outcome], leaving: Leaving) -> None:
