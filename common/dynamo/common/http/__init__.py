@@ -8,5 +8,6 @@
 | `request` | one HTTP request of a connection |
 | `served` | what an application gets of a request, and how it responds |
 | `server` | one HTTP port, served inside the process's event loop |
+| `status_port` | a port that shows the state of a process, without keys |
 | `web_pages` | what browsers say about a request: for which page they make it, and under which name |
 """

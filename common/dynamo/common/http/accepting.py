@@ -26,7 +26,7 @@ _FEWEST = 16
 _HANDSHAKE_S = 10.0
 _ACCEPTED_AT_ONCE = 64
 _TURNS_TO_ACCEPT = 4
-"""LoopTurns of the event loop from a connection in the kernel to its protocol."""
+"""Turns of the event loop from a connection in the kernel to its protocol."""
 _PAUSE_S = 1.0
 """After the system had no descriptor, or no memory, for a connection."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})

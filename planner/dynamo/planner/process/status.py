@@ -3,35 +3,24 @@
 `/live` is 200 while the event loop runs. `/health` is 200 while NATS is there, of the leader and of planners that stand by; etcd
 going away is no reason: targets stay as they are.
 
-The port requires no key and takes no orders. Pages of other sites may have a browser see no more than `/live` and `/health`, and
-the rest is served only under names of this machine (`common/http/web_pages.py`).
+The port requires no key and takes no orders; what browsers may see of it says `common.http.status_port`.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
-from dynamo.common.http.served import App, ServedRequest
-from dynamo.common.http.server import serve_app
-from dynamo.common.http.web_pages import OwnHosts, is_link, is_of_other_origin
-from dynamo.common.lifecycle import open_listener
+from dynamo.common.http.served import App
+from dynamo.common.http.status_port import JSON, PageContent, Scrape, serve_status_port, status_pages
+from dynamo.common.http.web_pages import OwnHosts
 from dynamo.common.process.interpreter import interpreter
 from dynamo.planner.config import PlannerStatusOptions
 from dynamo.planner.process.state import PlannerState
-
-_JSON = b"application/json"
-_OPEN_PAGES = ("/live", "/health")
-Scrape: TypeAlias = Callable[[], Awaitable[tuple[bytes, str]]]
-"""Returns the text of a metrics scrape and its content type."""
-_Page: TypeAlias = Callable[[], Awaitable[tuple[int, bytes, bytes]]]
-"""Returns the status, the body and its type."""
-
-log = logging.getLogger(__name__)
 
 
 class ConnectionState(Protocol):
@@ -86,44 +75,13 @@ class PlannerStatus:
 def planner_status_app(status: PlannerStatus, scrape: Scrape, hosts: OwnHosts) -> App:
     """Return the app with `/health`, `/live`, `/metrics` and `/explain`."""
 
-    async def live() -> tuple[int, bytes, bytes]:
-        return 200, b'{"status":"live"}', _JSON
+    async def health() -> PageContent:
+        return 200 if status.is_ready else 503, status.health(), JSON
 
-    async def health() -> tuple[int, bytes, bytes]:
-        return 200 if status.is_ready else 503, status.health(), _JSON
+    async def explain() -> PageContent:
+        return 200, msgspec.json.encode(status.state), JSON
 
-    async def metrics() -> tuple[int, bytes, bytes]:
-        text, kind = await scrape()
-        return 200, text, kind.encode()
-
-    async def explain() -> tuple[int, bytes, bytes]:
-        return 200, msgspec.json.encode(status.state), _JSON
-
-    pages: dict[str, _Page] = {"/live": live, "/health": health, "/metrics": metrics, "/explain": explain}
-
-    async def app(request: ServedRequest) -> None:
-        page = pages.get(request.path)
-        if request.path not in _OPEN_PAGES and (reason := _refusal(request, hosts)) is not None:
-            code, body, kind = 403, msgspec.json.encode({"error": reason}), _JSON
-        elif page is None:
-            code, body, kind = 404, b'{"error":"there are /health, /live, /metrics and /explain"}', _JSON
-        elif request.method not in ("GET", "HEAD"):
-            code, body, kind = 405, b'{"error":"only GET is allowed"}', _JSON
-        else:
-            code, body, kind = await page()
-        request.begin(code, ((b"content-type", kind), (b"content-length", b"%d" % len(body))))
-        await request.write(body, is_last=True)
-
-    return app
-
-
-def _refusal(request: ServedRequest, hosts: OwnHosts) -> str | None:
-    """Return why a browser is refused what the page that it shows wants."""
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
-    if is_of_other_origin(headers, request.scheme) and not is_link(request.method, headers):
-        return "pages of other sites may not use this port"
-    host = headers.get("host", "")
-    return None if hosts.include(host) else f"this port is used by its own names, and {host[:200]!r} is not among --allowed-host"
+    return status_pages(health, scrape, {"/explain": explain}, hosts)
 
 
 @asynccontextmanager
@@ -132,11 +90,6 @@ async def serve_planner_status(options: PlannerStatusOptions, status: PlannerSta
 
     Raises ConfigError if the port cannot be opened.
     """
-    if options.port is None:
-        yield None
-        return
-    listener = open_listener(options.host, options.port, flag="--status-port")
-    hosts = OwnHosts(options.allowed_hosts, options.host)
-    async with serve_app(listener, planner_status_app(status, scrape, hosts)) as server:
-        log.info("status on %s:%d", options.host, server.port)
-        yield server.port
+    app_of = partial(planner_status_app, status, scrape)
+    async with serve_status_port(options.host, options.port, options.allowed_hosts, app_of) as port:
+        yield port

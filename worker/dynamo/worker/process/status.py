@@ -4,8 +4,8 @@
 drain, and 503 before, after, while it sleeps, and while NATS is away; etcd going away is no reason: frontends know the instance
 and go on using it.
 
-The port requires no key, so it takes orders only with `--allow-sleep`. Pages of other sites may have a browser see no more than
-`/live` and `/health`, and the rest is served only under names of this machine (`common/http/web_pages.py`).
+The port requires no key, so it takes orders only with `--allow-sleep`; what browsers may see of it says
+`common.http.status_port`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,22 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
-from typing import TypeAlias
+from functools import partial
 from urllib.parse import parse_qs
 
 import msgspec
 
 from dynamo.common.errors import Code, DynamoError, InvalidRequest
 from dynamo.common.http.served import App, ServedRequest
-from dynamo.common.http.server import serve_app
-from dynamo.common.http.web_pages import OwnHosts, is_link, is_of_other_origin
-from dynamo.common.lifecycle import open_listener
+from dynamo.common.http.status_port import JSON, Order, PageContent, Scrape, serve_status_port, status_pages
+from dynamo.common.http.web_pages import OwnHosts
 from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.process.interpreter import interpreter
 from dynamo.worker.config import StatusOptions
 from dynamo.worker.process.sleep import Sleeper
 
-_JSON = b"application/json"
 _REFUSALS = {Code.INVALID_REQUEST: 400, Code.UNSUPPORTED: 501, Code.UNAVAILABLE: 503}
-Scrape: TypeAlias = Callable[[], Awaitable[tuple[bytes, str]]]
-"""Returns the text of a metrics scrape and its content type."""
 
 _log = logging.getLogger(__name__)
 
@@ -142,21 +138,13 @@ class Status:
 
 def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hosts: OwnHosts | None = None) -> App:
     """Return the app with `/health`, `/live`, `/metrics`, and vLLM's `/sleep`, `/wake_up`, `/is_sleeping`."""
-    own_hosts = hosts or OwnHosts()
 
-    async def live() -> tuple[int, bytes, bytes]:
-        return 200, b'{"status":"live"}', _JSON
+    async def health() -> PageContent:
+        return 200 if status.is_ready else 503, status.to_json(), JSON
 
-    async def health() -> tuple[int, bytes, bytes]:
-        return 200 if status.is_ready else 503, status.to_json(), _JSON
-
-    async def metrics() -> tuple[int, bytes, bytes]:
-        text, kind = await scrape()
-        return 200, text, kind.encode()
-
-    async def is_sleeping() -> tuple[int, bytes, bytes]:
+    async def is_sleeping() -> PageContent:
         sleeping = status.sleeper is not None and status.sleeper.is_sleeping
-        return 200, msgspec.json.encode({"is_sleeping": sleeping}), _JSON
+        return 200, msgspec.json.encode({"is_sleeping": sleeping}), JSON
 
     async def sleep(sleeper: Sleeper, query: bytes) -> None:
         if parse_qs(query.decode("latin-1"), keep_blank_values=True).get("level", ["1"]) != ["1"]:
@@ -166,52 +154,20 @@ def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hos
     async def wake_up(sleeper: Sleeper, query: bytes) -> None:
         await sleeper.wake()
 
-    async def obey(order: Callable[[Sleeper, bytes], Awaitable[None]], request: ServedRequest) -> tuple[int, bytes, bytes]:
+    async def obey(order: Callable[[Sleeper, bytes], Awaitable[None]], request: ServedRequest) -> PageContent:
         if not allow_sleep:
-            return 403, b'{"error":"the worker was started without --allow-sleep"}', _JSON
+            return 403, b'{"error":"the worker was started without --allow-sleep"}', JSON
         if status.sleeper is None:
-            return 503, b'{"error":"the worker is still starting"}', _JSON
+            return 503, b'{"error":"the worker is still starting"}', JSON
         try:
             await order(status.sleeper, request.query)
         except DynamoError as error:
             _log.warning("%s was refused: %s", request.path, error)
-            return _REFUSALS.get(error.code, 500), msgspec.json.encode({"error": str(error)}), _JSON
+            return _REFUSALS.get(error.code, 500), msgspec.json.encode({"error": str(error)}), JSON
         return await is_sleeping()
 
-    pages = {"/live": live, "/health": health, "/metrics": metrics, "/is_sleeping": is_sleeping}
-    orders = {"/sleep": sleep, "/wake_up": wake_up}
-    open_pages = ("/live", "/health")
-
-    def refusal(request: ServedRequest) -> str | None:
-        """Return why a browser is refused what the page that it shows wants."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
-        if is_of_other_origin(headers, request.scheme) and not is_link(request.method, headers):
-            return "pages of other sites may not use this port"
-        host = headers.get("host", "")
-        return (
-            None
-            if own_hosts.include(host)
-            else f"this port is used by its own names, and {host[:200]!r} is not among --allowed-host"
-        )
-
-    async def app(request: ServedRequest) -> None:
-        page, order = pages.get(request.path), orders.get(request.path)
-        if request.path not in open_pages and (reason := refusal(request)) is not None:
-            code, body, kind = 403, msgspec.json.encode({"error": reason}), _JSON
-        elif order is not None and request.method == "POST":
-            code, body, kind = await obey(order, request)
-        elif order is not None:
-            code, body, kind = 405, b'{"error":"only POST is allowed"}', _JSON
-        elif page is None:
-            code, body, kind = 404, b'{"error":"there are /health, /live, /metrics, /is_sleeping, /sleep and /wake_up"}', _JSON
-        elif request.method not in ("GET", "HEAD"):
-            code, body, kind = 405, b'{"error":"only GET is allowed"}', _JSON
-        else:
-            code, body, kind = await page()
-        request.begin(code, ((b"content-type", kind), (b"content-length", b"%d" % len(body))))
-        await request.write(body, is_last=True)
-
-    return app
+    orders: dict[str, Order] = {"/sleep": partial(obey, sleep), "/wake_up": partial(obey, wake_up)}
+    return status_pages(health, scrape, {"/is_sleeping": is_sleeping}, hosts or OwnHosts(), orders)
 
 
 @asynccontextmanager
@@ -220,11 +176,9 @@ async def serve_status(options: StatusOptions, status: Status, scrape: Scrape) -
 
     Raises ConfigError if the port cannot be opened.
     """
-    if options.port is None:
-        yield None
-        return
-    listener = open_listener(options.host, options.port, flag="--status-port")
-    hosts = OwnHosts(options.allowed_hosts, options.host)
-    async with serve_app(listener, status_app(status, scrape, allow_sleep=options.allow_sleep, hosts=hosts)) as server:
-        _log.info("status on %s:%d", options.host, server.port)
-        yield server.port
+
+    def app_of(hosts: OwnHosts) -> App:
+        return status_app(status, scrape, allow_sleep=options.allow_sleep, hosts=hosts)
+
+    async with serve_status_port(options.host, options.port, options.allowed_hosts, app_of) as port:
+        yield port
