@@ -32,7 +32,7 @@ from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.fleet.directory import Directory, open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.planner.budget import share_gpus
-from dynamo.planner.capacity import Demand, unreachable
+from dynamo.planner.capacity import Demand, tokens_of, unreachable
 from dynamo.planner.config import PlannerConfig
 from dynamo.planner.decide import PoolPlanner
 from dynamo.planner.executors.base import Executor
@@ -174,11 +174,12 @@ def mean_demand(view: PoolView) -> Demand:
     """Return the demand of a view's mean request."""
     arrivals = view.arrivals
     requests = max(arrivals.requests, 1.0)
+    computed, output = tokens_of(view.pool.role, arrivals.computed_tokens / requests, view.engine.times.output_tokens)
     return Demand(
         requests_per_s=arrivals.requests / max(arrivals.seconds, 1e-9),
-        computed_tokens=0.0 if view.pool.role is Role.DECODE else arrivals.computed_tokens / requests,
+        computed_tokens=computed,
         prompt_tokens=arrivals.prompt_tokens / requests,
-        output_tokens=1.0 if view.pool.role is Role.PREFILL else view.engine.times.output_tokens,
+        output_tokens=output,
     )
 
 

@@ -20,6 +20,7 @@ import math
 
 import msgspec
 
+from dynamo.common.model_card import Role
 from dynamo.planner.pools import Engine, Goals
 
 _MOST_TAKEN = 0.85
@@ -42,6 +43,17 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """The squared coefficient of variation of the computed tokens; 0: all the same, 1: exponential."""
     backlog_tokens: float = 0.0
     """Prompt tokens that wait to be computed beyond what steady traffic has waiting, per second in which they are to be gone."""
+
+
+def tokens_of(role: Role, computed: float, output: float) -> tuple[float, float]:
+    """Return what an instance of a role does for a request: the prompt tokens that it computes, and the tokens it generates."""
+    match role:
+        case Role.PREFILL:
+            return computed, 1.0
+        case Role.DECODE:
+            return 0.0, output
+        case Role.AGGREGATED:
+            return computed, output
 
 
 class Size(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ import msgspec
 
 from dynamo.common.model_card import Role
 from dynamo.common.scaling.pool import Pool
-from dynamo.planner.capacity import Demand, Size, size
+from dynamo.planner.capacity import Demand, Size, size, tokens_of
 from dynamo.planner.forecast import Forecast
 from dynamo.planner.pools import Bounds, Decision, Engine, Goals, PoolView
 
@@ -152,8 +152,7 @@ class PoolPlanner:
 
     def _demand(self, view: PoolView, peak: float) -> Demand:
         mean, role = self._mean, self.pool.role
-        computed = 0.0 if role is Role.DECODE else mean.computed_tokens
-        output = 1.0 if role is Role.PREFILL else view.engine.times.output_tokens
+        computed, output = tokens_of(role, mean.computed_tokens, view.engine.times.output_tokens)
         queued = view.waiting_tokens + sum(each.queued_tokens for each in view.instances)
         usual = len(view.instances) * computed
         drain_s = max(_SHORTEST_DRAIN_S, self._startup_s(view))

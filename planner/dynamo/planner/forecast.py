@@ -114,12 +114,15 @@ class Forecast:
         if now - self._looked_at >= _LOOK_FOR_SEASON_S:
             self._looked_at = now
             self.season_s = self._find_season()
+        known: list[_Candidate] = []
         for candidate in self._candidates:
             candidate.compare(now, self.rate)
             ahead = candidate.forecast(self.horizon_s)
-            if ahead is not None:
-                candidate.pending.append((now + self.horizon_s, ahead))
-        known = [each for each in self._candidates if len(each.errors) >= _FIRST_COMPARED and each.forecast(0.0) is not None]
+            if ahead is None:
+                continue
+            candidate.pending.append((now + self.horizon_s, ahead))
+            if len(candidate.errors) >= _FIRST_COMPARED:
+                known.append(candidate)
         self._best = min(known, key=lambda each: each.mean_loss, default=self._candidates[0])
 
     def peak(self) -> float:

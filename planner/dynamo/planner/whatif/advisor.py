@@ -129,8 +129,8 @@ class Advisor:
         played = samples[-_PLAYED:]
         if len(played) < _FEWEST or forecast_per_s <= 0.0:
             return None
+        # How many requests each of them stands for: so much smaller is the fleet that they are played on.
         each = sum(sample.weight for _, sample in played) / len(played)
-        """How many requests each of them stands for: so much smaller is the fleet that they are played on."""
         seconds = len(played) * each / forecast_per_s
         if seconds < _SHORTEST_S or size.instances / each < _FEWEST_INSTANCES:
             return None

@@ -14,33 +14,8 @@ from dynamo.frontend.api.rpc.operation import Context
 from dynamo.frontend.config import GrpcOptions
 from tests.support.grpc_operations import unary
 from tests.support.http2 import PATH, call, connected
+from tests.support.turns import Loop
 from tests.support.waiting import until
-
-
-class Loop:
-    """A clock, and an event loop whose turns the test takes."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self._soon: list[Callable[[], None]] = []
-
-    def clock(self) -> float:
-        return self.now
-
-    def call_soon(self, function: Callable[[], None]) -> None:
-        self._soon.append(function)
-
-    def turn(self) -> float:
-        """Take a turn; return how long it took."""
-        begun = self.now
-        soon, self._soon = self._soon, []
-        for function in soon:
-            function()
-        return self.now - begun
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._soon
 
 
 def read(loop: Loop, turns: LoopTurns, work_s: float) -> float:

@@ -19,36 +19,11 @@ from dynamo.common.http.accepting import TlsListener
 from dynamo.common.lifecycle import open_listener
 from dynamo.common.process.turns import LoopTurns
 from dynamo.common.security.paced_tls import ENCRYPTED, EncryptedConnection, PacedContext, paced
+from tests.support.turns import Loop
 from tests.support.waiting import WAIT_S
 
 HANDSHAKE_S = 0.003
 SSL_KEY_UPDATE_REQUESTED = 1
-
-
-class Loop:
-    """An event loop whose clock the test moves, and whose turns it takes."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self._soon: list[Callable[[], None]] = []
-
-    def clock(self) -> float:
-        return self.now
-
-    def call_soon(self, function: Callable[[], None]) -> None:
-        self._soon.append(function)
-
-    def turn(self) -> float:
-        """Take a turn; return how long it took."""
-        begun = self.now
-        soon, self._soon = self._soon, []
-        for function in soon:
-            function()
-        return self.now - begun
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._soon
 
 
 class Peer(EncryptedConnection):
