@@ -35,7 +35,7 @@ from dynamo.worker.config import TextOptions, WorkerConfig
 HTTP_PORT, GRPC_PORT = 8000, 8001
 _POLL_S = 0.1
 _END_S = 10.0
-"""What a worker takes to end, besides its drain and the closing of its engines."""
+"""What a worker takes to end after its drain and the closing of its engines."""
 _ETCD_VARIABLES = ("DYN_ETCD_", "ETCD_AUTH_")
 _NATS_VARIABLES = ("DYN_NATS_", "NATS_AUTH_")
 

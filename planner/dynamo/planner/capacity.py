@@ -148,7 +148,7 @@ def _late_share(
 ) -> float:
     """Return the share of prompts whose first token would come after the goal.
 
-    `busy_step_s`: what a step takes besides the prompt's tokens, `step_s`: the mean step.
+    `busy_step_s`: what a step takes without the prompt's tokens, `step_s`: the mean step.
     """
     budget = engine.max_batched_tokens or demand.computed_tokens
     steps = max(1.0, math.ceil(demand.computed_tokens / budget))

@@ -1,4 +1,4 @@
-"""Who carries out what the planner decides, besides the programs that follow the key with the targets.
+"""Who carries out what the planner decides: platforms whose programs do not follow the key with the targets.
 
 | module | holds |
 |---|---|

@@ -17,7 +17,7 @@ from dynamo.planner.executors.virtual import VirtualExecutor
 async def open_executor(
     options: ExecutorOptions, namespace: str, etcd: Etcd, registrations: Callable[[], Iterable[Instance]]
 ) -> AsyncIterator[Executor | None]:
-    """Open what decisions are given to besides the key with the targets; None: a program follows this, or a metric.
+    """Open what decisions are given to in addition to the key with the targets; None: a program follows this, or a metric.
 
     `namespace` is that of the project, `registrations` returns all instances as they are now. Waits for nothing. Raises
     ConfigError.
