@@ -52,8 +52,8 @@ class PlannerMetrics:
         self.decode = self._gauge("num_decode_replicas", "Decode instances that serve, or aggregated ones.", _BY_MODEL)
         self.predicted_prefill = self._gauge("predicted_num_prefill_replicas", "Prefill instances wanted.", _BY_MODEL)
         self.predicted_decode = self._gauge("predicted_num_decode_replicas", "Decode or aggregated instances wanted.", _BY_MODEL)
-        self.gpu_hours = Counter(
-            "dynamo_planner_gpu_hours", "GPU hours of the instances that served.", _BY_MODEL, registry=registry
+        self.gpu_seconds = Counter(
+            "dynamo_planner_gpu_seconds", "Seconds of GPUs of the instances that served.", _BY_MODEL, registry=registry
         )
         self.changes = Counter("dynamo_planner_scaling_events", "Changes of targets.", (*_BY_POOL, "by"), registry=registry)
         self.failures = Counter(
@@ -114,7 +114,7 @@ class PlannerMetrics:
         )
         serving.labels(pool.model).set(pool.instances)
         wanted.labels(pool.model).set(pool.target)
-        self.gpu_hours.labels(pool.model).inc(pool.instances * self._gpus_of(pool.model) * elapsed_s / 3600.0)
+        self.gpu_seconds.labels(pool.model).inc(pool.instances * self._gpus_of(pool.model) * elapsed_s)
 
     def _gauge(self, name: str, help: str, labels: tuple[str, ...] = _BY_POOL) -> Gauge:
         return Gauge(f"dynamo_planner_{name}", help, labels, registry=self._registry)

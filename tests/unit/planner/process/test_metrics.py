@@ -44,13 +44,13 @@ def test_pools_have_their_numbers_under_the_names_of_dynamo_too() -> None:
     assert registry.get_sample_value("dynamo_planner_unreachable_goals", {"model": "chat", "role": "decode"}) == 1
 
 
-def test_gpu_hours_are_those_of_the_instances_that_served() -> None:
+def test_gpu_seconds_are_those_of_the_instances_that_served() -> None:
     clock = [0.0]
     made, registry = metrics(clock)
     made.show(state())
     clock[0] = 1800.0
     made.show(state())
-    assert registry.get_sample_value("dynamo_planner_gpu_hours_total", {"model": "chat"}) == (2 + 4) * 4 * 0.5
+    assert registry.get_sample_value("dynamo_planner_gpu_seconds_total", {"model": "chat"}) == (2 + 4) * 4 * 1800
 
 
 def test_one_that_stands_by_shows_no_pool_so_that_no_autoscaler_follows_it() -> None:
