@@ -15,7 +15,7 @@ from dynamo.frontend.config import KvRouterOptions, QueueOptions, RouterOptions
 from dynamo.local.replay.command import main
 from dynamo.local.replay.config import PlanningOptions, ReplayConfig, ReplayMode
 from dynamo.local.replay.fleet import Replay
-from dynamo.local.replay.planned import PlannedFleet, planner_of
+from dynamo.local.replay.planned import Course, PlannedFleet, planner_of
 from dynamo.local.replay.trace import Row
 from dynamo.planner.pools import Decision, PoolView
 
@@ -87,6 +87,22 @@ def test_requests_wait_while_there_is_no_worker() -> None:
     figures = fleet.run(rows, ReplayMode.KV)
     assert len(figures.ttft_s) == 2
     assert 40.0 <= max(figures.ttft_s) < 41.0
+
+
+def test_the_longest_loss_counts_windows_of_arrivals_in_a_row_whose_share_is_too_low() -> None:
+    course = Course()
+    for at, reached in [(1.0, 1), (12.0, 0), (25.0, 0), (26.0, 1), (47.0, 0), (52.0, 1), (61.0, 0), (33.0, 1)]:
+        course.arrived_s.append(at)
+        course.reached.append(reached)
+    assert course.longest_loss_s(0.9) == 20.0, "from 10 to 30 s; then one window reaches it"
+    assert course.longest_loss_s(0.5) == 10.0
+    assert course.longest_loss_s(0.0) == 0.0
+
+
+def test_a_step_of_the_load_loses_the_goal_for_little_longer_than_a_start_up() -> None:
+    fleet = PlannedFleet(CONFIG, planner_of(CONFIG))
+    fleet.run(plain(lambda at: 5.0 if at > 240.0 else 0.5, 5.0, 600.0, 3, 16, lambda at: 100.0), ReplayMode.KV)
+    assert 0.0 < fleet.course.longest_loss_s(0.9) <= CONFIG.planning.startup_s + 30.0
 
 
 def test_the_command_prints_goodput_cost_and_changes(capsys: pytest.CaptureFixture[str]) -> None:

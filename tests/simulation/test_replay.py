@@ -256,6 +256,7 @@ def test_learned_step_times_predict_the_first_token() -> None:
     figures = Replay(workload.rows(300, 2), ReplayMode.KV, ReplayConfig(workers=3, blocks=600, speedup=0.5)).run()
     assert len(figures.ttft_error_s) == 300
     assert median(figures.ttft_error_s) < 0.1 * median(figures.ttft_s)
+    assert 0.8 < median(figures.ttft_ratio) < 1.25
 
 
 def test_kv_is_nowhere_slower_than_the_better_of_the_modes_that_ignore_caches() -> None:

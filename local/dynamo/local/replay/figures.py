@@ -38,6 +38,8 @@ class Figures:
     ttft_s: array[float] = field(default_factory=lambda: array("d"))
     ttft_error_s: array[float] = field(default_factory=lambda: array("d"))
     """Predicted against measured TTFT, of modes that predict it."""
+    ttft_ratio: array[float] = field(default_factory=lambda: array("d"))
+    """Measured TTFT as a multiple of the predicted one, of modes that predict it."""
     itl_s: array[float] = field(default_factory=lambda: array("f"))
     pick_s: array[float] = field(default_factory=lambda: array("d"))
     """CPU time of each decision, without hashing."""
@@ -61,6 +63,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     itl_p99_ms: float
     ttft_error_p50_ms: float
     """Median error of the predicted TTFT; 0: the mode predicts none."""
+    ttft_ratio_p50: float
+    """Median of the measured TTFT as a multiple of the predicted one; 0: the mode predicts none."""
     e2e_mean_ms: float
     e2e_p90_ms: float
     tokens_per_s: float
@@ -94,6 +98,7 @@ def summary(figures: Figures) -> Summary:
         itl_p50_ms=itl[0],
         itl_p99_ms=itl[2],
         ttft_error_p50_ms=_percentiles_ms(figures.ttft_error_s, 50)[0],
+        ttft_ratio_p50=float(np.median(figures.ttft_ratio)) if figures.ttft_ratio else 0.0,
         e2e_mean_ms=1e3 * sum(figures.e2e_s) / max(1, len(figures.e2e_s)),
         e2e_p90_ms=_percentiles_ms(figures.e2e_s, 90)[0],
         tokens_per_s=figures.output_tokens / figures.virtual_s if figures.virtual_s else 0.0,
@@ -125,6 +130,7 @@ _COLUMNS = (
     ("ITL p50 ms", "itl_p50_ms", 1.0),
     ("p99", "itl_p99_ms", 1.0),
     ("TTFT error p50 ms", "ttft_error_p50_ms", 1.0),
+    ("TTFT ratio p50", "ttft_ratio_p50", 1.0),
     ("E2E mean ms", "e2e_mean_ms", 1.0),
     ("p90", "e2e_p90_ms", 1.0),
     ("tokens/s", "tokens_per_s", 1.0),

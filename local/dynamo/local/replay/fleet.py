@@ -350,7 +350,10 @@ class Replay:
             ttft_s = now - request.arrival.arrived_at
             figures.ttft_s.append(ttft_s)
             if request.predicted_s is not None:
-                figures.ttft_error_s.append(abs(request.predicted_s - (now - request.placed_at)))
+                measured_s = now - request.placed_at
+                figures.ttft_error_s.append(abs(request.predicted_s - measured_s))
+                if request.predicted_s > 0.0:
+                    figures.ttft_ratio.append(measured_s / request.predicted_s)
             figures.hit_blocks += sequence.cached_tokens // self._config.block_size
             request.arrival.router.first_token(request.arrival.request.booking_id)
         else:

@@ -70,6 +70,26 @@ class Course:
     """What all instances cost, from the decision until the end of each."""
     by: dict[str, int] = field(default_factory=dict)
     """How often each rule decided."""
+    arrived_s: array[float] = field(default_factory=lambda: array("d"))
+    """When each request arrived, in the order in which they ended or were refused."""
+    reached: array[int] = field(default_factory=lambda: array("b"))
+    """1 for each of these that reached the goals, 0 for each other."""
+
+    def longest_loss_s(self, share: float, window_s: float = 10.0) -> float:
+        """Return the longest time in which no whole window of arrivals had such a share of requests within the goals.
+
+        Windows without arrivals are skipped.
+        """
+        counts: dict[int, list[int]] = {}
+        for at, reached in zip(self.arrived_s, self.reached, strict=True):
+            count = counts.setdefault(int(at / window_s), [0, 0])
+            count[0] += 1
+            count[1] += reached
+        longest = lost = 0
+        for _, (requests, good) in sorted(counts.items()):
+            lost = lost + 1 if good < share * requests else 0
+            longest = max(longest, lost)
+        return longest * window_s
 
 
 def planner_of(config: ReplayConfig) -> Scaler:
@@ -105,7 +125,6 @@ class PlannedFleet:
         self._saved: Counter[InstanceId] = Counter()
         self._worth = CacheWorth()
         self._ended: list[tuple[float, bool]] = []
-        self._ratios: list[float] = []
 
     def run(self, rows: Sequence[Row], mode: ReplayMode) -> Figures:
         self.replay = replay = Replay(rows, mode, self._config, observer=self)
@@ -125,14 +144,19 @@ class PlannedFleet:
         tokens = len(arrival.request.prompt) // TOKEN_BYTES
         self._count(arrival, tokens if missing is None else missing)
         self._arrivals[3] += 1
-        self._ended.append((float("nan"), False))
+        self._end(arrival, float("nan"), is_good=False)
 
     def reported(self, instance: InstanceId, report: LoadReport) -> None:
         assert self.replay is not None
         self._steps.report(instance, report.totals, self.replay.now)
 
     def ended(self, arrival: Arrival, ttft_s: float, *, is_good: bool) -> None:
+        self._end(arrival, ttft_s, is_good=is_good)
+
+    def _end(self, arrival: Arrival, ttft_s: float, *, is_good: bool) -> None:
         self._ended.append((ttft_s, is_good))
+        self.course.arrived_s.append(arrival.arrived_at)
+        self.course.reached.append(is_good)
 
     def left(self, instance: InstanceId) -> None:
         self._leaving -= 1
