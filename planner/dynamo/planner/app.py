@@ -140,13 +140,13 @@ def _planning(
     def sharers() -> int:
         return max(1, len(watch.pools()))
 
-    def make_decider(pool: Pool, bounds: Bounds, target: int) -> Decider:
+    def make_decider(pool: Pool, bounds: Bounds) -> Decider:
         what_if = None
         # With `direct`, clients choose the instances.
         can_replay = pool.role is Role.AGGREGATED and config.whatif_router_mode is not RouterMode.DIRECT
         if can_replay and config.whatif_cpu:
             what_if = Advisor(routing, cpu_share=config.whatif_cpu, sharers=sharers, start=searches.start)
-        return PoolPlanner(pool, goals, bounds, interval_s=config.interval_s, what_if=what_if, target=target)
+        return PoolPlanner(pool, goals, bounds, interval_s=config.interval_s, what_if=what_if)
 
     def within_budget(decisions: Sequence[Decision], views: Mapping[Pool, PoolView]) -> Sequence[Decision]:
         bounds = config.bounds

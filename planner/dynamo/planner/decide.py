@@ -48,13 +48,20 @@ class WhatIfResult(msgspec.Struct, frozen=True, kw_only=True):
 class WhatIf(Protocol):
     """Tries other numbers of instances on the last arrivals."""
 
+    def observe(self, view: PoolView) -> None:
+        """Keep the arrivals of a view."""
+        ...
+
     def advise(self, view: PoolView, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult | None:
         """Return what the last try says; None: there was none that is still valid."""
         ...
 
 
 class PoolPlanner:
-    """Decides for one pool. Not for several threads."""
+    """Decides for one pool. Not for several threads.
+
+    One that stands by only observes, so that what it has seen is there when it decides.
+    """
 
     def __init__(
         self,
@@ -64,15 +71,14 @@ class PoolPlanner:
         *,
         interval_s: float,
         what_if: WhatIf | None = None,
-        target: int | None = None,
     ) -> None:
-        """`interval_s`: how often `decide` is called, about; `target`: what was decided before, by another planner."""
+        """`interval_s`: how often `decide` or `observe` is called, about."""
         self.pool = pool
         self.goals = goals
         self.bounds = bounds
         self._what_if = what_if
         self._interval_s = interval_s
-        self._target = target
+        self._target: int | None = None
         self._changed_at = -math.inf
         self._forecast = Forecast(bounds.startup_s + interval_s, interval_s)
         self._mean = _MeanRequest()
@@ -86,17 +92,30 @@ class PoolPlanner:
     def __repr__(self) -> str:
         return f"<PoolPlanner of {self.pool}, target {self._target}, {self._forecast!r}>"
 
-    def decide(self, view: PoolView, *, least: int = 0) -> Decision:
-        """Return how many instances the pool is to have from now on. `least`: what a schedule says."""
+    def begin(self, target: int) -> None:
+        """Decide from now on, of a pool that was to have `target` instances."""
+        self._target, self._begun_at, self._changed_at = target, None, -math.inf
+        self._needed.clear()
+        self._wanted.clear()
+
+    def observe(self, view: PoolView) -> None:
+        """Take note of what arrived, at each interval."""
         now, arrivals = view.now, view.arrivals
-        if self._begun_at is None:
-            self._begun_at = now
         if self._last_request_at is None or arrivals.requests or view.waiting or any(each.requests for each in view.instances):
             self._last_request_at = now
         if arrivals.seconds > 0.0:
             self._forecast.horizon_s = self._startup_s(view) + self._interval_s
             self._forecast.add(now, arrivals.requests / arrivals.seconds)
             self._mean.add(view)
+        if self._what_if is not None:
+            self._what_if.observe(view)
+
+    def decide(self, view: PoolView, *, least: int = 0) -> Decision:
+        """Observe, and return how many instances the pool is to have from now on. `least`: what a schedule says."""
+        now = view.now
+        self.observe(view)
+        if self._begun_at is None:
+            self._begun_at = now
         if self._target is None:
             self._target = len(view.instances)
         peak = self._forecast.peak()

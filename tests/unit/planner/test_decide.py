@@ -24,7 +24,9 @@ class Fleet:
     """Shows a planner one view after the other, five seconds apart."""
 
     def __init__(self, bounds: Bounds, engine: Engine = KNOWN, pool: Pool | None = None, target: int | None = None) -> None:
-        self.planner = PoolPlanner(pool or Pool("m"), GOALS, bounds, interval_s=5.0, target=target)
+        self.planner = PoolPlanner(pool or Pool("m"), GOALS, bounds, interval_s=5.0)
+        if target is not None:
+            self.planner.begin(target)
         self.engine = engine
         self.now = 0.0
         self.startup_s = 0.0
@@ -40,12 +42,28 @@ class Fleet:
         ttft_ratio: float = 0.0,
         least: int = 0,
     ) -> Decision:
+        view = self.view(rate, instances, waiting=waiting, waiting_tokens=waiting_tokens, tokens=tokens, ttft_ratio=ttft_ratio)
+        return self.planner.decide(view, least=least)
+
+    def observe(self, rate: float) -> None:
+        self.planner.observe(self.view(rate, 0))
+
+    def view(
+        self,
+        rate: float,
+        instances: int | Sequence[InstanceView],
+        *,
+        waiting: int = 0,
+        waiting_tokens: int = 0,
+        tokens: int = 8000,
+        ttft_ratio: float = 0.0,
+    ) -> PoolView:
         self.now += 5.0
         if isinstance(instances, int):
             instances = [InstanceView(id=InstanceId(number)) for number in range(instances)]
         requests = rate * 5.0
         arrivals = Arrivals(seconds=5.0, requests=requests, prompt_tokens=requests * tokens, computed_tokens=requests * tokens)
-        view = PoolView(
+        return PoolView(
             pool=self.planner.pool,
             now=self.now,
             arrivals=arrivals,
@@ -56,7 +74,6 @@ class Fleet:
             ttft_ratio=ttft_ratio,
             startup_s=self.startup_s,
         )
-        return self.planner.decide(view, least=least)
 
     def decide_often(self, times: int, rate: float, instances: int) -> Decision:
         for _ in range(times - 1):
@@ -165,8 +182,20 @@ def test_how_long_instances_were_seen_to_take_counts_before_what_was_configured(
     assert fleet.decide(10.0, 2).missing > 5
 
 
+def test_what_was_observed_before_counts_from_the_first_decision_on() -> None:
+    seen, new = Fleet(Bounds(most=60)), Fleet(Bounds(most=60))
+    for rate in range(1, 25):
+        seen.observe(rate / 2.0)
+    seen.planner.begin(13)
+    new.planner.begin(13)
+    after, without = seen.decide(12.5, 13), new.decide(12.5, 13)
+    assert after.forecast_per_s > 13.0 > without.forecast_per_s, "it knows that the load rises"
+
+
 def test_a_what_if_corrects_the_formula() -> None:
     class OneInFiveMore:
+        def observe(self, view: PoolView) -> None: ...
+
         def advise(self, view: PoolView, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult:
             return WhatIfResult(ratio=1.2, goodput_share=0.97)
 

@@ -40,13 +40,17 @@ _RECENTLY_S = 30.0
 
 
 class Decider(Protocol):
-    """Decides for one pool, at each round."""
+    """Decides for one pool, at each round, or observes it while another planner does."""
+
+    def begin(self, target: int) -> None: ...
+
+    def observe(self, view: PoolView) -> None: ...
 
     def decide(self, view: PoolView, *, least: int = 0) -> Decision: ...
 
 
-MakeDecider = Callable[[Pool, Bounds, int], Decider]
-"""Makes the decider of a pool of these bounds, whose target was so many instances."""
+MakeDecider = Callable[[Pool, Bounds], Decider]
+"""Makes the decider of a pool of these bounds."""
 Unreachable = Callable[[PoolView], str]
 """Returns why no number of instances reaches the goals, and what one can do; empty: they can be reached."""
 WithinBudget = Callable[[Sequence[Decision], Mapping[Pool, PoolView]], Sequence[Decision]]
@@ -96,7 +100,7 @@ class Planning:
         self._targets: dict[Pool, PoolTarget] = {}
         """What is in the key, or would be without a dry run."""
         self._lower_after: dict[Pool, float] = {}
-        """When the demand for each pool has been seen for long enough to take instances away."""
+        """When the demand for each pool has been seen for long enough in this term to take instances away."""
         self._requested_at: dict[str, float] = {}
         """When each model last had requests."""
         self._warnings: dict[Pool, str] = {}
@@ -141,6 +145,8 @@ class Planning:
         self._looked_at = now
         self._note_requests(views, now)
         if not self._leadership.is_leader:
+            for pool, view in views.items():  # so that a forecast outlives its leader
+                self._decider(pool).observe(view)
             self._show(self._state("", [self._seen(view) for view in views.values()], ""))
             return
         term = self._leadership.term
@@ -168,7 +174,7 @@ class Planning:
             await self._standby.take_over()
         current = await self._current({*views, *(target.pool for target in written.targets)})
         self._targets = {target.pool: target for target in written.targets}
-        self._deciders = {}
+        self._lower_after = {}
         for pool in {*self._targets, *views}:
             self._watch.remember(pool)
             before = self._targets.get(pool)
@@ -210,9 +216,9 @@ class Planning:
         pool, bounds = view.pool, self._config.bounds.bounds_of(view.pool.model)
         before = self._before(view)
         least, by = self._least(pool, now)
-        decider = self._deciders.get(pool)
-        if decider is None:
-            decider = self._deciders[pool] = self._make_decider(pool, bounds, before)
+        decider = self._decider(pool)
+        if pool not in self._lower_after:
+            decider.begin(before)
             self._lower_after[pool] = now + bounds.cool_down_s
         if holding:
             number = max(before, least)
@@ -228,6 +234,12 @@ class Planning:
             idle_s = self._config.bounds.idle_timeout_s
             return replace(decision, instances=0, by="idle", reason=f"no request came for {idle_s:g} s")
         return decision
+
+    def _decider(self, pool: Pool) -> Decider:
+        decider = self._deciders.get(pool)
+        if decider is None:
+            decider = self._deciders[pool] = self._make_decider(pool, self._config.bounds.bounds_of(pool.model))
+        return decider
 
     def _before(self, view: PoolView) -> int:
         """Return the target of a pool; for one that has none yet, how many instances there are."""
@@ -295,6 +307,7 @@ class Planning:
         for pool in await self._standby.keep():
             self._targets.pop(pool, None)
             self._deciders.pop(pool, None)
+            self._lower_after.pop(pool, None)
         if self._executor is None:
             return ""
         try:

@@ -98,7 +98,6 @@ class Advisor:
 
     def advise(self, view: PoolView, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult | None:
         """Return what the last search found; search anew if it is time. None: there is nothing valid."""
-        self._keep(view)
         if view.now >= self._next_at and self._cpu_share > 0.0 and size.instances and not self._is_searching:
             self._is_searching = True
             self._start(partial(self._search, tuple(self._samples), view.now, engine, goals, forecast_per_s, size))
@@ -118,7 +117,8 @@ class Advisor:
             self.searches += 1
             self._result, self._found_at, self._ratio = result, now, result.ratio
 
-    def _keep(self, view: PoolView) -> None:
+    def observe(self, view: PoolView) -> None:
+        """Keep the arrivals that a view describes, and forget those that are too old."""
         arrived = sorted(((view.now - sample.age_s, sample) for sample in view.samples), key=lambda each: each[0])
         self._samples.extend(arrived)
         while self._samples and self._samples[0][0] < view.now - _OLDEST_S:

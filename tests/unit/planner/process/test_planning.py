@@ -81,9 +81,17 @@ class FakeDecider:
 
     pool: Pool
     wanted: dict[Pool, int]
-    before: int
     bounds: Bounds
+    before: int = 0
     views: list[PoolView] = field(default_factory=list)
+    observed: list[PoolView] = field(default_factory=list)
+    """What it saw while another one decided."""
+
+    def begin(self, target: int) -> None:
+        self.before = target
+
+    def observe(self, view: PoolView) -> None:
+        self.observed.append(view)
 
     def decide(self, view: PoolView, *, least: int = 0) -> Decision:
         self.views.append(view)
@@ -118,8 +126,8 @@ class Fleet:
     def make(self, name: str) -> Planning:
         """Return one more planner of the same fleet."""
 
-        def make_decider(pool: Pool, bounds: Bounds, target: int) -> FakeDecider:
-            self.deciders.append(FakeDecider(pool, self.wanted, target, bounds))
+        def make_decider(pool: Pool, bounds: Bounds) -> FakeDecider:
+            self.deciders.append(FakeDecider(pool, self.wanted, bounds))
             return self.deciders[-1]
 
         return Planning(
@@ -209,6 +217,18 @@ async def test_a_new_leader_goes_on_from_the_targets_of_the_last_one() -> None:
     assert made.written() == {CHAT: 5}
     assert made.deciders[-1].before == 5
     assert decode_targets(made.etcd.kvs[targets_key("dynamo")].value).planner == "two"
+
+
+@in_virtual_time
+async def test_one_that_stood_by_decides_with_what_it_saw_meanwhile() -> None:
+    made = fleet(wanted=4)
+    await made.rounds(3, requests=10)
+    [decider] = made.deciders
+    assert [view.arrivals.requests > 0.0 for view in decider.observed] == [True, True, True]
+    made.lead()
+    await made.rounds()
+    assert made.deciders == [decider]
+    assert (decider.before, len(decider.views), made.written()) == (1, 1, {CHAT: 4})
 
 
 @in_virtual_time
@@ -344,7 +364,7 @@ async def test_one_that_loses_it_while_it_decides_writes_nothing() -> None:
             return Decision(pool=self.pool, instances=5)
 
     make = {
-        "make_decider": lambda pool, bounds, target: LosesIt(pool, {}, target, bounds),
+        "make_decider": lambda pool, bounds: LosesIt(pool, {}, bounds),
         "key": TargetsKey(made.etcd, "dynamo"),
     }
     made.planning = Planning(**{**_parts(made), **make})
@@ -363,7 +383,7 @@ def _parts(made: Fleet) -> dict[str, Any]:
         "standby": StandbyRecords(made.etcd, "dynamo", made.watch),
         "executor": made.executor,
         "executor_name": "fake",
-        "make_decider": lambda pool, bounds, target: FakeDecider(pool, made.wanted, target, bounds),
+        "make_decider": lambda pool, bounds: FakeDecider(pool, made.wanted, bounds),
         "within_budget": lambda decisions, views: decisions,
         "unreachable": lambda view: "",
     }

@@ -34,6 +34,7 @@ def view(now: float, rate: float, *, weight: float = 1.0, seconds: float = 60.0)
 
 def advise(advisor: Advisor, seen: PoolView, rate: float, instances: int) -> WhatIfResult | None:
     size = Size(instances=instances, engine_seconds=rate * 0.5175, bound="work")
+    advisor.observe(seen)
     return advisor.advise(seen, ENGINE, GOALS, rate, size)
 
 
