@@ -43,6 +43,8 @@ class WhatIfResult(msgspec.Struct, frozen=True, kw_only=True):
     """Instances that reached the goals over those that the formula takes."""
     goodput_share: float
     """The share of requests that reached the goals with that many."""
+    reachable_share: float = 1.0
+    """The share that reached them with far more; 1: that many were enough."""
 
 
 class WhatIf(Protocol):
@@ -166,6 +168,8 @@ class PoolPlanner:
         result = None if self._what_if is None else self._what_if.advise(view, view.engine, self.goals, peak, sized)
         if result is None:
             return sized.instances, "formula", reason, sized, None
+        if result.reachable_share < self.goals.share:
+            reason = f"{reason}; with any number, {result.reachable_share:.0%} of the requests reach the goals"
         least = max(1, math.ceil(sized.engine_seconds))
         return max(least, math.ceil(sized.instances * result.ratio - 1e-9)), "what-if", reason, sized, result.goodput_share
 

@@ -45,7 +45,7 @@ _STEP = 0.06
 """By which share of the instances the search goes on, at least by one."""
 _PART_S = 20.0
 """How arrivals are bunched within so long is kept; between such parts, they are made even."""
-_MOST_TRIES = 5
+_MOST_TRIES = 6
 _VALID_S = 180.0
 _EVERY_S = 20.0
 """Not sooner, whatever a search takes."""
@@ -144,9 +144,9 @@ class Advisor:
             return fleet.run(requests, goals, _WARM_SHARE * seconds, before).share
 
         first = max(least, round(size.instances * self._ratio / each))
-        found, share = _least_good(first, least, goals.share, goodput)
+        found, share, reachable = _least_good(first, least, goals.share, goodput)
         ratio = min(max(found * each / size.instances, _LEAST_RATIO), _MOST_RATIO)
-        return WhatIfResult(ratio=ratio, goodput_share=share)
+        return WhatIfResult(ratio=ratio, goodput_share=share, reachable_share=reachable)
 
     def _requests(self, samples: _Samples, engine: Engine, seconds: float, per_hash: int) -> list[WhatIfRequest]:
         """Return the arrivals, spread over so many seconds, with outputs of random lengths, the same at each call."""
@@ -191,11 +191,21 @@ def levelled(times: Sequence[float], seconds: float) -> list[float]:
     ]
 
 
-def _least_good(first: int, least: int, share: float, goodput: Callable[[int], float]) -> tuple[int, float]:
-    """Return the least number that holds the share, as far as the tries go, and its share. Begins with `first`."""
-    number, got = first, goodput(first)
+def _least_good(first: int, least: int, share: float, goodput: Callable[[int], float]) -> tuple[int, float, float]:
+    """Return the least number that holds the share, as far as the tries go, its share, and the most that any number would have.
+
+    Begins with `first`. Some requests reach the goals with no number of instances, such as prompts that take longer to compute
+    than the goal: where these alone are too many, the share counts of the others. Otherwise each search would ask for more.
+    """
+    number, got, reachable = first, goodput(first), 1.0
+    tries = _MOST_TRIES - 1
+    if got < share:
+        tries -= 1
+        reachable = max(got, goodput(2 * first))
+        if reachable < share:
+            share *= reachable
     step = max(1, round(_STEP * first))
-    for _ in range(_MOST_TRIES - 1):
+    for _ in range(tries):
         if got >= share:
             if number <= least:
                 break
@@ -207,9 +217,9 @@ def _least_good(first: int, least: int, share: float, goodput: Callable[[int], f
             fewer = number + step
             got_there = goodput(fewer)
             if got_there >= share:
-                return fewer, got_there
+                return fewer, got_there, reachable
         number, got = fewer, got_there
-    return number, got
+    return number, got, reachable
 
 
 def _common_stride(samples: Sequence[ArrivalSample]) -> int:

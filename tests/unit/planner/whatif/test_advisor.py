@@ -22,11 +22,14 @@ ENGINE = Engine(times=TIMES, observations=9, block_size=16, total_blocks=20_000,
 GOALS = Goals(ttft_s=3.0, itl_s=0.1)
 
 
-def view(now: float, rate: float, *, weight: float = 1.0, seconds: float = 60.0) -> PoolView:
-    """Return a view with the samples of so many seconds, prompts of 4,000 tokens that take half a second each."""
+def view(now: float, rate: float, *, weight: float = 1.0, seconds: float = 60.0, endless: float = 0.0) -> PoolView:
+    """Return a view with the samples of so many seconds, prompts of 4,000 tokens that take half a second each.
+
+    A share of `endless` has prompts that take longer than the goal.
+    """
     rng = random.Random(1)
     samples = [
-        ArrivalSample(age_s=rng.uniform(0.0, seconds), weight=weight, prompt_tokens=4000)
+        ArrivalSample(age_s=rng.uniform(0.0, seconds), weight=weight, prompt_tokens=28_000 if rng.random() < endless else 4000)
         for _ in range(int(rate * seconds / weight))
     ]
     return PoolView(pool=Pool("m"), now=now, arrivals=Arrivals(seconds=seconds), engine=ENGINE, samples=samples)
@@ -52,6 +55,18 @@ def test_too_few_instances_by_the_formula_are_raised_until_the_goals_are_held() 
     assert result is not None
     assert result.goodput_share >= GOALS.share
     assert 1.0 < result.ratio <= 5 / 3
+
+
+def test_requests_that_reach_the_goals_with_no_number_of_instances_ask_for_no_more_of_them() -> None:
+    advisor = Advisor()
+    ratios: list[float] = []
+    for number in range(12):
+        result = advise(advisor, view(60.0 + 60.0 * number, 5.0, endless=0.12), 5.0, 8)
+        assert result is not None
+        ratios.append(result.ratio)
+    assert result.reachable_share < GOALS.share
+    assert result.goodput_share >= GOALS.share * result.reachable_share - 0.03
+    assert ratios[-1] < 2.0, "and not the most that a search may ask for"
 
 
 def test_too_many_instances_by_the_formula_are_lowered() -> None:
