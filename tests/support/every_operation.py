@@ -911,6 +911,7 @@ HTTP: dict[str, Http] = {
     "POST /v1/completions": _with(TEXT, prompt="Hi"),
     "POST /v1/responses": _with(TEXT, input="Hi"),
     "POST /v1/responses/input_tokens": _with(TEXT, input="Hi"),
+    "POST /v1/responses/compact": _nothing(),
     **dict.fromkeys(("GET /v1/responses/{id}", "DELETE /v1/responses/{id}", "POST /v1/responses/{id}/cancel"), _at(id=_ID)),
     "GET /v1/responses/{id}/input_items": _at(id=_ID),
     "POST /v1/conversations": Http(lambda model: Asked(body={"items": MESSAGES})),

@@ -6,6 +6,7 @@ import argparse
 import os
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -25,9 +26,22 @@ class AdminParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=_URL, help=f"A frontend's HTTP port; default: {_URL}.")
-    parser.add_argument("--api-key-file", metavar="FILE", help=f"A file with an API key; default: the variable {_KEY_VARIABLE}.")
+def add_options(parser: argparse.ArgumentParser, commands: Sequence[argparse.ArgumentParser] = ()) -> None:
+    """Add the options to a command line, and to its `commands`, so that they may stand before and after the command."""
+    _add_options(parser, url=_URL, file=None)
+    for command in commands:
+        _add_options(command, url=argparse.SUPPRESS, file=argparse.SUPPRESS)
+
+
+def _add_options(parser: argparse.ArgumentParser, *, url: str, file: str | None) -> None:
+    parser.add_argument("--url", default=url, help=f"A frontend's HTTP port; default: {_URL}.")
+    add_key_option(parser, default=file)
+
+
+def add_key_option(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    parser.add_argument(
+        "--api-key-file", default=default, metavar="FILE", help=f"A file with an API key; default: the variable {_KEY_VARIABLE}."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +55,7 @@ class AdminApi:
         url: str = arguments.url
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url must begin with http:// or https://, got {url!r}")
-        return cls(url.rstrip("/"), _key(arguments.api_key_file))
+        return cls(url.rstrip("/"), read_key(arguments.api_key_file))
 
     def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """Return the body of the response. Raises ConfigError with the server's sentence if it refuses."""
@@ -66,7 +80,8 @@ def _sentence(body: bytes) -> str:
         return body[:200].decode(errors="replace")
 
 
-def _key(file: str | None) -> str:
+def read_key(file: str | None) -> str:
+    """Return the key in `file` or, without one, in the variable; empty if there is none. Raises ConfigError."""
     if file is None:
         return os.environ.get(_KEY_VARIABLE, "")
     try:

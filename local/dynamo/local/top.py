@@ -1,6 +1,8 @@
 """`dynamo-local top`: what a frontend's console shows, in a terminal.
 
-dynamo-local top [http://127.0.0.1:8000] [--key-file FILE] [--once]
+dynamo-local top [http://127.0.0.1:8000] [--api-key-file FILE] [--once]
+
+Into a pipe or a file, one screen follows the other.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -21,11 +22,15 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from dynamo.common.admin_api import add_key_option, read_key
+from dynamo.common.config import ConfigError
 from dynamo.common.lifecycle import EXIT_FAILURE
 
 PROGRAM = "dynamo-local top"
 PERIOD_S = 1.0
 _TIMEOUT_S = 5.0
+_PIPE_COLUMNS = 160
+"""Where no terminal says how wide it is."""
 _PREFIX = "dynamo_frontend_"
 
 
@@ -111,7 +116,8 @@ class Counters:
 class Frontend:
     """One frontend's HTTP side."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str) -> None:
+        """`key`: empty where none is needed."""
         self._url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 
@@ -178,7 +184,10 @@ def _figures(instance: _Instance) -> list[str]:
 
 
 def watch(frontend: Frontend, *, once: bool, console: Console) -> None:
-    """Draw until interrupted; with `once`, one screen with the rates of one second. Raises OSError at the first failure only."""
+    """Draw until interrupted; with `once`, one screen with the rates of one second.
+
+    Raises OSError at the first failure, on a terminal only at that.
+    """
     fleet = msgspec.json.Decoder(_Fleet)
     decided = msgspec.json.Decoder(_Decisions)
 
@@ -197,6 +206,11 @@ def watch(frontend: Frontend, *, once: bool, console: Console) -> None:
     if once:
         console.print(screen(before)[0])
         return
+    if not console.is_terminal:
+        while True:
+            drawn, before = screen(before)
+            console.print(drawn, "")
+            time.sleep(PERIOD_S)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
@@ -210,15 +224,17 @@ def watch(frontend: Frontend, *, once: bool, console: Console) -> None:
 def main(arguments: Sequence[str]) -> NoReturn:
     parser = argparse.ArgumentParser(PROGRAM, description="Shows what a frontend and its fleet are doing.")
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="HTTP side of the frontend (%(default)s)")
-    parser.add_argument("--key-file", type=Path, help="file with the API key, where keys are needed")
+    add_key_option(parser)
     parser.add_argument("--once", action="store_true", help="print one screen and end")
     given = parser.parse_args(arguments)
     if not given.url.startswith(("http://", "https://")):
         parser.error(f"{given.url} is not an http:// or https:// URL")
     try:
-        key = given.key_file.read_text().strip() if given.key_file else None
-        watch(Frontend(given.url, key), once=given.once, console=Console())
-    except OSError as error:
+        console = Console()
+        if not console.is_terminal:
+            console.width = _PIPE_COLUMNS
+        watch(Frontend(given.url, read_key(given.api_key_file)), once=given.once, console=console)
+    except (OSError, ConfigError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         sys.exit(EXIT_FAILURE)
     except KeyboardInterrupt:

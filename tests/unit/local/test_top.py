@@ -1,8 +1,11 @@
 from __future__ import annotations
 
-import pytest
+import io
 
-from dynamo.local.top import Counters
+import pytest
+from rich.console import Console
+
+from dynamo.local.top import Counters, Frontend, watch
 
 BEFORE = """
 # TYPE dynamo_frontend_requests counter
@@ -35,3 +38,26 @@ def test_rates_and_quantiles_are_of_the_time_between_two_scrapes() -> None:
     assert after.quantile(FIRST_TOKEN, 0.99, before) == 1.0  # beyond the last bound, which is all that is known
     assert after.quantile(FIRST_TOKEN, 0.5, after) is None
     assert after.quantile("nothing", 0.5, before) is None
+
+
+class Ending(Frontend):
+    """A frontend that leaves after two screens."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:0", "")
+        self._left = 7
+
+    def read(self, path: str) -> bytes:
+        self._left -= 1
+        if not self._left:
+            raise OSError("left")
+        fleet = b'{"namespace": "n", "router_mode": "kv", "state": "ready", "explains": false, "models": []}'
+        return AFTER.encode() if path == "/metrics" else fleet
+
+
+def test_into_a_pipe_one_screen_follows_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.local.top.PERIOD_S", 0)
+    printed = io.StringIO()
+    with pytest.raises(OSError, match="left"):
+        watch(Ending(), once=False, console=Console(file=printed, width=160))
+    assert printed.getvalue().count("kv routing") == 2

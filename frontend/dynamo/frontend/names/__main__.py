@@ -30,6 +30,14 @@ class _NameList(msgspec.Struct):
     names: list[_Named]
 
 
+class _Listed(msgspec.Struct):
+    id: str
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_Listed]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments = _parser().parse_args(argv)
@@ -49,9 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = AdminParser(PROGRAM, description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(parser)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="Print the names and what they stand for, in the form that `set` takes.")
+    listed = commands.add_parser("list", help="Print the names and what they stand for, in the form that `set` takes.")
     add = commands.add_parser("set", help="Set what a name stands for; what it stood for before is replaced.")
     add.add_argument("name")
     add.add_argument("target", nargs="+", metavar="MODEL[=WEIGHT]", help="Requests are split by weight; default: 1 each.")
@@ -73,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--sticky", choices=[sticky.value for sticky in Sticky], help="Whose requests go to the same target.")
     remove = commands.add_parser("remove", help="Remove a name.")
     remove.add_argument("name")
+    add_options(parser, [listed, add, remove])
     return parser
 
 
@@ -84,8 +92,24 @@ def _set(arguments: argparse.Namespace) -> None:
         sticky=None if arguments.sticky is None else Sticky(arguments.sticky),
     )
     check_rules({arguments.name: rule})
-    AdminApi.of(arguments).send("PUT", _path(arguments.name), msgspec.json.encode(rule))
+    api = AdminApi.of(arguments)
+    api.send("PUT", _path(arguments.name), msgspec.json.encode(rule))
     print(_line(arguments.name, rule))
+    for model in _unknown(api, rule):
+        print(f"{PROGRAM}: '{model}' is neither a model that is served nor a name", file=sys.stderr)
+
+
+def _unknown(api: AdminApi, rule: Rule) -> list[str]:
+    """Return what the rule names that does not exist now; nothing if the key may not see the models."""
+    try:
+        body = api.send("GET", "/v1/models")
+    except ConfigError:
+        return []
+    there = {model.id for model in msgspec.json.decode(body, type=_ModelList).data}
+    named = [target.model for target in rule.targets]
+    named += [fallback.model for fallback in rule.fallbacks]
+    named += [shadow.model for shadow in rule.shadows]
+    return [model for model in dict.fromkeys(named) if model not in there]
 
 
 def _list(arguments: argparse.Namespace) -> None:

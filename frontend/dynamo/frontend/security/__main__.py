@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             case "usage":
                 _usage(arguments)
             case _:
-                _list(arguments.file)
+                if (file := arguments.named_file or arguments.file) is None:
+                    raise ConfigError("list needs the key file: dynamo-keys list FILE")
+                _list(file)
     except (ConfigError, ValueError) as error:
         exit_with(PROGRAM, error)
     except OSError as error:
@@ -62,7 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         "add", help="Make a key, write its hash into a file, and print the key, which cannot be shown again."
     )
     add.add_argument("name", help="Names the key's owner in logs.")
-    add.add_argument("--file", type=Path, required=True, help="The key file; created if it does not exist.")
+    add.add_argument(
+        "--api-keys-file", "--file", dest="file", type=Path, required=True, help="The key file; created if it does not exist."
+    )
     add.add_argument("--scope", action="append", choices=[scope.value for scope in Scope], help="Repeatable; default: infer.")
     add.add_argument("--model", action="append", metavar="PATTERN", help="Models that the key may use; repeatable; default: all.")
     add.add_argument("--requests-per-s", type=float, metavar="N")
@@ -94,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--expires", metavar="DATE", help="2027-01-31, or with a time.")
     add.add_argument("--stdin", action="store_true", help="Take a key made elsewhere from the standard input.")
     listed = commands.add_parser("list", help="Check a key file and print what its keys may use.")
-    listed.add_argument("file", type=Path)
+    listed.add_argument("file", type=Path, nargs="?", metavar="FILE", help="The key file; the same as --api-keys-file.")
+    listed.add_argument("--api-keys-file", "--file", dest="named_file", type=Path, metavar="FILE", help="The key file.")
     usage = commands.add_parser("usage", help="Print what keys have used, by day, key and model, as CSV.")
     add_options(usage)
     usage.add_argument("--from", metavar="DATE", help="The first day, in UTC; default: 30 days before the last.")

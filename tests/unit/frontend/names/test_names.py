@@ -6,6 +6,8 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any, NoReturn
 
 import msgspec
@@ -487,6 +489,9 @@ async def test_a_lost_table_is_put_back_though_etcd_fails_once_more(monkeypatch:
         (["--url", "ftp://x", "list"], "must begin with http"),
         (["--url", "http://127.0.0.1:9", "list"], "cannot be reached"),
         (["--api-key-file", "/nowhere", "list"], "/nowhere: No such file"),
+        (["list", "--api-key-file", "/nowhere"], "/nowhere: No such file"),
+        (["set", "a", "b", "--url", "ftp://x"], "must begin with http"),
+        (["--url", "ftp://x", "remove", "a", "--api-key-file", "/nowhere"], "must begin with http"),
         ([], "required"),
     ],
 )
@@ -497,3 +502,33 @@ def test_a_command_that_cannot_be_carried_out_ends_with_one_sentence(
         main(arguments)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+class Admin(BaseHTTPRequestHandler):
+    """An admin API that takes each rule, and serves one model."""
+
+    def do_PUT(self) -> None:
+        self._send(b"{}")
+
+    def do_GET(self) -> None:
+        self._send(b'{"data": [{"id": "llama"}, {"id": "chat"}]}' if self.path == "/v1/models" else b"{}")
+
+    def _send(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing is logged."""
+
+
+def test_a_rule_that_names_what_does_not_exist_is_set_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Admin) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        main(["set", "chat", "llama=9", "lama=1", "--shadow", "next", "--url", url])
+        server.shutdown()
+    shown = capsys.readouterr()
+    assert shown.out == "chat llama=9 lama=1 --shadow next=1\n"
+    assert [line.split("'")[1] for line in shown.err.splitlines()] == ["lama", "next"]

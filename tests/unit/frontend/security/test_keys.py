@@ -666,7 +666,9 @@ def test_the_program_makes_keys_that_the_server_knows(tmp_path: Path) -> None:
     admin = ring.find("x" * 40) or found
     assert (admin.name, admin.weight, found.weight) == ("team-b", 2.5, 1.0)
     assert (admin.max_priority, found.max_priority) == (5, 0)
-    listed = keys("list", str(file))
+    listed = keys("list", "--api-keys-file", str(file))
+    assert keys("list", str(file)).stdout == listed.stdout
+    assert "needs the key file" in keys("list").stderr
     assert listed.stdout.splitlines() == [
         "team-a: scopes infer; models llama-*; 1000 tokens/min",
         "team-b: scopes admin; models *; 2147483648 bytes stored; weight 2.5; priority up to 5; cached prompts of group teams",

@@ -175,11 +175,7 @@ def to_text(request: MessagesRequest, card: ModelCard, parsers: OutputParsers, l
     if choice is not None and choice.type in ("any", "tool"):
         if not tools:
             raise InvalidRequest("'tool_choice' requires a call, but there are no tools", param="tool_choice")
-        if guided is not None:
-            raise InvalidRequest(
-                "'tool_choice' requires a call, so it cannot be combined with another output structure", param="tool_choice"
-            )
-        guided, forced = (
+        guided, forced = (  # in place of another structure of the output, if the request has one
             require_named_call(choice.name or "", tools) if choice.type == "tool" else require_any_call(tools, parallel=parallel)
         )
     kinds = choose_parsers(card, parsers, forced, has_tools=bool(tools), guided=guided is not None, parallel=parallel)

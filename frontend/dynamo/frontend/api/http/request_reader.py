@@ -68,11 +68,13 @@ def _known_fields(kind: type) -> KnownFields:
 def _known(info: inspect.Type) -> KnownFields | None:
     if isinstance(info, inspect.Metadata):
         return _known(info.type)
-    if isinstance(info, inspect.UnionType):
-        return next((known for known in map(_known, info.types) if known is not None), None)
+    if isinstance(info, inspect.UnionType):  # of tagged structs: the fields of all of them
+        structs = [known for known in map(_known, info.types) if known is not None]
+        return {name: fields for known in structs for name, fields in known.items()} if structs else None
     if not isinstance(info, inspect.StructType):
         return None
-    return {field.encode_name: _known(field.type) for field in info.fields}
+    tag = {} if info.tag_field is None else {info.tag_field: None}
+    return tag | {field.encode_name: _known(field.type) for field in info.fields}
 
 
 def _unknown(body: bytes | msgspec.Raw, known: KnownFields, prefix: str) -> Iterator[str]:

@@ -35,7 +35,7 @@ from dynamo.frontend.api.openai.response_objects import (
     ResponseToolCall,
     Usage,
 )
-from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text, last_words, renamed
+from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text, last_words, renamed, with_tools
 from dynamo.frontend.api.openai.whole import LONG_CHARS, WholeResponse, hold_echo
 from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
@@ -63,7 +63,7 @@ class ChatCompletions:
         edge = self._edge
         started = edge.clock()
         call = exchange.call()
-        request = edge.completed(await self._reader.read(exchange), exchange.account)
+        request = with_tools(edge.completed(await self._reader.read(exchange), exchange.account))
         edge.check_template(request.chat_template)
         with fields_named(request.field_names):
             call = call_of(request, exchange.identified(call, request.request_id))
@@ -176,6 +176,7 @@ class ChatCompletions:
             running_usage=[generation.prompt_tokens] if wants_running_usage(request) else None,
             reasoning=request.include_reasoning is not False,
             echo=[echo] if request.echo and (echo := last_words(request)) else (),
+            has_functions=request.functions is not None,
             partial_calls=isinstance(request.tool_choice, NamedToolChoice),  # as in vllm serve
         )
 
@@ -256,17 +257,19 @@ class ChatChoiceBuilder:
             whole = [(name, arguments) for name, arguments in whole if _is_json(arguments)]
         calls = [ResponseToolCall(new_tool_call_id(), Function(name, arguments)) for name, arguments in whole]
         reasoning = "".join(self._reasoning)
+        has_functions = self._details.has_functions
         message = ResponseMessage(
             content=content if content or not calls else None,
             reasoning_content=reasoning or UNSET,
             reasoning=reasoning or None,
-            tool_calls=calls or UNSET,
+            tool_calls=calls if calls and not has_functions else UNSET,
+            function_call=calls[0].function if calls and has_functions else UNSET,
         )
         return ChatChoice(
             index=index,
             message=message,
             logprobs=None if self._logprobs is None else ChatLogprobs(Raw(long.put(self._logprobs))),
-            finish_reason=finish_reason(self._reason, called=bool(calls)),
+            finish_reason=finish_reason(self._reason, called=bool(calls), has_functions=has_functions),
             stop_reason=self._stop_reason,
             token_ids=self._ids,
         )

@@ -74,6 +74,8 @@ class Details:
     reasoning: bool = True
     echo: Sequence[str] = ()
     """Text in front of each choice."""
+    has_functions: bool = False
+    """Calls have the older form, `function_call`."""
     partial_calls: bool = False
     """Whole responses keep a call that was cut off."""
 
@@ -200,7 +202,8 @@ class ChatChunks:
 
     def _ending(self, delta: TextDelta) -> bytes:
         assert delta.finish_reason is not None
-        reason = finish_reason(delta.finish_reason, called=delta.index in self._called)
+        called = delta.index in self._called
+        reason = finish_reason(delta.finish_reason, called=called, has_functions=self._details.has_functions)
         return b'"' + reason.encode() + b'"' + stop_reason(delta)
 
     def _part(self, index: int, part: Part) -> bytes:
@@ -210,6 +213,8 @@ class ChatChunks:
             text = encode(part.text)
             return b'{"reasoning_content":' + text + b',"reasoning":' + text + b"}"
         self._called.add(index)
+        if self._details.has_functions:
+            return encode({"function_call": ({"name": part.name} if part.name else {}) | {"arguments": part.arguments}})
         return encode({"tool_calls": [tool_call_piece(part)]})
 
 
@@ -233,8 +238,10 @@ def tool_call_piece(part: ToolCall) -> dict[str, Any]:
     }
 
 
-def finish_reason(reason: FinishReason, *, called: bool) -> str:
-    return "tool_calls" if called and reason is FinishReason.STOP else reason.value
+def finish_reason(reason: FinishReason, *, called: bool, has_functions: bool = False) -> str:
+    if not called or reason is not FinishReason.STOP:
+        return reason.value
+    return "function_call" if has_functions else "tool_calls"
 
 
 class _PromptIds:

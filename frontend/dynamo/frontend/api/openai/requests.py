@@ -278,7 +278,7 @@ class ChatMessage(Struct, kw_only=True, frozen=True, omit_defaults=True):
     reasoning: str | None = None
     annotations: list[Any] | None = None
     audio: Json | None = None
-    function_call: Json | None = None
+    function_call: Annotated[CalledFunction, Meta(description="The older form of `tool_calls`, of one.")] | None = None
 
 
 class FunctionDefinition(Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -322,7 +322,7 @@ class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -334,8 +334,14 @@ class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True):
     web_search_options: Json | None = None
     moderation: Json | None = None
     verbosity: str | None = None
-    functions: list[Any] | None = None
-    function_call: str | Json | None = None
+    functions: Annotated[list[FunctionDefinition], Meta(max_length=1024, description="The older form of `tools`.")] | None = None
+    function_call: (
+        Annotated[
+            Literal["none", "auto"] | ChosenFunction,
+            Meta(description="The older form of `tool_choice`; so the response has the older one of calls, too."),
+        ]
+        | None
+    ) = None
     # Beyond OpenAI
     chat_template: (
         Annotated[str, Meta(min_length=1, max_length=65536, description="If the operator allows it, replaces the model's own.")]
@@ -351,13 +357,11 @@ class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True):
     @property
     def field_names(self) -> dict[str, str]:
         """The names that this request has for fields which errors name otherwise."""
-        is_new = self.max_completion_tokens is not None and self.max_tokens is None
-        return {"max_tokens": "max_completion_tokens"} if is_new else {}
+        tools = {} if self.functions is None else {"tools": "functions", "tool_choice": "function_call"}
+        return tools if self.max_completion_tokens is None else tools | {"max_tokens": "max_completion_tokens"}
 
     def unsupported_fields(self) -> dict[str, str]:
         messages = {
-            "functions": "'functions' is deprecated; use 'tools'" if self.functions is not None else "",
-            "function_call": "'function_call' is deprecated; use 'tool_choice'" if self.function_call is not None else "",
             "audio": "responses are text; 'audio' is not supported" if self.audio is not None else "",
             "modalities": "responses are text; 'modalities' must be [\"text\"]" if "audio" in (self.modalities or ()) else "",
             "web_search_options": "web search is not supported" if self.web_search_options is not None else "",

@@ -82,6 +82,8 @@ class ResponseMessage(Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
     """The same, by the name that vLLM and OpenRouter have for it."""
     tool_calls: list[ResponseToolCall] | UnsetType = UNSET
+    function_call: Function | UnsetType = UNSET
+    """The older form of `tool_calls`, for requests in that form."""
     refusal: None = None
 
 

@@ -16,6 +16,7 @@ from dynamo.frontend.api.openai.requests import (
     AllowedToolChoice,
     ChatMessage,
     ChatRequest,
+    ChosenFunction,
     CompletionRequest,
     ContentPart,
     NamedToolChoice,
@@ -80,9 +81,7 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
         )
     if (request.top_logprobs or 0) > limits.max_logprobs:
         raise _above("top_logprobs", request.top_logprobs, limits.max_logprobs)
-    max_tokens = request.max_completion_tokens or request.max_tokens
-    if request.max_tokens is not None and request.max_tokens != max_tokens:
-        raise InvalidRequest("'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     text = _common(request, limits, max_tokens, (request.top_logprobs or 0) if request.logprobs else None)
     tools, choice = _tools_to_call(request)
     parallel = request.parallel_tool_calls is not False
@@ -90,11 +89,7 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
     if choice is not None and choice not in ("none", "auto"):
         if not tools:
             raise InvalidRequest("'tool_choice' requires a call, but there are no tools", param="tool_choice")
-        if text.sampling.guided is not None:
-            raise InvalidRequest(
-                "'tool_choice' requires a call, so it cannot be combined with another output structure", param="tool_choice"
-            )
-        guided, forced = (
+        guided, forced = (  # in place of another structure of the output, if the request has one
             require_named_call(choice.function.name, tools)
             if isinstance(choice, NamedToolChoice)
             else require_any_call(tools, parallel=parallel)
@@ -202,14 +197,17 @@ def messages_to_text(
         raise InvalidRequest(f"got {len(messages)} messages; at most {limits.max_messages} are allowed", param="messages")
     conversation: list[dict[str, Any]] = []
     media: list[dict[str, Any]] = []
-    chars = 0
+    chars, called = 0, ""
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        if message.function_call is not None:
-            raise InvalidRequest("'function_call' is deprecated; use 'tool_calls'", param=f"{where}.function_call")
         if message.role == "tool" and message.tool_call_id is None:
             raise InvalidRequest("a message of role 'tool' needs 'tool_call_id'", param=f"{where}.tool_call_id")
         plain: dict[str, Any] = msgspec.to_builtins(message)
+        if (function := plain.pop("function_call", None)) is not None:
+            called = f"call_{index}"
+            plain["tool_calls"] = [{"id": called, "type": "function", "function": function}]
+        elif message.role == "function" and called:  # the older form of what a tool has returned
+            plain |= {"role": "tool", "tool_call_id": called}
         if message.content is None and message.role != "assistant":  # such as a tool without a result
             plain["content"] = ""
         if message.role == "developer":  # OpenAI's newer name; most templates only know the older one
@@ -269,6 +267,21 @@ def tools_to_text(tools: Sequence[Tool] | None) -> Sequence[Mapping[str, Any]]:
     if len(set(names)) != len(names):
         raise InvalidRequest("two tools have the same name", param="tools")
     return [msgspec.to_builtins(tool) for tool in tools or ()]
+
+
+def with_tools(request: ChatRequest) -> ChatRequest:
+    """Return the request with the older `functions` and `function_call` as `tools` and `tool_choice`. Raises InvalidRequest."""
+    if request.functions is None:
+        return request
+    if request.tools is not None or request.tool_choice is not None:
+        raise InvalidRequest("'functions' is the older form of 'tools': give only one of them", param="functions")
+    choice = request.function_call
+    return msgspec.structs.replace(
+        request,
+        tools=[Tool(type="function", function=function) for function in request.functions],
+        tool_choice=NamedToolChoice(function=choice) if isinstance(choice, ChosenFunction) else choice,
+        parallel_tool_calls=False,  # a message has one call in that form
+    )
 
 
 def _tools_to_call(

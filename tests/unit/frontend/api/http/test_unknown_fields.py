@@ -140,3 +140,18 @@ async def test_the_model_has_to_be_named_where_several_are_served() -> None:
     assert error["message"] == (
         "the field 'model' is missing; it can be left out if exactly one model suits the request, but 2 do"
     )
+
+
+async def test_no_field_of_any_kind_of_tool_choice_is_unknown() -> None:
+    function = {"type": "function", "function": {"name": "now"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function]}}
+    async with open_http_edge(chat_card(tool_parser="hermes"), respond=Speaker(), http=HttpOptions(strict_fields=True)) as edge:
+        for choice in (function, allowed):
+            response = await edge.post(CHAT, HELLO | {"tools": [function], "tool_choice": choice})
+            assert "unknown field" not in response.text
+        flat = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
+        for choice in (flat, {"type": "function", "name": "now"}):
+            response = await edge.post(
+                "/v1/responses", INPUT | {"tools": [{"type": "function", "name": "now"}], "tool_choice": choice}
+            )
+            assert "unknown field" not in response.text

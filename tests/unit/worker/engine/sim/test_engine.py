@@ -149,6 +149,13 @@ async def test_logprobs_come_with_every_token() -> None:
             assert all(len(entry) == 3 for entry in delta.logprobs)
 
 
+async def test_no_token_is_made_for_a_request_that_wants_none() -> None:
+    async with started() as engine:
+        deltas, summary = await collect(engine, make_request(max_tokens=0, n=2))
+    assert [(delta.index, delta.finish_reason, len(delta.tokens)) for delta in deltas] == [(0, "length", 0), (1, "length", 0)]
+    assert (summary.prompt_tokens, summary.output_tokens) == (10, 0)
+
+
 @pytest.mark.parametrize(
     "request_",
     [
@@ -156,7 +163,7 @@ async def test_logprobs_come_with_every_token() -> None:
         make_request(tokens=64),
         make_request(n=0),
         make_request(n=1000),
-        make_request(max_tokens=0),
+        make_request(max_tokens=-1),
         make_request(logprobs=50),
         make_request(data_parallel_rank=1),
     ],

@@ -23,6 +23,7 @@ from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import AdapterReport, LlmInfo, ModelCard, ModelKind, Role
 from dynamo.common.process.background import start
 from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.open_requests import empty_response
 from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, SimSequence, StepResult
 from dynamo.worker.engine.sim.script import Script
 from dynamo.worker.engine.sim.tokens import state_of
@@ -220,6 +221,10 @@ class SimEngine:
     async def generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[Delta | Summary]:
         prompt_tokens = request.prompt_tokens
         self._check(request, prompt_tokens)
+        if request.stop.max_tokens == 0:
+            for part in empty_response(request):
+                yield part
+            return
         is_scripted = self.config.calls or request.sampling.guided is not None
         script = self._scripted(request) if is_scripted else ()
         config = self.config.scheduler
@@ -271,8 +276,8 @@ class SimEngine:
             raise InvalidRequest(f"the prompt of {tokens} tokens leaves no room in the context of {limit}", param="prompt")
         if not 1 <= request.n <= _MAX_CHOICES:
             raise InvalidRequest(f"n must be from 1 to {_MAX_CHOICES}", param="n")
-        if request.stop.max_tokens is not None and request.stop.max_tokens < 1:
-            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        if request.stop.max_tokens is not None and request.stop.max_tokens < 0:
+            raise InvalidRequest("max_tokens must be at least 0", param="max_tokens")
         if request.logprobs is not None and not 0 <= request.logprobs <= _MAX_LOGPROBS:
             raise InvalidRequest(f"logprobs must be from 0 to {_MAX_LOGPROBS}", param="logprobs")
         rank = request.data_parallel_rank

@@ -7,4 +7,5 @@
 | `operations` | the operations of the Responses API and of conversations |
 | `requests` | request bodies of the Responses API, and their translation into chat requests |
 | `stored_operations` | GET and DELETE /v1/responses/{id}, its input items, and cancelling |
+| `tools` | which kinds of tools a model gets, in the form of functions |
 """

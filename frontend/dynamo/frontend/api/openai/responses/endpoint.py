@@ -28,6 +28,7 @@ from dynamo.frontend.api.openai.logprobs import chat_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_objects import InputTokens, TokenLogprob
 from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
+from dynamo.frontend.api.openai.responses.tools import shown_tools
 from dynamo.frontend.api.openai.store.background import FAILURES, Stages
 from dynamo.frontend.api.openai.store.event_log import EventLog, follow
 from dynamo.frontend.api.openai.store.events import ResponseObject, ResponseWriter
@@ -99,7 +100,7 @@ class Responses:
         edge = self._edge
         started = edge.clock()
         call = exchange.call()
-        request = await self._reader.read(exchange)
+        request = await self._read(exchange)
         request.check()
         call = exchange.identified(call, request.request_id)
         id = new_response_id()
@@ -126,6 +127,10 @@ class Responses:
             serve = partial(self._serve, exchange, work)
             await edge.plane.names.serve(call, chat.model_name, serve, has_begun=exchange.has_begun, user=chat.user)
 
+    async def _read(self, exchange: Exchange) -> ResponsesRequest:
+        request = await self._reader.read(exchange)
+        return request.understood(partial(exchange.settings.unknown_fields.ignore, exchange.endpoint or exchange.path))
+
     async def _serve(self, exchange: Exchange, work: _ResponseWork, model: NamedModel, call: Call) -> None:
         async with exchange.attended(), self._generating(work, model, call) as (generation, feeder):
             if work.request.stream:
@@ -150,7 +155,7 @@ class Responses:
         """Respond with the number of tokens that the input of a response would have."""
         edge = self._edge
         exchange.call()
-        request = await self._reader.read(exchange)
+        request = await self._read(exchange)
         request = msgspec.structs.replace(request, store=False, background=None)
         continued, *_ = await self._with_history(exchange, request, new_response_id())
         with fields_named(_FIELDS):
@@ -343,7 +348,9 @@ class _Feeder:
         """`texts` is for log probabilities; None: there are none. `gathering`: the last event has the whole response."""
         self._gathering = gathering
         self._steps = steps
-        self.writer = ResponseWriter(response, stream=bool(request.stream), is_created=bool(request.background))
+        self.writer = ResponseWriter(
+            response, request.called_tools, stream=bool(request.stream), is_created=bool(request.background)
+        )
         self._parser = parser
         self._texts = texts
         self._alternatives = request.top_logprobs or 0
@@ -408,7 +415,7 @@ def _response(work: _ResponseWork, model: str) -> ResponseObject:
         temperature=request.temperature,
         text={"format": format},
         tool_choice=request.tool_choice or "auto",
-        tools=[{"parameters": None, "strict": None, **_set_fields(tool)} for tool in request.tools or ()],
+        tools=shown_tools(request.tools or ()),
         top_logprobs=request.top_logprobs or 0,
         top_p=request.top_p,
         user=request.user,

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from dynamo.frontend.api.declaration import TEXT, Charge, Reads
+from dynamo.frontend.api.http.errors import PathNotFound
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.response_objects import InputTokens
@@ -50,6 +52,7 @@ def response_operations(edge: Edge, infer: Describe, tokens: Describe) -> list[O
             request=ResponsesRequest,
             response=InputTokens,
         ),
+        infer(path="/v1/responses/compact", declared=replace(STORED, charge=Charge.CALL), handle=not_there),
         infer(
             method="GET",
             path="/v1/responses/{id}",
@@ -81,6 +84,11 @@ def response_operations(edge: Edge, infer: Describe, tokens: Describe) -> list[O
         ),
         *_conversation_operations(ConversationOperations(edge), partial(infer, declared=STORED)),
     ]
+
+
+async def not_there(exchange: Exchange) -> None:
+    """Say that the path is not found, which names nothing but looks as if it named a stored response."""
+    raise PathNotFound(exchange.path)
 
 
 def _conversation_operations(handlers: ConversationOperations, operation: Describe) -> list[Operation]:

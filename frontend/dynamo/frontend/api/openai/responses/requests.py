@@ -13,23 +13,18 @@ from dynamo.frontend.api.calls import MAX_ID_CHARS
 from dynamo.frontend.api.openai.requests import (
     INT32,
     INT64,
-    AllowedToolChoice,
-    AllowedTools,
     Bias,
     CalledFunction,
     ChatMessage,
     ChatRequest,
-    ChosenFunction,
     ContentPart,
     Count,
-    FunctionDefinition,
     ImageUrl,
     InputAudio,
     Json,
     JsonSchemaFormat,
+    Metadata,
     ModelRequest,
-    Name,
-    NamedToolChoice,
     PastToolCall,
     Penalty,
     Positive,
@@ -38,8 +33,21 @@ from dynamo.frontend.api.openai.requests import (
     StructuredOutputs,
     Text,
     TokenId,
-    Tool,
 )
+from dynamo.frontend.api.openai.responses.tools import (
+    LeaveOut,
+    ResponseTool,
+    ToolChoice,
+    called_tools,
+    chat_choice,
+    custom_arguments,
+    flat_name,
+    functions,
+    is_left_out,
+    known_tools,
+    named_tools,
+)
+from dynamo.frontend.api.openai.store.events import CalledTool
 from dynamo.frontend.api.openai.store.items import ItemIds
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -61,7 +69,7 @@ class InputPart(Struct, kw_only=True, frozen=True):
 
 
 class InputItem(Struct, kw_only=True, frozen=True):
-    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
+    type: str = "message"
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -71,28 +79,12 @@ class InputItem(Struct, kw_only=True, frozen=True):
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
+    input: Annotated[str, Meta(description="Of a `custom_tool_call`.")] | None = None
     output: str | list[InputPart] | None = None
     summary: list[InputPart] | None = None
     encrypted_content: str | None = None
     caller: Json | None = None
     is_async: bool | None = field(name="async", default=None)
-
-
-class ResponseTool(Struct, kw_only=True, frozen=True):
-    type: str
-    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,96}$")] | None = None
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
-
-
-class ResponseToolChoice(Struct, kw_only=True, frozen=True, tag_field="type", tag="function"):
-    name: Name
-
-
-class AllowedResponseTools(Struct, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[ResponseToolChoice], Meta(min_length=1, max_length=1024)]
 
 
 class TextFormat(Struct, kw_only=True, frozen=True):
@@ -127,13 +119,13 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     tools: Annotated[list[ResponseTool], Meta(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | AllowedResponseTools | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     store: Annotated[bool, Meta(description="Keep the response, for `previous_response_id` and to be read later.")] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -214,6 +206,19 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
         if self.background and self.store is False:
             raise InvalidRequest("background can only be used when `store` is true", param="store")
 
+    def understood(self, leave_out: LeaveOut) -> ResponsesRequest:
+        """Return the request without the tools, and the items of their calls, that no model gets here."""
+        tools = None if self.tools is None else known_tools(self.tools, leave_out)
+        items = self.input if isinstance(self.input, str) else understood_items(self.input, leave_out)
+        if tools == self.tools and items is self.input:
+            return self
+        return msgspec.structs.replace(self, tools=tools, input=items)
+
+    @property
+    def called_tools(self) -> dict[str, CalledTool]:
+        """The tools whose calls are written otherwise than those of functions."""
+        return called_tools(named_tools(self.tools or ()))
+
     @property
     def conversation_id(self) -> str | None:
         return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
@@ -245,8 +250,8 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
             temperature=self.temperature,
             top_p=self.top_p,
             stream=self.stream,
-            tools=None if self.tools is None else [_tool(tool, index) for index, tool in enumerate(self.tools)],
-            tool_choice=_choice(self.tool_choice),
+            tools=None if self.tools is None else functions(named_tools(self.tools)),
+            tool_choice=chat_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self.reasoning.effort if self.reasoning is not None else None,
             response_format=None if format is None else _format(format),
@@ -270,6 +275,14 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
             priority=self.priority,
             session_id=self.session_id,
         )
+
+
+def understood_items(items: list[InputItem], leave_out: LeaveOut) -> list[InputItem]:
+    """Return the items that a conversation may have here: the same list if all are."""
+    left_out = [item.type for item in items if is_left_out(item.type)]
+    for item_type in left_out:
+        leave_out(f"input.{item_type}")
+    return [item for item in items if not is_left_out(item.type)] if left_out else items
 
 
 def conversation_items(items: Sequence[InputItem], ids: ItemIds) -> list[dict[str, Any]]:
@@ -368,10 +381,16 @@ def _add(item: InputItem, conversation: _Conversation, where: str) -> None:
         case "function_call":
             if item.call_id is None or item.name is None or item.arguments is None:
                 raise InvalidRequest("a 'function_call' needs 'call_id', 'name' and 'arguments'", param=where)
-            conversation.call(PastToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)))
-        case "function_call_output":
+            function = CalledFunction(name=flat_name(item.name, item.namespace), arguments=item.arguments)
+            conversation.call(PastToolCall(id=item.call_id, function=function))
+        case "custom_tool_call":
+            if item.call_id is None or item.name is None or item.input is None:
+                raise InvalidRequest("a 'custom_tool_call' needs 'call_id', 'name' and 'input'", param=where)
+            name, arguments = flat_name(item.name, item.namespace), custom_arguments(item.input)
+            conversation.call(PastToolCall(id=item.call_id, function=CalledFunction(name=name, arguments=arguments)))
+        case "function_call_output" | "custom_tool_call_output":
             if item.call_id is None or item.output is None:
-                raise InvalidRequest("a 'function_call_output' needs 'call_id' and 'output'", param=where)
+                raise InvalidRequest(f"a '{item.type}' needs 'call_id' and 'output'", param=where)
             content = _content(item.output, where)
             conversation.message(ChatMessage(role="tool", tool_call_id=item.call_id, content=content))
         case "message":
@@ -383,6 +402,8 @@ def _add(item: InputItem, conversation: _Conversation, where: str) -> None:
             conversation.reasoning("".join(part.text or "" for part in parts))
         case "item_reference":
             raise AssertionError("references are replaced by the items that they name before")
+        case _:
+            raise InvalidRequest(f"there are no items of type {item.type[:80]!r}", param=f"{where}.type")
 
 
 def _content(content: str | Sequence[InputPart], where: str) -> str | list[ContentPart | str]:
@@ -401,29 +422,6 @@ def _part(part: InputPart, where: str) -> ContentPart:
     if part.type == "input_audio":
         return ContentPart(type="input_audio", input_audio=part.input_audio)
     return ContentPart(type="text", text=part.text)
-
-
-def _tool(tool: ResponseTool, index: int) -> Tool:
-    if tool.type != "function" or tool.name is None:
-        raise InvalidRequest(
-            f"a tool of type {tool.type[:80]!r} is not supported; tools must be functions with a name", param=f"tools[{index}]"
-        )
-    definition = FunctionDefinition(name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-    return Tool(type="function", function=definition)
-
-
-def _choice(
-    choice: Literal["none", "auto", "required"] | ResponseToolChoice | AllowedResponseTools | None,
-) -> Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None:
-    if isinstance(choice, ResponseToolChoice):
-        return _named(choice)
-    if isinstance(choice, AllowedResponseTools):
-        return AllowedToolChoice(allowed_tools=AllowedTools(mode=choice.mode, tools=list(map(_named, choice.tools))))
-    return choice
-
-
-def _named(choice: ResponseToolChoice) -> NamedToolChoice:
-    return NamedToolChoice(function=ChosenFunction(name=choice.name))
 
 
 def _format(format: TextFormat) -> ResponseFormat:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -24,6 +26,24 @@ _FEW_BYTES = 256 * 1024
 """Bytes of events that are joined to one piece, at most."""
 _BLOCK_BYTES = 64 * 1024
 """Bytes of log probabilities that are joined as they come, so that none are left to join at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalledTool:
+    """A tool that is no plain function, but is one to the model."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+    """Whether its calls have a text, `input`, and no arguments."""
+
+    def item(self) -> dict[str, Any]:
+        """Return the fields of its calls that say which tool is called, and with what."""
+        namespace = {} if self.namespace is None else {"namespace": self.namespace}
+        return {"name": self.name, **namespace, **({"input": ""} if self.is_custom else {"arguments": ""})}
+
+
+NO_TOOLS: Mapping[str, CalledTool] = MappingProxyType({})
 
 
 class ResponseObject(Struct, frozen=True, kw_only=True):
@@ -70,11 +90,26 @@ def usage_of(summary: Summary, reasoning_tokens: int) -> dict[str, Any]:
     }
 
 
+class _CustomArguments(Struct):
+    input: str
+
+
 class ResponseWriter:
     """Turns parts into output items and, for streams, into events, which `take` returns."""
 
-    def __init__(self, response: ResponseObject, *, stream: bool, is_created: bool = False) -> None:
-        """`is_created`: the stream has its first event, `response.created`, already."""
+    def __init__(
+        self,
+        response: ResponseObject,
+        tools: Mapping[str, CalledTool] = NO_TOOLS,
+        *,
+        stream: bool,
+        is_created: bool = False,
+    ) -> None:
+        """`tools` has those that are no plain functions, by the names that the model calls.
+
+        `is_created`: the stream has its first event, `response.created`, already.
+        """
+        self._tools = tools
         self.reasoning = ReasoningTokenCounter()
         self._response = response
         self._ids = ItemIds(response.id, output=True)
@@ -129,7 +164,7 @@ class ResponseWriter:
                 self._logprobs_bytes += len(encoded)
                 if self._logprobs_bytes >= _BLOCK_BYTES:
                     self._join_logprobs()
-            if self._stream:
+            if self._stream and self._delta:
                 shown = b',"logprobs":' + encoded if isinstance(part, Content) else b""
                 self._events.append(self._delta + encode(piece) + shown + b',"sequence_number":%d}\n\n' % self._sequence)
                 self._sequence += 1
@@ -183,15 +218,12 @@ class ResponseWriter:
 
     def _open_call(self, name: str) -> None:
         self._close("completed")
-        item = {
-            "id": self._ids.new("function_call"),
-            "type": "function_call",
-            "status": "in_progress",
-            "call_id": new_tool_call_id(),
-            "name": name,
-            "arguments": "",
-        }
-        self._begin(item, "response.function_call_arguments.delta")
+        tool = self._tools.get(name) or CalledTool(name, None, False)
+        kind = "custom_tool_call" if tool.is_custom else "function_call"
+        head = {"id": self._ids.new(kind), "type": kind, "status": "in_progress", "call_id": new_tool_call_id()}
+        self._begin(head | tool.item(), "response.function_call_arguments.delta")
+        if tool.is_custom:
+            self._delta = b""  # its text is known once the arguments are complete
 
     def _begin(self, item: dict[str, Any], delta: str, **place: int) -> None:
         self._item = item
@@ -212,6 +244,10 @@ class ResponseWriter:
         if item["type"] == "function_call":
             self._emit("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
             done["arguments"] = text
+        elif item["type"] == "custom_tool_call":
+            done["input"] = text = _custom_input(text)
+            self._emit("response.custom_tool_call_input.delta", **place, delta=text)
+            self._emit("response.custom_tool_call_input.done", **place, input=text)
         else:
             logprobs, mark = self._closed_logprobs()
             part = _part(item["type"], text, mark)
@@ -262,6 +298,14 @@ class ResponseWriter:
 def event(kind: str, number: int, **fields: object) -> bytes:
     """Return one event, whose number in its stream is `number`."""
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, "sequence_number": number, **fields}) + b"\n\n"
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the text of a call that the model wrote as that of a function; what is no such call as it is."""
+    try:
+        return msgspec.json.decode(arguments, type=_CustomArguments).input
+    except msgspec.MsgspecError:
+        return arguments
 
 
 def _part(kind: str, text: str, logprobs: Raw | list[Raw]) -> dict[str, Any]:

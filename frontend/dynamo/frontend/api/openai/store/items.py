@@ -33,7 +33,14 @@ _fields_decoder = msgspec.json.Decoder(dict[str, Raw])
 _parts_decoder = msgspec.json.Decoder(list[dict[str, Raw]])
 _decoder = msgspec.json.Decoder()
 
-_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io][0-9]{1,9}")
 
 
@@ -149,7 +156,7 @@ class ItemIds:
 
     def new(self, item_type: str) -> str:
         self._count += 1
-        return f"{_ID_PREFIXES[item_type]}_{self._end}{self._count - 1}"
+        return f"{_ID_PREFIXES.get(item_type, 'item')}_{self._end}{self._count - 1}"
 
 
 def response_of(item_id: str) -> str | None:
