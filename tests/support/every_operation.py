@@ -883,6 +883,7 @@ FIELDS = {
 TOKENS = {
     "POST /v1/completions": '"prompt":%s',
     "POST /v1/embeddings": '"input":%s',
+    "POST /inference/v1/generate": '"token_ids":%s',
     **dict.fromkeys(("POST /detokenize", "POST /v1/detokenize"), '"tokens":%s'),
 }
 """The field that takes ids of tokens."""
@@ -929,6 +930,7 @@ HTTP: dict[str, Http] = {
     **dict.fromkeys(("POST /tokenize", "POST /v1/tokenize"), _with(TEXT, prompt="Hi")),
     "GET /tokenizer_info": Http(lambda model: Asked(query=f"model={model}"), TEXT),
     **dict.fromkeys(("POST /detokenize", "POST /v1/detokenize"), _with(TEXT, tokens=[65])),
+    "POST /inference/v1/generate": _with(TEXT, token_ids=[65], sampling_params={}),
     "POST /v1/messages": _with(TEXT, messages=MESSAGES, max_tokens=5),
     "POST /v1/messages/count_tokens": _with(TEXT, messages=MESSAGES),
     **dict.fromkeys(("GET /v2", "GET /v2/health/live", "GET /v2/health/ready", "GET /v2/models/stats"), _nothing()),

@@ -479,6 +479,12 @@ class TextOptions:
         env=("DYN_TRUST_REQUEST_CHAT_TEMPLATE",),
         help="Take the chat templates that requests bring. They run in a sandbox with a bounded number of steps.",
     )
+    trust_kv_transfer_params: bool = option(
+        False,
+        flags=("--trust-kv-transfer-params",),
+        env=("DYN_TRUST_KV_TRANSFER_PARAMS",),
+        help="Pass `kv_transfer_params` of `/inference/v1/generate` to engines, which fetch KV caches from where these say.",
+    )
     return_tokens_as_token_ids: bool = option(
         False,
         flags=("--return-tokens-as-token-ids",),

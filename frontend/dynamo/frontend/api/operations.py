@@ -39,6 +39,7 @@ def protocol_operations(
                 offload=offload,
                 background=background,
                 trusts_templates=text.trust_request_chat_template,
+                trusts_kv_transfers=text.trust_kv_transfer_params,
                 tokens_as_ids=text.return_tokens_as_token_ids,
             )
         ),

@@ -130,6 +130,7 @@ class TextPipeline:
             logprob_token_ids=request.logprob_token_ids,
             prompt_logprobs=request.prompt_logprobs,
             cache_salt=request.cache_salt,
+            kv_transfer=request.kv_transfer,
             media=media,
             conversation=conversation,
         )

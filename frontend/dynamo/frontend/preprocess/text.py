@@ -58,6 +58,8 @@ class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     cache_salt: str = ""
+    kv_transfer: dict[str, Any] | None = None
+    """What the client says to the engine's connector for KV caches; then no other instance computes the prompt."""
     media: tuple[dict[str, Any], ...] = ()
     reasoning_limit: ReasoningLimit | None = None
     """Only with one choice, without structured output, and for models that take tokens."""

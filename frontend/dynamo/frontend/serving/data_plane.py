@@ -256,7 +256,7 @@ class DataPlane:
                 request = msgspec.structs.replace(request, cache_salt=salt)
         scope = RequestScope(model, call, self._tracing, request.n, copy)
         may_be_apart = model.has_prefill or call.prefill_instance is not None or self._settings.disaggregation.enforce
-        disaggregation = self._disaggregation if may_be_apart else None
+        disaggregation = self._disaggregation if may_be_apart and request.kv_transfer is None else None
         limit = self._settings.retry.migration_limit
         return Generation(self._dispatcher, disaggregation, self._texts, limit, model, request, scope)
 

@@ -17,6 +17,7 @@
 | `responses` | the Responses API and conversations |
 | `store` | responses, conversations and events that are stored, and the quota of each key |
 | `to_text` | translate requests of the OpenAI API into text requests |
+| `token_io` | tokens in, tokens out: generation, and rendering of requests and responses |
 | `tokens` | POST /tokenize and /detokenize, in the form of vLLM's API |
 | `whole` | whole responses, whose choices may be long together |
 """

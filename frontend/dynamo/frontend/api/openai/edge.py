@@ -59,6 +59,8 @@ class Edge:
     """None: responses are not stored."""
     trusts_templates: bool = False
     """Whether requests may bring a chat template."""
+    trusts_kv_transfers: bool = False
+    """Whether requests may say what the engine's connector for KV caches does."""
     tokens_as_ids: bool = False
     """Log probabilities show the ids of tokens, unless a request says otherwise."""
     clock: Callable[[], float] = time.time

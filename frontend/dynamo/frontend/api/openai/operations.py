@@ -53,6 +53,7 @@ from dynamo.frontend.api.openai.response_objects import (
 )
 from dynamo.frontend.api.openai.responses.operations import response_operations
 from dynamo.frontend.api.openai.to_text import RequestTemplate
+from dynamo.frontend.api.openai.token_io.operations import token_operations
 from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize, TokenizerInfo
 from dynamo.frontend.security.surfaces import Surface
 
@@ -91,6 +92,7 @@ def openai_operations(edge: Edge) -> list[Operation]:
             response=Embeddings,
         ),
         *_text_tasks(edge, infer),
+        *token_operations(edge, infer),
     ]
     return [
         *served,
