@@ -873,6 +873,10 @@ _TOOL = '{"type":"function","function":{"name":"f","parameters":{"x":%s}}}'
 FIELDS = {
     "POST /v1/chat/completions": f'"tools":[{_TOOL}]',
     "POST /v1/completions": '"nvext":{"annotations":[],"x":%s}',
+    "POST /v1/chat/completions/render": f'"tools":[{_TOOL}]',
+    "POST /v1/chat/completions/batch": '"chat_template_kwargs":{"x":%s}',
+    "POST /v1/completions/render": '"nvext":{"annotations":[],"x":%s}',
+    "POST /v1/chat/completions/derender": f'"chat_request":{{"messages":[{{"role":"user","content":"a"}}],"tools":[{_TOOL}]}}',
     "POST /v1/responses": '"tools":[{"type":"function","name":"f","parameters":{"x":%s}}]',
     "POST /v1/responses/input_tokens": '"tools":[{"type":"function","name":"f","parameters":{"x":%s}}]',
     "POST /v1/messages": '"tools":[{"name":"f","input_schema":{"type":"object","x":%s}}]',
@@ -884,10 +888,12 @@ TOKENS = {
     "POST /v1/completions": '"prompt":%s',
     "POST /v1/embeddings": '"input":%s',
     "POST /inference/v1/generate": '"token_ids":%s',
+    "POST /v1/completions/render": '"prompt":%s',
     **dict.fromkeys(("POST /detokenize", "POST /v1/detokenize"), '"tokens":%s'),
 }
 """The field that takes ids of tokens."""
 _OBJECT = "object"
+_GENERATED = {"choices": [{"index": 0, "token_ids": [65], "finish_reason": "stop"}]}
 MESSAGES = [{"role": "user", "content": "Hi"}]
 _FORM = (
     b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
@@ -931,6 +937,11 @@ HTTP: dict[str, Http] = {
     "GET /tokenizer_info": Http(lambda model: Asked(query=f"model={model}"), TEXT),
     **dict.fromkeys(("POST /detokenize", "POST /v1/detokenize"), _with(TEXT, tokens=[65])),
     "POST /inference/v1/generate": _with(TEXT, token_ids=[65], sampling_params={}),
+    "POST /v1/chat/completions/batch": _with(TEXT, messages=[MESSAGES]),
+    "POST /v1/chat/completions/render": _with(TEXT, messages=MESSAGES),
+    "POST /v1/completions/render": _with(TEXT, prompt="Hi"),
+    "POST /v1/chat/completions/derender": _with(TEXT, generate_response=_GENERATED),
+    "POST /v1/completions/derender": _with(TEXT, generate_responses=[_GENERATED]),
     "POST /v1/messages": _with(TEXT, messages=MESSAGES, max_tokens=5),
     "POST /v1/messages/count_tokens": _with(TEXT, messages=MESSAGES),
     **dict.fromkeys(("GET /v2", "GET /v2/health/live", "GET /v2/health/ready", "GET /v2/models/stats"), _nothing()),

@@ -75,6 +75,7 @@ REQUESTS = [
         for word in ("chat/completions", "completions", "responses", "messages", "embeddings", "rerank", "score")
     ),
     "POST /inference/v1/generate",
+    "POST /v1/chat/completions/batch",
     *(f"POST {path}" for path in ("/v1/classify", "/v2/rerank", "/rerank", "/score", "/classify", "/pooling", "/invocations")),
     *(f"POST /v2/models/{{model:path}}{version}/{word}" for version in ("", "/versions/{version}") for word in TO_MODELS),
     *(f"/inference.GRPCInferenceService/{method}" for method in ("ModelInfer", "ModelStreamInfer")),

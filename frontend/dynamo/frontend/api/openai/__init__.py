@@ -4,6 +4,7 @@
 |---|---|
 | `batches` | files and batches |
 | `chat` | POST /v1/chat/completions |
+| `chat_batch` | POST /v1/chat/completions/batch: several conversations in one request |
 | `chunks` | write streamed responses as server-sent events |
 | `completions` | POST /v1/completions |
 | `edge` | what the endpoints share: the data plane, limits, streaming, and NVIDIA's extension `nvext` |

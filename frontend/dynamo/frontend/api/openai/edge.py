@@ -36,7 +36,7 @@ from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane, Generation
 from dynamo.frontend.serving.text.text_models import TextModel
 
-R = TypeVar("R", ChatRequest, CompletionRequest)
+R = TypeVar("R", bound=ChatRequest | CompletionRequest)
 
 _NO_EXTENSION = NvExt()
 _ELEMENTS_PER_STEP = 16_384

@@ -13,6 +13,7 @@ from dynamo.frontend.api.declaration import TEXT, TOKENS, shown
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorResponse
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.chat import ChatCompletions
+from dynamo.frontend.api.openai.chat_batch import ChatBatch, ChatBatchRequest
 from dynamo.frontend.api.openai.completions import Completions
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.invocations import Invocations
@@ -53,7 +54,7 @@ from dynamo.frontend.api.openai.response_objects import (
 )
 from dynamo.frontend.api.openai.responses.operations import response_operations
 from dynamo.frontend.api.openai.to_text import RequestTemplate
-from dynamo.frontend.api.openai.token_io.operations import token_operations
+from dynamo.frontend.api.openai.token_io.operations import generate_operation, rendering_operations
 from dynamo.frontend.api.openai.tokens import Detokenize, Tokenize, TokenizerInfo
 from dynamo.frontend.security.surfaces import Surface
 
@@ -92,7 +93,15 @@ def openai_operations(edge: Edge) -> list[Operation]:
             response=Embeddings,
         ),
         *_text_tasks(edge, infer),
-        *token_operations(edge, infer),
+        generate_operation(edge, infer),
+        infer(
+            path="/v1/chat/completions/batch",
+            endpoint="chat_completions_batch",
+            handle=ChatBatch(edge),
+            summary="Continue several conversations",
+            request=ChatBatchRequest,
+            response=ChatCompletion,
+        ),
     ]
     return [
         *served,
@@ -109,6 +118,7 @@ def openai_operations(edge: Edge) -> list[Operation]:
         ),
         tokens(path="/detokenize", handle=detokenize, summary="Tokens to text", request=DetokenizeRequest, response=Detokenized),
         tokens(path="/v1/detokenize", handle=detokenize),
+        *rendering_operations(edge, tokens),
     ]
 
 

@@ -52,7 +52,7 @@ class ResponseFormat(Struct, kw_only=True, frozen=True):
     triggers: list[Text] | None = None
 
 
-class StructuredOutputs(Struct, kw_only=True, frozen=True):
+class StructuredOutputs(Struct, kw_only=True, frozen=True, omit_defaults=True):
     """One constraint on the output, in the form of vLLM's API."""
 
     json: str | Json | None = None
