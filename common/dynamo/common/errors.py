@@ -138,6 +138,14 @@ class Unavailable(DynamoError):
     retryable = True
 
 
+class VersionUnloaded(Unavailable):
+    """The model has had this version, which it was told not to serve."""
+
+    def __init__(self, model: str, version: str) -> None:
+        self.model, self.version = _shortened(model), _shortened(version)
+        super().__init__(f"version '{self.version}' of model '{self.model}' is unloaded")
+
+
 class NoInstances(Unavailable):
     """The model is registered or declared, but no instance that can serve it is attached."""
 

@@ -93,6 +93,9 @@ def _steps(kind: str) -> Iterator[Case]:
     yield from unload("unload of an ensemble with its parts", "needs_late", {"unload_dependents": True})
     yield from seen("the part of an unloaded ensemble", "late")
     yield from load("load of several versions", "versions")
+    only_one = json.dumps(_CONFIG | {"name": "versions", "version_policy": {"specific": {"versions": [1]}}})
+    yield from load("load of one version after several", "versions", {"config": only_one})
+    yield Case("repository", f"{kind} infer by the version that is left out", partial(_call_version, "3"))
     yield from unload("unload of several versions", "versions")
     for path in ("/v2/repository/models/late/load", "/v2/repository/other/models/late/load", "/v2/repository/models//load"):
         for method, body in (
@@ -105,6 +108,12 @@ def _steps(kind: str) -> Iterator[Case]:
             yield Case("repository", f"{kind} {method} {path} {body!r}", partial(_rest, method, path, body))
     yield from unload("unload at last", "late")
     yield from unload("unload of what was sent", "sent")
+
+
+def _call_version(version: str, client: ServerClient) -> Response:
+    request = echo("FP32", model="versions")
+    request.model_version = version
+    return client.call("ModelInfer", request)
 
 
 def _change(kind: str, word: str, model: str, parameters: Values, client: ServerClient) -> Response:

@@ -191,6 +191,8 @@ model_warmup { name: "file" inputs { key: "x" value { data_type: TYPE_FP32 dims:
     async with opened(tmp_path, "warm") as models:
         seen = (folder / "1" / "seen").read_text().splitlines()
         assert seen == ["warmup zeros [[0.0, 0.0], [0.0, 0.0]]"] * 2 + ["warmup file [[5.0]]"]
+        warmups = models.find("warm").warmups
+        assert [(warmup.version, warmup.timings.rows) for warmup in warmups] == [("1", 2), ("1", 2), ("1", 1)]
         (folder / "warmup" / "one").write_bytes(np.array([100], "<f4").tobytes())
         with pytest.raises(InvalidRequest, match=r"the warm-up 'file' failed: .*AssertionError"):
             await models.load_model(LoadRequest(model="warm"))
@@ -225,6 +227,23 @@ async def test_the_version_policy_chooses_the_versions(tmp_path: Path, policy: s
         assert (await infer(models, "times", ROW))["y"][0][0] == float(served[-1])
         with pytest.raises(ModelNotFound):
             await infer(models, "times", ROW, version="3")
+
+
+async def test_a_version_that_is_left_out_by_a_later_load_is_unloaded_in_the_index(tmp_path: Path) -> None:
+    for version in (1, 2):
+        folder = onnx_model(tmp_path / "times", factor=version, version=version)
+    (folder / "config.pbtxt").write_text("version_policy { all { } }")
+    async with opened(tmp_path, "times") as models:
+        only_two = '{"backend": "onnxruntime", "version_policy": {"specific": {"versions": ["2"]}}}'
+        await models.load_model(LoadRequest(model="times", config=only_two))
+        assert states(models) == {("times", "1"): "UNAVAILABLE", ("times", "2"): "READY"}
+        assert {entry.reason for entry in models.index()} == {"", "unloaded"}
+        both = only_two.replace('["2"]', '["1", "2"]')
+        await models.load_model(LoadRequest(model="times", config=both))
+        assert states(models) == {("times", "1"): "READY", ("times", "2"): "READY"}
+        await models.load_model(LoadRequest(model="times", config=only_two))
+        await models.unload_model("times")
+        assert states(models) == {("times", "2"): "UNAVAILABLE"}
 
 
 # Ensembles

@@ -116,18 +116,41 @@ async def test_requests_that_differ_have_other_keys(first: dict[str, Any], secon
     assert keys[0] != keys[1]
 
 
-async def test_versions_requested_outputs_and_models_have_responses_of_their_own() -> None:
+async def test_versions_and_models_have_responses_of_their_own() -> None:
     whole = ResponseCache(2**20)
     one, other = whole.for_model("m"), whole.for_model("m")
     inputs = {"x": np.array([1])}
     keys = [
         (await one.find(request(inputs), ["y"]))[0],
         (await one.find(request(inputs, "2"), ["y"]))[0],
-        (await one.find(request(inputs), ["y", "z"]))[0],
         (await other.find(request(inputs), ["y"]))[0],
     ]
-    assert len(set(keys)) == 4
-    assert (await one.find(request(inputs), ["z", "y"]))[0] == keys[2], "in any order"
+    assert len(set(keys)) == 3
+
+
+async def test_a_request_for_some_outputs_of_an_earlier_one_is_a_hit() -> None:
+    cache = ResponseCache(2**20).for_model("m")
+    asked = request({"x": [1]})
+
+    async def names(*outputs: str) -> list[str] | None:
+        return None if (found := (await cache.find(asked, outputs))[1]) is None else list(found)
+
+    key, _ = await cache.find(asked, ["y", "z"])
+    await cache.insert(key, {"y": np.zeros(1), "z": np.zeros(2)}, CONTEXT)
+    assert [await names("z"), await names("z", "y"), await names("y", "w")] == [["z"], ["z", "y"], None]
+    await cache.insert(key, {"w": np.zeros(1)}, CONTEXT)
+    assert await names("y", "w") == ["y", "w"]
+
+
+async def test_outputs_that_come_later_count_with_those_that_are_there() -> None:
+    whole = ResponseCache(4000)
+    cache = whole.for_model("m")
+    asked = request({"x": [1]})
+    key, _ = await cache.find(asked, ["y"])
+    await cache.insert(key, {"y": np.zeros(1500, np.uint8)}, CONTEXT)
+    await cache.insert(key, {"z": np.zeros(2500, np.uint8)}, CONTEXT)
+    assert (await cache.find(asked, ["z"]))[1] is None, "together they are too large"
+    assert "used=0" in repr(whole)
 
 
 async def test_the_least_recently_used_make_room_and_what_is_too_large_is_not_kept() -> None:
@@ -137,13 +160,13 @@ async def test_the_least_recently_used_make_room_and_what_is_too_large_is_not_ke
     keys = [(await cache.find(request({"x": np.array([number])}), ["y"]))[0] for number in range(4)]
     for key in keys[:3]:
         await cache.insert(key, kilobyte, CONTEXT)
-    assert whole.find(keys[0]) is not None
+    assert whole.find(keys[0], ()) is not None
     await cache.insert(keys[3], kilobyte, CONTEXT)
-    assert [whole.find(key) is not None for key in keys] == [True, False, True, True]
+    assert [whole.find(key, ()) is not None for key in keys] == [True, False, True, True]
     await cache.insert(keys[1], {"y": np.zeros(5000, np.int8)}, CONTEXT)
-    assert [whole.find(key) is not None for key in keys] == [True, False, True, True]
+    assert [whole.find(key, ()) is not None for key in keys] == [True, False, True, True]
     await cache.insert(keys[1], {"y": np.array([b"x" * 1000] * 4, object)}, CONTEXT)
-    assert [whole.find(key) is not None for key in keys] == [False, True, False, False], "strings count with their contents"
+    assert [whole.find(key, ()) is not None for key in keys] == [False, True, False, False], "strings count with their contents"
 
 
 async def test_what_is_kept_is_a_copy(tmp_path: Path) -> None:
@@ -164,7 +187,7 @@ async def test_a_response_that_comes_after_its_model_is_closed_is_not_kept() -> 
     key, _ = await cache.find(request({"x": np.array([1])}), ["y"])
     cache.close()
     await cache.insert(key, {"y": np.array([1])}, CONTEXT)
-    assert whole.find(key) is None
+    assert whole.find(key, ()) is None
 
 
 def test_a_hit_is_a_success_that_is_not_computed() -> None:

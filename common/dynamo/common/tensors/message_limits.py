@@ -49,7 +49,7 @@ class MessageLimits:
     """The largest numbers of parts of one message, apart from tensors in raw form."""
 
     max_message_fields: int = option(
-        65_536,
+        131_072,
         minimum=1024,
         help="Fields of a message at all levels together, apart from raw tensors; each string of typed contents is one.",
     )

@@ -149,9 +149,10 @@ class Repository:
         """Return the models that the caller may use, loaded or not, in order of name and version."""
         return [entry for entry in merge_indexes(self._view.instances()) if account.permits(entry.name)]
 
-    def is_unloaded(self, model: str) -> bool:
-        """Return whether a repository holds a model, and none has it loaded."""
-        states = {entry.state for worker in self._view.instances() for entry in worker.entries if entry.name == model}
+    def is_unloaded(self, model: str, version: str = "") -> bool:
+        """Return whether a repository holds a model, or one version of it, and none has it loaded."""
+        entries = (entry for worker in self._view.instances() for entry in worker.entries if entry.name == model)
+        states = {entry.state for entry in entries if not version or entry.version == version}
         return ModelState.UNAVAILABLE in states and ModelState.READY not in states
 
     def has_failed(self) -> bool:

@@ -53,7 +53,7 @@ from dynamo.frontend.serving.call import Call, Client, Link, TensorSource, Work,
 from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation
 from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
-from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel
+from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel, find_loaded
 from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
 from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN, tokens_of
 from dynamo.frontend.serving.queue.admission import AdmissionQueue
@@ -168,12 +168,9 @@ class DataPlane:
         return self._has_text(card)
 
     def model(self, account: Account, name: str, version: str = "") -> NamedModel:
-        """Return a model by its name, an alias or an adapter. Raises ModelNotFound, Forbidden."""
+        """Return a model by its name, an alias or an adapter. Raises ModelNotFound, VersionUnloaded, Forbidden."""
         account.permit(name)
-        model = self._catalog.find(name, version)
-        if not model.is_served and self._repository is not None and self._repository.is_unloaded(model.card.name):
-            raise ModelNotFound(name, is_unloaded=True)
-        return model
+        return find_loaded(self._catalog, self._repository, name, version)
 
     def card(self, account: Account, name: str, version: str = "") -> ModelCard:
         """Return the card of a model, by its name, an alias or an adapter. Raises ModelNotFound, Forbidden."""

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo.common.discovery import Instance, other_names
-from dynamo.common.errors import ModelNotFound
+from dynamo.common.errors import ModelNotFound, VersionUnloaded
 from dynamo.common.model_card import ModelCard, Role
 from dynamo.common.names import InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.tensors.check import RequestChecker
+from dynamo.frontend.fleet.repository import Repository
 from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.serving.call import Instances
 from dynamo.frontend.serving.prompt_tokens import counts_tokens
@@ -211,6 +212,19 @@ class ModelCatalog:
             for name, (card, gone_at) in self._gone.items()
             if name not in self._served and now - gone_at < self._remember_s
         }
+
+
+def find_loaded(catalog: ModelCatalog, repository: Repository | None, name: str, version: str) -> NamedModel:
+    """Return a model by its name, an alias or an adapter. Raises ModelNotFound, and VersionUnloaded as repositories say."""
+    try:
+        model = catalog.find(name, version)
+    except ModelNotFound:
+        if version and repository is not None and repository.is_unloaded(name, version):
+            raise VersionUnloaded(name, version) from None
+        raise
+    if not model.is_served and repository is not None and repository.is_unloaded(model.card.name):
+        raise ModelNotFound(name, is_unloaded=True)
+    return model
 
 
 def _started_at(instance: Instance) -> float:

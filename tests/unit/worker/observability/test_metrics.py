@@ -265,3 +265,12 @@ def test_counters_of_latencies_are_left_out_on_request() -> None:
 def test_a_setting_that_does_not_exist_or_fit_is_named(setting: str) -> None:
     with pytest.raises(ValueError, match=setting.split("=", maxsplit=1)[0]):
         MetricsConfig.of([setting])
+
+
+def test_a_warm_up_is_an_execution_and_no_inference() -> None:
+    statistics = VersionStatistics("m", "1")
+    statistics.warmed_up(900, RequestTimings(rows=4))
+    statistics.warmed_up(900, RequestTimings(rows=1, execution_rows=2, batched=True, infer_ns=5))
+    message = statistics.to_message()
+    assert (message.execution_count, message.inference_count, message.inference_stats.success.count) == (2, 0, 0)
+    assert [batch.batch_size for batch in message.batch_stats] == [2, 4]

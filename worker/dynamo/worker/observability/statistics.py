@@ -178,6 +178,14 @@ class VersionStatistics:
         else:
             self._execution(timings.rows, timings.input_ns, infer_ns, timings.output_ns)
 
+    def warmed_up(self, total_ns: int, timings: RequestTimings) -> None:
+        """Count the execution of a warm-up, which is no inference of a client."""
+        rest_ns = max(0, total_ns - timings.queue_ns - timings.input_ns - timings.output_ns)
+        if timings.batched:
+            self.executed(timings)
+        else:
+            self._execution(timings.rows, timings.input_ns, timings.infer_ns or rest_ns, timings.output_ns)
+
     def failed(self, total_ns: int, timings: RequestTimings, code: Code) -> None:
         """Count a request that ended with an error of this code."""
         self.fail.add(total_ns)

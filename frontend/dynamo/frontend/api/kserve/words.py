@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from dynamo.common.errors import InvalidRequest, ModelNotFound
+from dynamo.common.errors import InvalidRequest, ModelNotFound, VersionUnloaded
 from dynamo.frontend.api.http.errors import ErrorForm
 from dynamo.frontend.api.statuses import public_message
 
@@ -16,6 +16,8 @@ _MAX_VERSION = 2**63 - 1
 
 def kserve_message(error: BaseException) -> str:
     """Return what the caller of a KServe operation may read of an error."""
+    if isinstance(error, VersionUnloaded):
+        return f"Request for unknown model: '{error.model}' version {error.version} is not at ready state"
     if not isinstance(error, ModelNotFound):
         return public_message(error)
     if error.version:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -17,7 +17,7 @@ from dynamo.common.model_card import ModelCard, TensorSpec
 from dynamo.common.tensors.check import BATCH_NOTE
 from dynamo.common.tensors.tensors import Array, datatype_of_array
 from dynamo.protos.model_config_pb2 import ModelConfig
-from dynamo.worker.engine.base import Context
+from dynamo.worker.engine.base import Context, RequestTimings
 from dynamo.worker.engine.declaration import from_model_config
 from dynamo.worker.repository.declared.execution import Arrays, Executable, ModelRequest, ModelResult, Streams, closing
 from dynamo.worker.repository.declared.model_config import Reshape
@@ -27,6 +27,14 @@ from dynamo.worker.repository.wire.raw_tensors import Kind, RawTensors, forms_of
 OnMismatch: TypeAlias = Callable[[str, str], None]
 """Called with a model and a sentence about outputs of it that are not as declared. What it raises fails the request."""
 _MAX_KINDS = 256
+
+
+class WarmUp(NamedTuple):
+    """A request that was sent to a version before it was served."""
+
+    version: str
+    total_ns: int
+    timings: RequestTimings
 
 
 class LoadedModel:
@@ -62,6 +70,7 @@ class LoadedModel:
         """Whether BYTES of requests become arrays in this process."""
         self._as_declared: set[Kind] = set()
         """Kinds of outputs that need neither a conversion nor a warning."""
+        self.warmups: Sequence[WarmUp] = ()
         self.load_s = 0.0
         """How long loading took."""
         self._open = 0
@@ -70,6 +79,10 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         return f"<LoadedModel {self.name}, versions={list(self.versions)}, open_requests={self._open}>"
+
+    def warmed_up(self, warmups: Sequence[WarmUp]) -> None:
+        """Note what warm-up requests took, for the statistics of the model once it is served."""
+        self.warmups = warmups
 
     def keep_responses(self, cache: ModelCache) -> None:
         """Respond to equal requests from `cache`, from now on. It is closed with the model."""

@@ -107,6 +107,8 @@ class RepositoryModels:
         """Models that are unloaded and in no folder: they were sent with their files, or loaded from a path."""
         self._wanted: set[str] = set()
         """Models that were loaded for their own sake, not for that of an ensemble."""
+        self._dropped: dict[str, list[str]] = {}
+        """Versions of loaded models that were served once, and are left out by what they were loaded with since."""
         self._suspended: set[str] = set()
         """Ensembles that were unloaded because a model in them was."""
         self._overrides: dict[str, _Override] = {}
@@ -177,6 +179,7 @@ class RepositoryModels:
             loaded = self._loaded.get(name)
             if loaded is not None and (state is None or state.state is not ModelState.UNLOADING):
                 entries += [IndexEntry(name=name, version=v, state=ModelState.READY) for v in loaded.card.versions]
+                entries += [IndexEntry(name=name, version=v, reason=UNLOADED) for v in self._dropped.get(name, ())]
             elif state is not None:
                 reason = state.reason[:MAX_REASON_CHARS]
                 entries += [
@@ -373,7 +376,7 @@ class RepositoryModels:
             try:
                 labels = labels_in(config, {name: self._loaded[name].card for name in models_in(config)})
                 model = LoadedModel(config, folder, loaded, files, self._on_mismatch, labels)
-                await warm_up(model, folder)
+                model.warmed_up(await warm_up(model, folder))
                 if self.cache is not None and config.response_cache.enable:
                     model.keep_responses(self.cache.for_model(model.name, model.config.metric_tags))
             except BaseException:
@@ -422,8 +425,14 @@ class RepositoryModels:
             raise
         self._mismatches.pop(model.name, None)
         self._suspended.discard(model.name)
+        for warmup in model.warmups:
+            if self._host is not None and (statistics := self._host.statistics(model.name, warmup.version)) is not None:
+                statistics.warmed_up(warmup.total_ns, warmup.timings)
         former = self._loaded.get(model.name)
         self._loaded[model.name] = model
+        if former is not None:
+            known = (*self._dropped.get(model.name, ()), *former.card.versions)
+            self._dropped[model.name] = [version for version in dict.fromkeys(known) if version not in model.card.versions]
         self._states[model.name] = _State(ModelState.READY, "", model.card.versions)
         if former is not None:
             self._retire(former)
@@ -475,6 +484,7 @@ class RepositoryModels:
         await self._publish()
         await self._finish(model)
         del self._loaded[name]
+        self._dropped.pop(name, None)
         self._overrides.pop(name, None)
         self._states[name] = _State(ModelState.UNAVAILABLE, reason, model.card.versions)
         if name not in self._sent and not self.folders.of(name):

@@ -1,7 +1,8 @@
 """Responses of models with `response_cache { enable: true }`, kept for equal requests in the memory of the worker.
 
-Requests are equal if the model, its version, the requested outputs and the contents of all inputs are; their ids, parameters and
-callers do not matter, as in Triton. The least recently used responses make room for new ones.
+Requests are equal if the model, its version and the contents of all inputs are; their ids, parameters and callers do not matter,
+as in Triton. A response has the outputs of all such requests that were computed, and serves requests for some of them. The least
+recently used responses make room for new ones.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -61,21 +62,28 @@ class ResponseCache(Collector):
         model = self._models[number] = ModelCache(self, name, number, tags)
         return model
 
-    def find(self, key: bytes) -> Arrays | None:
+    def find(self, key: bytes, wanted: Iterable[str]) -> Arrays | None:
+        """Return the outputs that are wanted, in this order; None unless all of them are there."""
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or any(name not in entry.outputs for name in wanted):
             self._misses += 1
             return None
         self._hits += 1
         self._entries.move_to_end(key)
-        return entry.outputs
+        return {name: entry.outputs[name] for name in wanted}
 
     def fits(self, size: int) -> bool:
         return size <= self._max_bytes
 
     def insert(self, key: bytes, outputs: Arrays, size: int) -> None:
-        """Keep outputs, which are not changed. Others make room for them."""
+        """Keep outputs, which are not changed, beside others of the same request. Other responses make room for them."""
+        if (former := self._entries.get(key)) is not None:
+            added = {name: array for name, array in former.outputs.items() if name not in outputs}
+            size += sum(map(size_of, added.values()))
+            outputs = {**added, **outputs}
         self.remove(key)
+        if not self.fits(size):
+            return
         while self._used_bytes + size > self._max_bytes:
             _, evicted = self._entries.popitem(last=False)
             self._used_bytes -= evicted.size
@@ -159,10 +167,9 @@ class ModelCache:
     async def find(self, request: ModelRequest, outputs: Iterable[str]) -> tuple[bytes, Arrays | None]:
         """Return the key of a request for `outputs`, and its response if it is there, and count that in its timings."""
         start = time.perf_counter_ns()
-        wanted = sorted(set(outputs))
         size = sum(array.nbytes for array in request.inputs.values())
-        key = self._prefix + await _beside(size, lambda: _digest(request, wanted))
-        found = self._cache.find(key)
+        key = self._prefix + await _beside(size, lambda: _digest(request))
+        found = self._cache.find(key, tuple(dict.fromkeys(outputs)))
         taken_ns = _taken_ns(start)
         lookups = self.lookups.setdefault(request.context.version, Lookups())
         if found is not None:
@@ -178,7 +185,7 @@ class ModelCache:
     async def insert(self, key: bytes, outputs: Arrays, context: Context) -> None:
         """Keep a copy of outputs, whose memory may be used for other things later. `context`: of the request that missed."""
         start = time.perf_counter_ns()
-        size = _ENTRY_BYTES + sum(map(_size, outputs.values()))
+        size = _ENTRY_BYTES + sum(map(size_of, outputs.values()))
         if self._cache.fits(size):
             kept = await _beside(size, lambda: {name: _copied(array) for name, array in outputs.items()})
             if not self._is_closed:
@@ -192,8 +199,8 @@ class ModelCache:
         self._cache.drop(self._number, self._prefix)
 
 
-def _digest(request: ModelRequest, wanted: Sequence[str]) -> bytes:
-    digest = hashlib.blake2b(repr((request.context.version, wanted)).encode(), digest_size=32)
+def _digest(request: ModelRequest) -> bytes:
+    digest = hashlib.blake2b(request.context.version.encode(), digest_size=32)
     for name in sorted(request.inputs):
         head, raw = wire.pack(name, request.inputs[name])
         digest.update(repr((name, head.datatype, head.shape, head.size)).encode())
@@ -201,7 +208,8 @@ def _digest(request: ModelRequest, wanted: Sequence[str]) -> bytes:
     return digest.digest()
 
 
-def _size(array: Array) -> int:
+def size_of(array: Array) -> int:
+    """Return how many bytes an output takes to be."""
     if array.dtype.kind != "O":
         return array.nbytes
     return sum(len(element) for element in array.reshape(-1)) + _ELEMENT_BYTES * array.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dynamo.worker.engine.base import Context
 from dynamo.worker.paths import relative_path
 from dynamo.worker.repository.declared.execution import ModelRequest, Parameter, closing
 from dynamo.worker.repository.declared.sequence_batching import added_tensors
-from dynamo.worker.repository.models.loaded import LoadedModel
+from dynamo.worker.repository.models.loaded import LoadedModel, WarmUp
 
 FOLDER = "warmup"
 MAX_REQUESTS = 10_000
@@ -24,8 +25,12 @@ _SEQUENCE: Mapping[str, Parameter] = {"sequence_id": 1, "sequence_start": True, 
 """Makes a request a sequence of its own, before any other can be there."""
 
 
-async def warm_up(model: LoadedModel, folder: Path) -> None:
-    """Send the model its warm-up requests. Raises InvalidRequest if one fails or cannot be made. `folder` is the model's."""
+async def warm_up(model: LoadedModel, folder: Path) -> list[WarmUp]:
+    """Send the model its warm-up requests, and return what they took. `folder` is the model's.
+
+    Raises InvalidRequest if one fails or cannot be made.
+    """
+    taken: list[WarmUp] = []
     for warmup in model.config.model_warmup:
         try:
             inputs = dict(_inputs(model.config, warmup, folder))
@@ -35,11 +40,15 @@ async def warm_up(model: LoadedModel, folder: Path) -> None:
                     name = f"warmup {warmup.name}"
                     request = ModelRequest(inputs, Context(name, version=version), (), parameters, name)
                     model.check(request, version)
+                    start = time.perf_counter_ns()
                     async with closing(model.run(request)) as responses:
                         async for _ in responses:
                             pass
+                    request.context.timings.rows = max(1, warmup.batch_size)
+                    taken.append(WarmUp(version, time.perf_counter_ns() - start, request.context.timings))
         except DynamoError as error:
             raise InvalidRequest(f"the warm-up '{warmup.name}' failed: {error}") from error
+    return taken
 
 
 def _inputs(config: ModelConfig, warmup: ModelWarmup, folder: Path) -> Iterator[tuple[str, Array]]:

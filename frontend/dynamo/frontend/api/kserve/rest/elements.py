@@ -1,6 +1,6 @@
 """Elements of tensors as JSON writes them, and their raw form.
 
-`data` is flat, or nested according to the shape; a scalar needs no array. A BOOL is true, false, 1 or 0, BYTES are text, sent as
+`data` is flat, or nested according to the shape; a scalar needs no array. A BOOL is true or false, BYTES are text, sent as
 UTF-8. FP16 and BF16 are numbers, rounded to the nearest value; Triton refuses them in JSON. A number out of its datatype's range
 is refused, not made infinite. NaN, Infinity and -Infinity are read and written as these words, as Triton and Python do, although
 they are not valid JSON.
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,13 +45,12 @@ from dynamo.frontend.api.kserve.rest.long_strings import escaped
 _BRACKETS = re.compile(rb"[ \t\r\n\[]*")
 LONG_ELEMENTS = 1 << 13
 """Elements of any kind that are read or written in one step: a few milliseconds."""
-_FLAG = bool | Annotated[int, msgspec.Meta(ge=0, le=1)]
 
 
 @cache
 def _form(datatype: str, depth: int) -> tuple[Any, msgspec.json.Decoder[Any]]:
     """Return the type of `data` nested `depth` deep, and a decoder for it. There are 14 datatypes and 18 depths."""
-    form: Any = {"BOOL": _FLAG, "BYTES": str}.get(datatype, float if datatype in FLOATS else int)
+    form: Any = {"BOOL": bool, "BYTES": str}.get(datatype, float if datatype in FLOATS else int)
     for _ in range(depth):
         form = list[form]
     return form, msgspec.json.Decoder(form)

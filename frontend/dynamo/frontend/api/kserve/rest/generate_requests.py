@@ -76,11 +76,7 @@ def _flattened(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     parameters = fields.pop("parameters", None)
     if not isinstance(parameters, dict | None):
         raise InvalidRequest("'parameters' must be an object", param="parameters")
-    for name, value in (parameters or {}).items():
-        if name in fields:
-            raise InvalidRequest(f"'{name[:80]}' is given twice, within 'parameters' and beside it", param=name[:80])
-        fields[name] = value
-    return id_ or "", fields
+    return id_ or "", fields | (parameters or {})  # of one that is given twice, that within `parameters` counts, as in Triton
 
 
 def _tensor(head: ModelInferRequest, spec: TensorSpec, value: object) -> Work[Buffer | LongTensor]:

@@ -438,7 +438,6 @@ async def test_a_parameter_that_is_too_large_an_integer_is_a_float_for_infer_and
         ([], "must be a JSON object"),
         ({"INT8": "x"}, "input 'INT8' has data that is not INT8"),
         ({"INT8": {"a": 1}}, "input 'INT8'"),
-        ({"INT8": [1], "parameters": {"INT8": [1]}}, "given twice"),
         ({"parameters": 1}, "'parameters' must be an object"),
         ({"id": 1}, "'id' must be a string"),
         ({"mine": None}, "parameter 'mine' has invalid type"),
