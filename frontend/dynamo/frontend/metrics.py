@@ -77,6 +77,11 @@ class FrontendMetrics:
         self.queue_refusals = self._counter(
             "router_queue_refusals", "Requests that found the router's queue full, or had no time for it.", ("model", "reason")
         )
+        self.queue_wait = self._histogram(
+            "router_queue_seconds",
+            "In the router's queue, of requests that waited there, however they left it.",
+            ("model", "priority"),
+        )
         self.demand = self._counter(
             "demand_requests",
             "Requests for a pool, each once: that were placed on an instance, or refused one.",
@@ -361,6 +366,11 @@ class ModelMetrics:
     def set_router_queue(self, waiting: int) -> None:
         """Set how many requests wait while all instances of the model are busy."""
         self._all.router_queue.labels(self.label).set(waiting)
+
+    def queue_waited(self, priority: int, seconds: float) -> None:
+        """Count a request that has left the router's queue; its priority is shown as `high`, `normal` (0) or `low`."""
+        level = "high" if priority > 0 else "low" if priority else "normal"
+        self._all.queue_wait.labels(self.label, level).observe(seconds)
 
     def queue_refused(self, reason: str) -> None:
         """Count a request that may not wait (longer) for an instance.

@@ -54,6 +54,7 @@ def filled_registry() -> CollectorRegistry:
     model.decided("kv", 0.1)
     model.canary("passed")
     model.set_left_out(0)
+    model.queue_waited(0, 0.1)
     request = RequestTimer(model, "tensor", RequestType.UNARY)
     request.tokens(2)
     request.finish(Cancelled(), input_tokens=1)

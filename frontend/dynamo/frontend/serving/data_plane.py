@@ -490,7 +490,10 @@ async def open_data_plane(
         def changed(model: str, waiting: int) -> None:
             metrics.for_model(model).set_router_queue(waiting)
 
-        queue = AdmissionQueue(settings.queue.size, settings.queue.policy, changed, refused)
+        def waited(model: str, priority: int, waited_s: float) -> None:
+            metrics.for_model(model).queue_waited(priority, waited_s)
+
+        queue = AdmissionQueue(settings.queue.size, settings.queue.policy, changed, refused, waited)
     client.on_sign_of_life(directory.mark_up)
     standby = standby or NoStandby()
     starts = StartQueue(directory, standby, settings.start, refused)

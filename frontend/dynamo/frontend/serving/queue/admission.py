@@ -28,6 +28,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -57,10 +58,12 @@ class QueuePosition:
 
     __slots__ = (
         "_deadline",
+        "_entered_at",
         "_loop",
         "_order",
         "_queue",
         "_turn",
+        "_waited",
         "demand",
         "displaced",
         "instance",
@@ -83,8 +86,12 @@ class QueuePosition:
         missing_tokens: Callable[[], int | None],
         demand: Callable[[], tuple[Role, int]],
         instance: InstanceId | None,
+        waited: Callable[[float], None],
     ) -> None:
-        """`rank` is compared with those of other keys, `order` with those of the same key."""
+        """`rank` is compared with those of other keys, `order` with those of the same key.
+
+        `waited` is called with the seconds that the request waited, when it leaves.
+        """
         self.displaced: tuple[QueuePosition, Overloaded] | None = None
         """The one that has to leave a full queue for this one, and why."""
         self.missing_tokens = missing_tokens
@@ -102,6 +109,8 @@ class QueuePosition:
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()
         self._turn: asyncio.Future[None] | None = None
+        self._waited = waited
+        self._entered_at = 0.0
 
     def __lt__(self, other: object) -> bool:
         return isinstance(other, QueuePosition) and self._order < other._order
@@ -109,12 +118,14 @@ class QueuePosition:
     def __enter__(self) -> Self:
         if self.displaced is not None:
             self._queue.displace(*self.displaced)
+        self._entered_at = self._loop.time()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if isinstance(error, TooLate):
             self._queue.refused("goal")
         self._queue.leave(self, served=kind is None)
+        self._waited(self._loop.time() - self._entered_at)
 
     async def turn(self) -> None:
         """Return when this request is the one to try. Raises DeadlineExceeded, and Overloaded if it has to leave the queue."""
@@ -294,7 +305,7 @@ class AdmissionQueue:
 
     `size` requests may wait in each. `changed` is called with how many wait for a model, and `refused` with why one may not:
     `full`, `late` (it would have its turn after its deadline), `expired` (the deadline passed in queue) or `goal` (it has waited
-    too long to reach its latency goals).
+    too long to reach its latency goals). `waited` is called with the model, the priority and the seconds of each that leaves.
     """
 
     def __init__(
@@ -303,7 +314,9 @@ class AdmissionQueue:
         policy: QueuePolicy = QueuePolicy.FCFS,
         changed: Callable[[str, int], None] = lambda model, waiting: None,
         refused: Callable[[str, str], None] = lambda model, reason: None,
+        waited: Callable[[str, int, float], None] = lambda model, priority, waited_s: None,
     ) -> None:
+        self._waited = waited
         self.fair_shares = FairShares(asyncio.get_running_loop().time)
         """The fair shares of the keys that wait here and at other frontends."""
         self._size = size
@@ -358,7 +371,8 @@ class AdmissionQueue:
         queue = self._queue_of(model, role)
         tokens = max(tokens, 1)
         rank, order = rank_and_order(self._policy, priority, tokens, queue.number())
-        position = QueuePosition(queue, account, rank, order, tokens, deadline, missing_tokens, demand, instance)
+        waited = partial(self._waited, model, priority)
+        position = QueuePosition(queue, account, rank, order, tokens, deadline, missing_tokens, demand, instance, waited)
         if deadline is not None:
             wait_s = queue.before(position) * queue.interval_s
             left_s = deadline - self._loop.time()

@@ -68,11 +68,13 @@ class Fleet:
         self.directory, self.client, self.router = FakeDirectory(instance(1)), FakeClient(lambda stream: None), OneAtATime()
         self.waiting: list[int] = []
         self.refused: list[str] = []
+        self.waited: list[tuple[str, int, float]] = []
         self.queue = AdmissionQueue(
             size,
             policy,
             changed=lambda model, waiting: self.waiting.append(waiting),
             refused=lambda model, reason: self.refused.append(reason),
+            waited=lambda model, priority, waited_s: self.waited.append((model, priority, waited_s)),
         )
         self.metrics = FrontendMetrics(CollectorRegistry()).for_model("adder")
         self.dispatcher = Dispatcher(self.directory, self.client, FakeLink(), self.router, queue=self.queue)
@@ -136,6 +138,8 @@ async def test_higher_priority_goes_first_and_equals_stay_in_order() -> None:
         await fleet.respond()
     await asyncio.gather(first, late, *tasks)
     assert fleet.done == ["first", "high", "high too", "low", "late"]
+    assert [priority for _, priority, _ in fleet.waited] == [5, 5, 0, 0], "the first one did not have to wait"
+    assert all(model == "adder" and waited_s > 0 for model, _, waited_s in fleet.waited)
 
 
 @in_virtual_time
@@ -465,6 +469,8 @@ async def test_metrics_say_how_many_wait_and_why_others_may_not() -> None:
             await expiring
         assert count("requests") == 0
         assert (count("refusals_total", reason="full"), count("refusals_total", reason="expired")) == (1, 1)
+        assert (count("seconds_count", priority="normal"), count("seconds_count", priority="high")) == (1, 0)
+        assert count("seconds_sum", priority="normal") == pytest.approx(1, abs=0.1)
         client.streams[0].end(b"response")
         await running
 
