@@ -15,6 +15,7 @@
 | `service` | every call of `inference.GRPCInferenceService`, from bytes to bytes |
 | `settings` | trace and log settings over the protocol |
 | `stream` | ModelStreamInfer |
-| `text` | language models over KServe tensors |
+| `text` | requests to language models over KServe tensors |
+| `text_responses` | their responses |
 | `words` | errors in the words of Triton, which its clients and their tests look for |
 """

@@ -14,7 +14,8 @@ from dynamo.common.model_card import ModelKind
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import usable_id
-from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text import to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text_responses import TextResponses
 from dynamo.frontend.api.kserve.words import check_version
 from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.metrics import RequestType

@@ -101,12 +101,9 @@ class Regions:
         registration = Registration(
             name=name, key=key, offset=offset, size_bytes=size_bytes, device=status.st_dev, inode=status.st_ino, owner=owner
         )
-        if not stat.S_ISREG(status.st_mode) or not 0 < size_bytes <= _MAX_BYTES:
+        if not stat.S_ISREG(status.st_mode) or not 0 < size_bytes <= _MAX_BYTES or offset + size_bytes > status.st_size:
             os.close(descriptor)
             raise InvalidRequest(f"failed to register shared memory region '{name}': invalid args")
-        if offset + size_bytes > status.st_size:
-            os.close(descriptor)
-            raise EngineError(f"Invalid shared memory region: '{key[:300]}'")
         if not self._registrations.add(registration):
             os.close(descriptor)
             raise AlreadyExists(f"shared memory region '{name}' already in manager")

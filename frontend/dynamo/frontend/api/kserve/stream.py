@@ -40,7 +40,8 @@ from dynamo.frontend.api.kserve.declarations import INFER
 from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, first_of, gather_text, read_texts, serve
 from dynamo.frontend.api.kserve.placed import PlacedRequest, Places, is_placed, place
 from dynamo.frontend.api.kserve.server import KserveServer
-from dynamo.frontend.api.kserve.text import TextResponses, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text import to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text_responses import TextResponses
 from dynamo.frontend.api.kserve.words import check_version, kserve_message
 from dynamo.frontend.api.rpc.operation import Context
 from dynamo.frontend.api.rpc.streams import StreamDrain

@@ -1,23 +1,19 @@
-"""Language models over KServe tensors: tensor requests to text requests, text deltas to tensor responses.
+"""Language models over KServe tensors: tensor requests to text requests; `text_responses` has the way back.
 
 | input | datatype, elements | meaning |
 |---|---|---|
 | `text_input` | BYTES, any number | one prompt per element |
 | `messages` | BYTES, any number | instead: one conversation per element, as JSON, for the model's chat template |
+| `token_ids` | any integer type, any number | instead: the tokens of one prompt |
 | `streaming` or `stream` | BOOL, 1 | one response per batch of tokens, over ModelStreamInfer |
 | the names in `SETTINGS` | any number type, 1 | sampling; request parameters of the same names mean the same |
 | `stop` | BYTES, any number | stop strings; as a parameter: one string, or a JSON array of strings |
 | `chat` | BOOL, 1 | each prompt is a user's message, for the model's chat template |
-
-Outputs are `text_output`, `finish_reason` (empty until a completion choice ends) and, if requested, `logprobs`: BYTES, one
-element per choice, in the order of the prompts. A `logprobs` element is JSON: for each token an array of [token id, log
-probability], the chosen token first. Responses have raw or typed contents as their request has.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -25,10 +21,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from dynamo.common.errors import InvalidRequest, ModelNotFound
-from dynamo.common.generation import FinishReason, Sampling, Stop
+from dynamo.common.generation import Sampling, Stop
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tensors.check import check_request_parameters, check_tensor_parameters
-from dynamo.common.tensors.protobuf_wire import delimited, tag, varint
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import (
     Array,
@@ -37,18 +32,14 @@ from dynamo.common.tensors.tensors import (
     datatype_named,
     decode_bytes,
     element_count,
-    encode_bytes,
     filled_fields,
     to_numpy,
 )
-from dynamo.frontend.api.http.json_pieces import JsonArray
 from dynamo.frontend.api.http.json_scan import check_json
-from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.protos.inference_pb2 import (
     InferParameter,
     ModelInferRequest,
-    ModelInferResponse,
-    ModelStreamInferResponse,
 )
 
 MAX_CHOICES = 128
@@ -111,8 +102,13 @@ _STREAM = ("streaming", "stream")
 _PASSED = frozenset(("triton_enable_empty_final_response", "priority", "timeout"))
 """Parameters that are read elsewhere, see TensorRequest."""
 _ONE_INPUTS = frozenset((*SETTINGS, *FLAGS, *_STREAM))
-_INPUTS = frozenset((*_ONE_INPUTS, "text_input", "messages", "stop"))
-_OUTPUTS = ("text_output", "finish_reason", "logprobs")
+IDS = "token_ids"
+"""The name of an input and of an output."""
+_INPUTS = frozenset((*_ONE_INPUTS, "text_input", "messages", "stop", IDS))
+OUTPUTS = ("text_output", "finish_reason", "logprobs")
+"""Those of text, which are BYTES."""
+MAX_TOKEN_IDS = 1 << 20
+_INTEGERS = frozenset(("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"))
 
 
 # Requests
@@ -127,11 +123,15 @@ def to_text_requests(request: TensorRequest, card: ModelCard) -> list[TextReques
     if head.model_version and head.model_version not in card.versions:
         raise ModelNotFound(head.model_name, head.model_version)
     _check_outputs(head)
+    _check_tokens(head, card)
     values = _parameters(head.parameters)
     prompts: list[str] = []
     conversations: list[Conversation] = []
+    tokens: list[int] = []
     for name, elements in _inputs(request).items():
-        if name == "text_input":
+        if name == IDS:
+            tokens = elements
+        elif name == "text_input":
             prompts = [_text(element, name) for element in elements]
         elif name == "messages":
             conversations = _conversations(elements)
@@ -141,20 +141,37 @@ def to_text_requests(request: TensorRequest, card: ModelCard) -> list[TextReques
             values[name] = [_text(element, name) for element in elements]
         else:
             values[name] = elements[0]
-    if not prompts and not conversations:
+    if not prompts and not conversations and not tokens:
         raise InvalidRequest("the input 'text_input' is missing", param="text_input")
     if prompts and conversations:
         raise InvalidRequest("'text_input' and 'messages' are both given; send one of them", param="messages")
+    if tokens and (prompts or conversations):
+        raise InvalidRequest("'token_ids' is given beside a text; send one of them", param=IDS)
     if _flag(values, "chat") and prompts:
         conversations = [({"role": "user", "content": prompt},) for prompt in prompts]
     model = head.model_name
     settings = _settings(values)
-    count = max(len(prompts), len(conversations))
+    count = max(1, len(prompts), len(conversations))
     if count * settings.n > MAX_CHOICES:
         raise InvalidRequest(f"{count} prompts with {settings.n} choices each are above the {MAX_CHOICES} of one request")
+    if count * settings.n > 1 and any(output.name == IDS for output in head.outputs):
+        raise InvalidRequest("output 'token_ids' needs a request with one prompt and one choice")
+    if tokens:
+        return [msgspec.structs.replace(settings, model=model, prompt=tokens)]
     if conversations:
         return [msgspec.structs.replace(settings, model=model, messages=messages) for messages in conversations]
     return [msgspec.structs.replace(settings, model=model, prompt=prompt) for prompt in prompts]
+
+
+def _check_tokens(head: ModelInferRequest, card: ModelCard) -> None:
+    """Raise InvalidRequest for more tokens than the model's context has room for, before any is read."""
+    for tensor in head.inputs:
+        if tensor.name == IDS and card.llm is not None and math.prod(tensor.shape) >= card.llm.context_length:
+            raise InvalidRequest(
+                f"input '{IDS}' has the shape {list(tensor.shape)[:8]}; the model's context has {card.llm.context_length} tokens,"
+                " of the response as well",
+                param=IDS,
+            )
 
 
 def _settings(values: Mapping[str, Value]) -> TextRequest:
@@ -203,8 +220,8 @@ def _inputs(request: TensorRequest) -> dict[str, list[Any]]:
         name = tensor.name
         if name not in _INPUTS:
             raise InvalidRequest(
-                f"a language model has no input '{name[:80]}'; it has 'text_input', 'streaming', 'messages', 'stop',"
-                " and sampling settings",
+                f"a language model has no input '{name[:80]}'; it has 'text_input', 'streaming', 'messages', 'token_ids',"
+                " 'stop', and sampling settings",
                 param=name[:80],
             )
         if name in elements_by_name:
@@ -237,6 +254,9 @@ def _elements(tensor: ModelInferRequest.InferInputTensor, raw: bytes | bytearray
     if name in _TEXT:
         if tensor.datatype != "BYTES":
             raise InvalidRequest(f"{what} has the datatype {tensor.datatype}; it must be BYTES", param=name)
+    elif name == IDS:
+        if tensor.datatype not in _INTEGERS:
+            raise InvalidRequest(f"{what} has the datatype {tensor.datatype}; it must be that of integers", param=name)
     elif name in _BOOL:
         if tensor.datatype != "BOOL":
             raise InvalidRequest(f"{what} has the datatype {tensor.datatype}; it must be BOOL", param=name)
@@ -249,6 +269,10 @@ def _elements(tensor: ModelInferRequest.InferInputTensor, raw: bytes | bytearray
         raise InvalidRequest(f"{what} has {count} elements; at most {_MAX_ELEMENTS[name]} are allowed", param=name)
     if name in _TEXT and (count == 0 or sum(size != 1 for size in tensor.shape) > 1):
         raise InvalidRequest(f"{what} has the shape {list(tensor.shape)}; it must be [n] or [n, 1]", param=name)
+    if name == IDS and (not 0 < count <= MAX_TOKEN_IDS or sum(size != 1 for size in tensor.shape) > 1):
+        raise InvalidRequest(
+            f"{what} has the shape {list(tensor.shape)}; it must be [n] or [1, n], n from 1 to {MAX_TOKEN_IDS}", param=name
+        )
     contents = tensor.contents if tensor.HasField("contents") else None
     if raw is None:
         if contents is None:
@@ -384,9 +408,10 @@ def _conversation(element: bytes) -> Conversation:
 def _check_outputs(head: ModelInferRequest) -> None:
     seen: set[str] = set()
     for output in head.outputs:
-        if output.name not in _OUTPUTS:
+        if output.name not in (*OUTPUTS, IDS):
             raise InvalidRequest(
-                f"a language model has no output '{output.name[:80]}'; it has 'text_output', 'finish_reason' and 'logprobs'"
+                f"a language model has no output '{output.name[:80]}'; it has 'text_output', 'finish_reason', 'logprobs' and"
+                " 'token_ids'"
             )
         if output.name in seen:
             raise InvalidRequest(f"output '{output.name}' is requested twice")
@@ -400,140 +425,3 @@ def _check_outputs(head: ModelInferRequest) -> None:
 
 def _is_set(head: ModelInferRequest, name: str) -> bool:
     return name in head.parameters or any(tensor.name == name for tensor in head.inputs)
-
-
-# Responses
-
-OutputTensor = ModelInferResponse.InferOutputTensor
-
-_NAME = tag(ModelInferResponse, "model_name")
-_VERSION = tag(ModelInferResponse, "model_version")
-_ID = tag(ModelInferResponse, "id")
-_PARAMETER = tag(ModelInferResponse, "parameters")
-_OUTPUT = tag(ModelInferResponse, "outputs")
-_RAW = tag(ModelInferResponse, "raw_output_contents")
-_INFER_RESPONSE = tag(ModelStreamInferResponse, "infer_response")
-_u32 = struct.Struct("<I").pack
-
-_REASON: Mapping[FinishReason | None, bytes] = {None: b"", **{reason: reason.value.encode() for reason in FinishReason}}
-_RAW_REASON = {reason: delimited(_RAW, encode_bytes([text])) for reason, text in _REASON.items()}
-
-
-def _final_parameter(final: bool) -> bytes:
-    parameter = delimited(b"\x0a", b"triton_final_response") + delimited(
-        b"\x12", InferParameter(bool_param=final).SerializeToString()
-    )
-    return delimited(_PARAMETER, parameter)  # an entry of a map is a message with the key as field 1, the value as field 2
-
-
-_FINAL = {True: _final_parameter(True), False: _final_parameter(False), None: b""}
-
-
-class TextResponses:
-    """Serializes the responses to one request. What is the same in all of them is encoded once.
-
-    A response takes any number of deltas: their text is joined, one element per completion choice. `final` adds the parameter
-    `triton_final_response` with that value; None omits it.
-    """
-
-    __slots__ = ("_choices", "_described", "_is_plain", "_n", "_names", "_prefix", "_raw_head")
-
-    def __init__(self, request: TensorRequest, card: ModelCard, texts: Sequence[TextRequest]) -> None:
-        """`texts` are the text requests made from `request`."""
-        head = request.head
-        self._n = texts[0].n
-        self._choices = self._n * len(texts)
-        usual = _OUTPUTS if texts[0].logprobs is not None else _OUTPUTS[:2]
-        self._names = tuple(output.name for output in head.outputs) or usual
-        self._prefix = (
-            delimited(_NAME, head.model_name.encode())
-            + delimited(_VERSION, (head.model_version or card.versions[-1]).encode())
-            + (delimited(_ID, head.id.encode()) if head.id else b"")
-        )
-        outputs = [OutputTensor(name=name, datatype="BYTES", shape=(self._choices,)) for name in self._names]
-        self._described = [output.SerializeToString() for output in outputs]
-        self._is_plain = self._choices == 1 and self._names == _OUTPUTS[:2]
-        """One choice and the default outputs: everything but the text and its size is encoded in advance."""
-        self._raw_head = self._prefix + b"".join(delimited(_OUTPUT, described) for described in self._described)
-
-    def stream_delta(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
-        """Return a serialized ModelStreamInferResponse with deltas of the prompt at the position `prompt`."""
-        delta = self.delta(deltas, prompt=prompt, final=final)
-        return _INFER_RESPONSE + varint(len(delta)) + delta
-
-    def delta(self, deltas: Sequence[TextDelta], *, prompt: int = 0, final: bool | None = None) -> bytes:
-        """Return `stream_delta` as a ModelInferResponse."""
-        if not self._is_plain:
-            texts = self.gather()
-            texts.add(prompt, deltas)
-            return self.complete(texts, final=final)
-        reason: FinishReason | None = None
-        for delta in deltas:
-            reason = delta.finish_reason or reason
-        text = "".join([delta.text for delta in deltas]).encode()
-        size = len(text)
-        return b"".join((self._raw_head, _FINAL[final], _RAW, varint(size + 4), _u32(size), text, _RAW_REASON[reason]))
-
-    def gather(self) -> GatheredTexts:
-        """Return what takes the deltas of all prompts, as they come, until the response is complete."""
-        return GatheredTexts(self._choices, self._n)
-
-    def stream_complete(self, texts: GatheredTexts, *, final: bool | None = None) -> bytes:
-        """Return `complete` as a ModelStreamInferResponse."""
-        pieces = self._pieces(texts, final)
-        return b"".join((_INFER_RESPONSE, varint(sum(map(len, pieces))), *pieces))
-
-    def complete(self, texts: GatheredTexts, *, final: bool | None = None) -> bytes:
-        """Return one ModelInferResponse with all that was gathered."""
-        return b"".join(self._pieces(texts, final))
-
-    def _pieces(self, texts: GatheredTexts, final: bool | None) -> list[bytes]:
-        """Return the pieces of a ModelInferResponse, which are joined once: they may be long."""
-        pieces = [self._prefix, _FINAL[final], *(delimited(_OUTPUT, described) for described in self._described)]
-        for name in self._names:
-            elements: list[bytes] = []
-            for choice in texts.choices:
-                element = choice.element(name)
-                elements += (_u32(sum(map(len, element))), *element)
-            pieces += (_RAW, varint(sum(map(len, elements))), *elements)
-        return pieces
-
-
-class GatheredTexts:
-    """The completion choices of all prompts of a request, as far as their deltas have come."""
-
-    __slots__ = ("_n", "choices")
-
-    def __init__(self, choices: int, n: int) -> None:
-        self._n = n
-        self.choices = [_ChoiceParts() for _ in range(choices)]
-
-    def add(self, prompt: int, deltas: Sequence[TextDelta]) -> None:
-        """Add deltas of the prompt at the position `prompt`."""
-        for delta in deltas:
-            self.choices[prompt * self._n + delta.index].add(delta)
-
-
-class _ChoiceParts:
-    """Collects what deltas add to one completion choice."""
-
-    __slots__ = ("_logprobs", "_reason", "_texts")
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._reason: FinishReason | None = None
-        self._logprobs = JsonArray()
-
-    def add(self, delta: TextDelta) -> None:
-        self._texts.append(delta.text)
-        self._reason = delta.finish_reason or self._reason
-        if delta.logprobs:
-            self._logprobs.extend(msgspec.json.encode(delta.logprobs))
-
-    def element(self, output: str) -> list[bytes]:
-        """Return the element of this choice in an output, in pieces."""
-        if output == "text_output":
-            return ["".join(self._texts).encode()]
-        if output == "finish_reason":
-            return [_REASON[self._reason]]
-        return self._logprobs.pieces()

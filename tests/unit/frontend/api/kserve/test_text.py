@@ -17,7 +17,8 @@ from dynamo.common.generation import FinishReason, Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import decode_bytes, encode_bytes, from_numpy
-from dynamo.frontend.api.kserve.text import FLAGS, MAX_TEXT_BYTES, SETTINGS, TextResponses, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text import FLAGS, MAX_TEXT_BYTES, SETTINGS, to_text_requests, wants_stream
+from dynamo.frontend.api.kserve.text_responses import TextResponses
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 
@@ -373,8 +374,8 @@ def test_the_guide_names_every_input_and_output() -> None:
         {name for row in table.splitlines() if row.startswith("|") for name in re.findall("`([a-z_]+)`", row.split("|")[1])}
         for table in section.split("| output |")
     )
-    assert inputs == {"text_input", "messages", "streaming", "stream", "stop", *SETTINGS, *FLAGS}
-    assert outputs == {"text_output", "finish_reason", "logprobs"}
+    assert inputs == {"text_input", "messages", "token_ids", "streaming", "stream", "stop", *SETTINGS, *FLAGS}
+    assert outputs == {"text_output", "finish_reason", "logprobs", "token_ids"}
 
 
 def test_log_probabilities_are_encoded_as_they_come_and_not_kept() -> None:
