@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import ml_dtypes
 import numpy as np
 import tritonclient.grpc as blocking
 import tritonclient.grpc.aio as triton
@@ -258,6 +259,20 @@ for _datatype in (*NUMPY, "BYTES"):
 async def _(server: Server) -> None:
     data = np.array([1.0, -2.5, 3.0], np.float32).view(np.uint16)[1::2].tobytes()  # the upper halves
     assert (await server.infer(raw_request("types", ("BF16", "BF16", [3], data)))).raw_output_contents[0] == data
+
+
+@case("BF16 from and to numpy, as clients since 2.70 want it")
+async def _(server: Server) -> None:
+    values = np.array([1.0, -2.5, 3.0], ml_dtypes.bfloat16)
+    result = await server.client.infer("types", [tensor("BF16", values, "BF16")])
+    back = result.as_numpy("BF16")
+    assert back.dtype == ml_dtypes.bfloat16 and back.tolist() == values.tolist()
+
+
+@case("a model that no name resolves to is not ready, and no error")
+async def _(server: Server) -> None:
+    assert await server.client.is_model_ready("nowhere") is False
+    assert await server.client.is_model_ready("types", "99") is False
 
 
 @case("several inputs at once")

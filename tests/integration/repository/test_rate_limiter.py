@@ -15,6 +15,7 @@ from dynamo.worker.config import RepositoryOptions
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository.declared.execution import Arrays, ModelRequest, Version
 from dynamo.worker.repository.declared.model_config import instances_of
+from dynamo.worker.repository.scheduling.batches import BatchedModel
 from dynamo.worker.repository.scheduling.rate_limiter import ExecutionLimits, ProvidedResource, RateLimit, RateLimiter
 from dynamo.worker.repository.sessions.session import SessionModel
 from tests.support.repositories import X_TO_Y, infer, opened, python_model, x
@@ -253,6 +254,58 @@ async def test_a_model_that_waits_for_one_that_needs_its_resource_ends_when_its_
         await until(lambda: models.find("alone").waiting("1") == 1)
         calls.cancel()
         assert await infer(models, "alone", x(2)) == {"y": [2.0]}
+
+
+class Gated:
+    """A session that runs when it is told to."""
+
+    signature = None
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+        self.go = threading.Event()
+
+    def run(self, outputs: Sequence[str], inputs: Arrays) -> Sequence[Array]:
+        self.seen.append(float(inputs["x"][0][0]))
+        assert self.go.wait(WAIT_S)
+        return [inputs["x"]]
+
+
+async def test_a_batch_whose_callers_have_left_while_it_waited_for_an_instance_is_not_executed(tmp_path: Path) -> None:
+    config = text_format.Parse(f"{X_TO_Y} max_batch_size: 1 dynamic_batching {{ }}", ModelConfig(name="m"))
+    session = Gated()
+    model = BatchedModel(config, SessionModel(Version("m", "1", config, tmp_path), session, None))
+    row = {number: {"x": x(number)["x"][None]} for number in (1, 2, 3)}
+    running, leaving = (asyncio.create_task(model.respond(ModelRequest(row[number], Context("c")))) for number in (1, 2))
+    await until(lambda: session.seen == [1] and model.waiting == 1)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    last = asyncio.create_task(model.respond(ModelRequest(row[3], Context("c"))))
+    session.go.set()
+    assert (await last).outputs["y"].tolist() == [[3.0]]
+    await running
+    assert session.seen == [1, 3]
+    await model.close()
+
+
+async def test_a_python_batch_whose_callers_have_left_while_it_waited_for_its_resource_is_not_executed(tmp_path: Path) -> None:
+    settings = f"{X_TO_Y} instance_group [ {{ {needs('R', 1, anywhere=True)} }} ]"
+    python_model(tmp_path, "slow", SLOW, settings)
+    counting = ALONE.replace(
+        "        lock =", '        open(os.path.join(pb_utils.get_model_dir(), "ran"), "a").write("x")\n        lock ='
+    )
+    python_model(tmp_path, "batching", counting, f"max_batch_size: 2 dynamic_batching {{ }} {settings}")
+    async with opened(tmp_path, "slow", "batching", rate_limiter=RateLimiter(provided("R:1"))) as models:
+        slow = asyncio.create_task(infer(models, "slow", x(1)))
+        await until((tmp_path / "lock").exists)
+        leaving = asyncio.create_task(infer(models, "batching", {"x": x(1)["x"][None]}))
+        await until(lambda: models.find("batching").waiting("1") == 1)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        (tmp_path / "go").touch()
+        await slow
+        assert await infer(models, "batching", {"x": x(2)["x"][None]}) == {"y": [[2.0]]}
+    assert (tmp_path / "batching" / "1" / "ran").read_text() == "x"
 
 
 async def test_a_thread_holds_its_resource_until_it_returns_though_its_caller_has_left(tmp_path: Path) -> None:

@@ -144,6 +144,11 @@ class Batch:
         """The `request` submitted with each, for a model that takes requests rather than joined tensors."""
         return [job.request for job in self._jobs]
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the callers of all requests have left, so that to execute it is of no use. Safe to call on any thread."""
+        return all(job.response.done() for job in self._jobs)
+
     def hand_over(self) -> None:
         """Return from `submit` now, with the `request` submitted: its caller goes on by itself, and counts the time.
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound
+from dynamo.common.errors import Cancelled, DynamoError, EngineError, InvalidRequest, ModelNotFound
 from dynamo.common.process.background import start
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.protos.model_config_pb2 import ModelConfig
@@ -282,7 +282,7 @@ class PythonModel:
         submitted = time.perf_counter_ns()
         execution, responses = self._pipeline.of_one_response(batch.requests)
         try:
-            results = await self._results(execution, responses)
+            results = await self._results(execution, responses, lambda: not batch.is_abandoned)
             died = [(index, result) for index, result in enumerate(results) if isinstance(result, ProcessDied)]
             # Each again by itself, so that the request that ends a process fails alone.
             again = await asyncio.gather(*(self._respond_again(batch.requests[index], error) for index, error in died))
@@ -294,9 +294,15 @@ class PythonModel:
             batch.infer_ns = execution.infer_ns or (now - execution.sent_ns if execution.sent_ns else 0)
             batch.queue_ns = now - submitted - batch.infer_ns
 
-    async def _results(self, execution: Execution, responses: Sequence[SingleResponse]) -> list[ModelResult | DynamoError]:
-        """Run an execution, and return the response to each request."""
-        self._pipeline.submit(execution, await self._limits.take())
+    async def _results(
+        self, execution: Execution, responses: Sequence[SingleResponse], is_wanted: Callable[[], bool] = lambda: True
+    ) -> list[ModelResult | DynamoError]:
+        """Run an execution, and return the response to each request. Raises Cancelled unless it is still wanted by its turn."""
+        give_back = await self._limits.take()
+        if not is_wanted():
+            give_back()
+            raise Cancelled()
+        self._pipeline.submit(execution, give_back)
         try:
             return [await response.done for response in responses]
         finally:

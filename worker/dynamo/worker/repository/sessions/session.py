@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
+from dynamo.common.errors import Cancelled, DynamoError, EngineError, InvalidRequest
 from dynamo.common.tensors.tensors import DATATYPES, Array
 from dynamo.protos.model_config_pb2 import BatchInput, ModelConfig, ModelInput, ModelOutput
 from dynamo.worker.engine.batching import Batch, Tensors
@@ -190,6 +190,8 @@ class SessionModel:
         def run() -> Tensors | list[Any]:
             nonlocal begun
             begun = time.perf_counter_ns()
+            if batch.is_abandoned:  # while it waited for an instance
+                raise Cancelled()
             if self._ragged is not None:
                 return [*self._run_joined(self._ragged, [request.inputs for request in batch.requests])]
             outputs = self._run(batch.inputs())
