@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from dynamo.common.errors import EngineError, InvalidRequest
@@ -236,10 +235,12 @@ class CompletionChoiceBuilder(Struct, eq=False):
         shown = None
         if request.prompt_logprobs is not None and texts is not None:
             shown = encoded_prompt_logprobs(of_prompt or [], texts, long)
-        return msgspec.structs.replace(
-            self._choice(index),
+        return CompletionChoice(
+            index=index,
             text=echo + "".join(self._texts),
             logprobs=logprobs,
+            finish_reason=str(self._reason),
+            stop_reason=self._stop_reason,
             prompt_logprobs=shown,
             prompt_token_ids=[*generation.prompt_ids] if request.return_token_ids else None,
             token_ids=self._ids if request.return_token_ids else None,
@@ -247,16 +248,13 @@ class CompletionChoiceBuilder(Struct, eq=False):
 
     def bare_choice(self, long: Spliced, index: int, texts: TokenTexts | None) -> CompletionChoice:
         """Return the choice without anything of its prompt. `texts`: for log probabilities, if there are any."""
-        if texts is None:
-            return self._choice(index)
-        columns = EncodedLogprobs(CompletionLogprobWriter(texts, self._alternatives))
-        columns.add(() if self._positions is None else self._positions)
-        return msgspec.structs.replace(self._choice(index), logprobs=columns.finish(long))
-
-    def _choice(self, index: int) -> CompletionChoice:
-        return CompletionChoice(
-            index=index, text="".join(self._texts), finish_reason=str(self._reason), stop_reason=self._stop_reason
-        )
+        logprobs: Raw | None = None
+        if texts is not None:
+            columns = EncodedLogprobs(CompletionLogprobWriter(texts, self._alternatives))
+            columns.add(() if self._positions is None else self._positions)
+            logprobs = columns.finish(long)
+        text, reason = "".join(self._texts), str(self._reason)
+        return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason, stop_reason=self._stop_reason)
 
 
 def best(builders: Sequence[CompletionChoiceBuilder], count: int) -> list[CompletionChoiceBuilder]:
