@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -14,6 +13,7 @@ from dynamo.frontend.api.openai.chunks import encode
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import Metadata
 from dynamo.frontend.api.openai.responses.requests import InputItem, conversation_items, understood_items
+from dynamo.frontend.api.openai.responses.tools import leave_out
 from dynamo.frontend.api.openai.store.conversations import Conversations
 from dynamo.frontend.api.openai.store.items import Item, ItemIds
 from dynamo.frontend.api.openai.store.pages import listed, page_of_query
@@ -115,8 +115,8 @@ class ConversationOperations:
     async def _to_store(self, exchange: Exchange, items: list[InputItem], history: list[dict[str, Any]]) -> list[Item]:
         """Return items with ids, and with those in place of references that they name."""
         stored = self._stored
-        leave_out = partial(exchange.settings.unknown_fields.ignore, exchange.endpoint or exchange.path)
-        items = understood_items(items, leave_out)
+        items, left_out = understood_items(items)
+        leave_out(exchange, left_out)
         ids = ItemIds(new_response_id(), output=False)
         new = await self._edge.offload.run_if(exchange.has_large_body, conversation_items, items, ids)
         return await stored.resolved(exchange.account.name, new, history, ids, exchange.hold)

@@ -28,7 +28,7 @@ from dynamo.frontend.api.openai.logprobs import chat_logprobs
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_objects import InputTokens, TokenLogprob
 from dynamo.frontend.api.openai.responses.requests import ResponsesRequest
-from dynamo.frontend.api.openai.responses.tools import shown_tools
+from dynamo.frontend.api.openai.responses.tools import leave_out, shown_tools
 from dynamo.frontend.api.openai.store.background import FAILURES, Stages
 from dynamo.frontend.api.openai.store.event_log import EventLog, follow
 from dynamo.frontend.api.openai.store.events import ResponseObject, ResponseWriter
@@ -128,8 +128,10 @@ class Responses:
             await edge.plane.names.serve(call, chat.model_name, serve, has_begun=exchange.has_begun, user=chat.user)
 
     async def _read(self, exchange: Exchange) -> ResponsesRequest:
-        request = await self._reader.read(exchange)
-        return request.understood(partial(exchange.settings.unknown_fields.ignore, exchange.endpoint or exchange.path))
+        read = await self._reader.read(exchange)
+        request, left_out = await self._edge.offload.run_if(exchange.has_large_body, read.understood)
+        leave_out(exchange, left_out)
+        return request
 
     async def _serve(self, exchange: Exchange, work: _ResponseWork, model: NamedModel, call: Call) -> None:
         async with exchange.attended(), self._generating(work, model, call) as (generation, feeder):

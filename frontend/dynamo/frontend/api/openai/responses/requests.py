@@ -35,7 +35,6 @@ from dynamo.frontend.api.openai.requests import (
     TokenId,
 )
 from dynamo.frontend.api.openai.responses.tools import (
-    LeaveOut,
     ResponseTool,
     ToolChoice,
     called_tools,
@@ -206,18 +205,22 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
         if self.background and self.store is False:
             raise InvalidRequest("background can only be used when `store` is true", param="store")
 
-    def understood(self, leave_out: LeaveOut) -> ResponsesRequest:
-        """Return the request without the tools, and the items of their calls, that no model gets here."""
-        tools = None if self.tools is None else known_tools(self.tools, leave_out)
-        items = self.input if isinstance(self.input, str) else understood_items(self.input, leave_out)
-        if tools == self.tools and items is self.input:
-            return self
-        return msgspec.structs.replace(self, tools=tools, input=items)
+    def understood(self) -> tuple[ResponsesRequest, list[str]]:
+        """Return the request without the tools, and the items of their calls, that no model gets here, and names for these.
+
+        Raises InvalidRequest.
+        """
+        tools, left_out = known_tools(self.tools or ())
+        items = self.input
+        if not isinstance(items, str):
+            items, others = understood_items(items)
+            left_out += others
+        return (msgspec.structs.replace(self, tools=tools, input=items), left_out) if left_out else (self, left_out)
 
     @property
-    def called_tools(self) -> dict[str, CalledTool]:
+    def called_tools(self) -> Mapping[str, CalledTool]:
         """The tools whose calls are written otherwise than those of functions."""
-        return called_tools(named_tools(self.tools or ()))
+        return called_tools(self.tools or ())
 
     @property
     def conversation_id(self) -> str | None:
@@ -277,12 +280,13 @@ class ResponsesRequest(ModelRequest, kw_only=True, frozen=True):
         )
 
 
-def understood_items(items: list[InputItem], leave_out: LeaveOut) -> list[InputItem]:
-    """Return the items that a conversation may have here: the same list if all are."""
-    left_out = [item.type for item in items if is_left_out(item.type)]
-    for item_type in left_out:
-        leave_out(f"input.{item_type}")
-    return [item for item in items if not is_left_out(item.type)] if left_out else items
+def understood_items(items: list[InputItem]) -> tuple[list[InputItem], list[str]]:
+    """Return the items that a conversation may have here, and a name for each kind of the others."""
+    kinds = {item.type for item in items}
+    others = {kind for kind in kinds if is_left_out(kind)}
+    if not others:
+        return items, []
+    return [item for item in items if item.type not in others], [f"input.{kind}" for kind in sorted(others)]
 
 
 def conversation_items(items: Sequence[InputItem], ids: ItemIds) -> list[dict[str, Any]]:

@@ -11,14 +11,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.openai.requests import (
     AllowedToolChoice,
     AllowedTools,
@@ -29,7 +31,7 @@ from dynamo.frontend.api.openai.requests import (
     NamedToolChoice,
     Tool,
 )
-from dynamo.frontend.api.openai.store.events import CalledTool
+from dynamo.frontend.api.openai.store.events import NO_TOOLS, CalledTool
 
 _INPUT = {
     "type": "object",
@@ -41,8 +43,9 @@ _KINDS = frozenset({"function", "custom", "namespace"})
 _LEFT_OUT_ITEMS = re.compile(r"[a-z_]+_(call|output)|mcp_[a-z_]+|compaction[a-z_]*|additional_tools|configuration_update|program")
 """Items of the history that only servers with such tools put there."""
 
-LeaveOut = Callable[[str], None]
-"""Called with the name under which something that is left out is counted. Raises InvalidRequest where it is to be refused."""
+_MOST_NAMES = 32
+MAX_TOOLS = 1024
+"""In all namespaces together."""
 
 
 class ResponseTool(Struct, kw_only=True, frozen=True):
@@ -92,15 +95,19 @@ class NamedTool:
         return self.definition.name
 
 
-def known_tools(tools: Iterable[ResponseTool], leave_out: LeaveOut) -> list[ResponseTool]:
-    """Return the tools of kinds that a model gets."""
-    known = []
-    for tool in tools:
-        if tool.type in _KINDS:
-            known.append(tool)
-        else:
-            leave_out(f"tools.{tool.type}")
-    return known
+def known_tools(tools: Sequence[ResponseTool]) -> tuple[list[ResponseTool], list[str]]:
+    """Return the tools of kinds that a model gets, and a name for each kind of the others. Raises InvalidRequest."""
+    count = sum(max(1, len(tool.tools or ())) for tool in tools)
+    if count > MAX_TOOLS:
+        raise InvalidRequest(f"got {count} tools; at most {MAX_TOOLS} are allowed", param="tools")
+    others = sorted({tool.type for tool in tools} - _KINDS)
+    return [tool for tool in tools if tool.type in _KINDS], [f"tools.{kind}" for kind in others]
+
+
+def leave_out(exchange: Exchange, names: Iterable[str]) -> None:
+    """Count what is left out of a request as fields that this server does not have. Raises InvalidRequest if it refuses these."""
+    for name in islice(names, _MOST_NAMES):
+        exchange.settings.unknown_fields.ignore(exchange.endpoint or exchange.path, name)
 
 
 def is_left_out(item_type: str) -> bool:
@@ -147,9 +154,11 @@ def functions(tools: Iterable[NamedTool]) -> list[Tool]:
     return [Tool(type="function", function=tool.definition) for tool in tools]
 
 
-def called_tools(tools: Iterable[NamedTool]) -> dict[str, CalledTool]:
+def called_tools(tools: Sequence[ResponseTool]) -> Mapping[str, CalledTool]:
     """Return the tools whose calls are written otherwise than those of functions, by the name that the model has for them."""
-    return {tool.name: tool.called for tool in tools if tool.called.is_custom or tool.called.namespace}
+    if all(tool.type == "function" for tool in tools):
+        return NO_TOOLS
+    return {tool.name: tool.called for tool in named_tools(tools) if tool.called.is_custom or tool.called.namespace}
 
 
 def custom_arguments(input: str) -> str:

@@ -24,17 +24,20 @@ from dynamo.frontend.api.openai.token_io.objects import (
     DerenderChatRequest,
     DerenderCompletionRequest,
     DerenderedChoice,
+    DerenderedLogprobs,
     DerenderedResponse,
 )
 from dynamo.frontend.api.text.model_names import described_model
 from dynamo.frontend.api.text.rules import llm_of
 from dynamo.frontend.api.text.token_texts import TokenTexts
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.parsers import OutputParser, ParserKind, make_parser
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.serving.text.text_models import TextModel, Vocabulary
 
 _END_TOKENS = 16
 _END_CHARS = 256
+_MANY = 256
 _MAX_TOKENS = 1 << 20
 
 
@@ -55,6 +58,7 @@ class DerenderChat:
         card = edge.plane.card(exchange.account, model)
         text = await _text_model(edge, exchange, card)
         response = request.generate_response
+        _check_choices([response], edge.limits.max_choices)
         prompt = request.prompt_token_ids or response.prompt_token_ids or ()
         parsing = _Parsing()
         if chat is not None:
@@ -63,7 +67,9 @@ class DerenderChat:
         choices = []
         texts = TokenTexts(text.tokenizer)
         for each in response.choices:
-            delta = await _delta(text.tokenizer, llm_of(card), each, skip_special_tokens=parsing.skip_special_tokens)
+            delta = await _delta(
+                edge.offload, text.tokenizer, llm_of(card), each, skip_special_tokens=parsing.skip_special_tokens
+            )
             details = Details(
                 texts=texts if delta.logprobs is not None else None,
                 alternatives=max(map(len, delta.logprobs or ()), default=1) - 1,
@@ -71,7 +77,7 @@ class DerenderChat:
                 partial_calls=True,
             )
             builder = ChatChoiceBuilder(parsing.make(), details)
-            choices.append(await edge.offload.run_if(len(delta.tokens) > _END_CHARS, _chat_choice, builder, delta, each.index))
+            choices.append(await edge.offload.run_if(len(delta.tokens) > _MANY, _chat_choice, builder, delta, each.index))
         await exchange.respond(
             encode(
                 ChatCompletion(
@@ -127,6 +133,7 @@ class DerenderCompletion:
         exchange.call()
         request = await self._reader.read(exchange)
         completion, responses = request.completion_request, request.generate_responses
+        _check_choices(responses, edge.limits.max_choices)
         for name, values in (("prompt_tokens", request.prompt_tokens), ("prompt_token_ids", request.prompt_token_ids)):
             if values is not None and len(values) != len(responses):
                 raise InvalidRequest(f"'{name}' has {len(values)} entries for {len(responses)} responses", param=name)
@@ -138,11 +145,11 @@ class DerenderCompletion:
         choices: list[Raw] = []
         for response in responses:
             for each in response.choices:
-                delta = await _delta(text.tokenizer, llm_of(card), each, skip_special_tokens=skips)
+                delta = await _delta(edge.offload, text.tokenizer, llm_of(card), each, skip_special_tokens=skips)
                 builder = CompletionChoiceBuilder(max(map(len, delta.logprobs or ()), default=1) - 1)
                 builder.add(delta)
                 texts = None if delta.logprobs is None else TokenTexts(text.tokenizer)
-                is_long = len(delta.tokens) > _END_CHARS
+                is_long = len(delta.tokens) > _MANY
                 choices.append(await edge.offload.run_if(is_long, _completion_choice, builder, texts, len(choices)))
         await exchange.respond(
             encode(
@@ -169,7 +176,9 @@ async def _text_model(edge: Edge, exchange: Exchange, card: ModelCard) -> TextMo
     return await edge.plane.text_model(exchange.account, card.name)
 
 
-async def _delta(vocabulary: Vocabulary, llm: LlmInfo, choice: DerenderedChoice, *, skip_special_tokens: bool) -> TextDelta:
+async def _delta(
+    offload: Offload, vocabulary: Vocabulary, llm: LlmInfo, choice: DerenderedChoice, *, skip_special_tokens: bool
+) -> TextDelta:
     """Return all of a choice as one delta, without the token by which the model ended. Raises InvalidRequest."""
     tokens = choice.token_ids or []
     if len(tokens) > _MAX_TOKENS:
@@ -179,12 +188,8 @@ async def _delta(vocabulary: Vocabulary, llm: LlmInfo, choice: DerenderedChoice,
     has_end = bool(tokens) and _is_end(vocabulary, llm, tokens[-1])
     kept = tokens[:-1] if has_end else tokens
     logprobs = None
-    if choice.logprobs is not None and choice.logprobs.content is not None:
-        logprobs = [
-            [(each.id, each.logprob), *((top.id, top.logprob) for top in each.top_logprobs or ())]
-            for each in choice.logprobs.content
-        ]
-        vocabulary.check_ids([token for position in logprobs for token, _ in position], "logprobs")
+    if choice.logprobs is not None:
+        logprobs = await offload.run_if(len(choice.logprobs.content or ()) > _MANY, _positions, choice.logprobs, vocabulary)
     return TextDelta(
         index=0,
         text=await vocabulary.decode_prompt(kept, skip_special_tokens=skip_special_tokens) if kept else "",
@@ -194,6 +199,19 @@ async def _delta(vocabulary: Vocabulary, llm: LlmInfo, choice: DerenderedChoice,
         stop_reason=choice.stop_reason,
         stop_token=tokens[-1] if has_end else None,
     )
+
+
+def _positions(logprobs: DerenderedLogprobs, vocabulary: Vocabulary) -> list[list[tuple[int, float]]] | None:
+    positions = logprobs.positions()
+    if positions:
+        vocabulary.check_ids([token for position in positions for token, _ in position], "logprobs")
+    return positions
+
+
+def _check_choices(responses: Sequence[DerenderedResponse], most: int) -> None:
+    count = sum(len(response.choices) for response in responses)
+    if count > most:
+        raise InvalidRequest(f"got {count} choices; at most {most} are allowed", param="choices")
 
 
 def _is_end(vocabulary: Vocabulary, llm: LlmInfo, token: int) -> bool:

@@ -105,7 +105,7 @@ class TokensRequest(ModelRequest, kw_only=True, frozen=True):
                 raise InvalidRequest(f"'{name}' is not supported: {instead}", param=name)
         return CompletionRequest(
             model=model,
-            prompt=[*self.token_ids],
+            prompt=self.token_ids,  # type: ignore[arg-type]  # of ids alone, and not copied
             stream=self.stream,
             stream_options=self.stream_options,
             max_tokens=sampling.max_tokens,
@@ -179,6 +179,11 @@ class DerenderedLogprob(Struct, kw_only=True, frozen=True):
     top_logprobs: list[DerenderedLogprob] | None = None
 
     @property
+    def position(self) -> list[tuple[int, float]]:
+        """The token and its alternatives, with their log probabilities. Raises InvalidRequest."""
+        return [(self.id, self.logprob), *((top.id, top.logprob) for top in self.top_logprobs or ())]
+
+    @property
     def id(self) -> int:
         """The token. Raises InvalidRequest."""
         if self.token_id is not None:
@@ -191,6 +196,10 @@ class DerenderedLogprob(Struct, kw_only=True, frozen=True):
 
 class DerenderedLogprobs(Struct, kw_only=True, frozen=True):
     content: list[DerenderedLogprob] | None = None
+
+    def positions(self) -> list[list[tuple[int, float]]] | None:
+        """Return the positions. Raises InvalidRequest."""
+        return None if self.content is None else [each.position for each in self.content]
 
 
 class DerenderedChoice(Struct, kw_only=True, frozen=True):

@@ -167,3 +167,18 @@ async def test_events_of_a_custom_tool_come_in_the_order_of_those_of_a_function(
         "response.output_item.done",
     ]
     assert json.loads(events_of(streamed.text)[2][1])["item"]["input"] == ""
+
+
+async def test_the_tools_of_all_namespaces_together_are_bounded() -> None:
+    tools = [NAMESPACE | {"name": f"n{number}", "tools": [FUNCTION] * 600} for number in range(2)]
+    async with open_http_edge(CARD, parsers=PARSERS) as edge:
+        error = await edge.error(PATH, HELLO | {"tools": tools})
+    assert (error["param"], error["message"]) == ("tools", "got 1200 tools; at most 1024 are allowed")
+
+
+async def test_each_kind_that_is_left_out_counts_once_in_a_request() -> None:
+    items = [{"role": "user", "content": "Go."}, *[{"type": "web_search_call", "id": f"ws_{number}"} for number in range(5)]]
+    async with open_http_edge(CARD, respond=Speaker(), parsers=PARSERS) as edge:
+        assert (await edge.post(PATH, HELLO | {"input": items})).status_code == 200
+        labels = {"endpoint": "responses", "field": "input.web_search_call"}
+        assert edge.registry.get_sample_value("dynamo_frontend_unknown_fields_total", labels) == 1

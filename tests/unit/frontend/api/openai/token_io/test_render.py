@@ -99,3 +99,9 @@ async def test_log_probabilities_of_tokens_get_their_texts(named: dict[str, Any]
 async def test_what_cannot_be_rendered_is_refused(path: str, body: dict[str, Any], param: str) -> None:
     async with open_http_edge() as edge:
         assert (await edge.error(path, {"model": "talker"} | body))["param"] == param
+
+
+async def test_the_choices_of_all_responses_together_are_bounded() -> None:
+    async with open_http_edge() as edge:
+        body = {"model": "talker", "generate_responses": [generated("a")] * 129}
+        assert (await edge.error(f"{COMPLETION}/derender", body))["message"] == "got 129 choices; at most 128 are allowed"
