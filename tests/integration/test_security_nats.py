@@ -239,6 +239,7 @@ NOT_ALLOWED = {
             RESPONSE,
             "dynamo.ns.backend.kv.1f",
             "dynamo.ns.backend.load.1f",
+            "dynamo.ns.backend.admission.1f",
             "$O.dynamo-models.M.x",
             "$JS.API.STREAM.DELETE.OBJ_dynamo-models",
             "$JS.API.STREAM.UPDATE.OBJ_dynamo-models",
@@ -267,6 +268,7 @@ NOT_ALLOWED = {
             "dynamo.ns.limits",
             "dynamo.ns.stored.resp_1",
             "dynamo.ns.turns",
+            "dynamo.ns.backend.admitted.1f",
             "$JS.API.STREAM.CREATE.OBJ_dynamo-models",
             "$JS.API.STREAM.CREATE.dynamo-kv",
             "$JS.API.STREAM.CREATE.another",
@@ -297,12 +299,12 @@ NOT_ALLOWED = {
 }
 ALLOWED = {
     "frontend": {
-        "publish": [REQUEST, "dynamo.ns.backend.bookings", "dynamo.ns.demand"],
-        "subscribe": ["dynamo.ns.responses.c1.>", "dynamo.ns.backend.kv.*", "_INBOX_frontend.1.>"],
+        "publish": [REQUEST, "dynamo.ns.backend.bookings", "dynamo.ns.demand", "dynamo.ns.backend.admitted.1f"],
+        "subscribe": ["dynamo.ns.responses.c1.>", "dynamo.ns.backend.kv.*", "dynamo.ns.*.admission.*", "_INBOX_frontend.1.>"],
     },
     "worker": {
-        "publish": [RESPONSE, "dynamo.ns.backend.kv.1f", "dynamo.ns.backend.load.1f"],
-        "subscribe": [REQUEST, "_INBOX_worker.1.>"],
+        "publish": [RESPONSE, "dynamo.ns.backend.kv.1f", "dynamo.ns.backend.load.1f", "dynamo.ns.backend.admission.1f"],
+        "subscribe": [REQUEST, "dynamo.ns.backend.admitted.1f", "_INBOX_worker.1.>"],
     },
 }
 

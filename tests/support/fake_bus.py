@@ -93,6 +93,9 @@ class FakeConnection(Connection):
     def is_silent(self) -> bool:
         return self._bus.is_hung
 
+    async def connected(self) -> None:
+        """Return at once: the test decides when it is up."""
+
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 

@@ -77,6 +77,9 @@ class FakeDirectory:
     def registered(self) -> Collection[Instance]:
         return self._view.registered()
 
+    def registrations_of(self, instance: InstanceId) -> Collection[Instance]:
+        return self._view.registrations_of(instance).values()
+
     def card(self, name: str) -> ModelCard | None:
         return self._view.card(name)
 

@@ -4,6 +4,7 @@
 |---|---|
 | `adapters` | LoRA adapters that are loaded at run time |
 | `admin_api` | the admin API of a frontend, as programs of operators use it |
+| `admission` | what a worker and the frontends say about whether these have admitted it |
 | `config` | one frozen dataclass per process, filled from flags, the environment, a file and defaults |
 | `discovery` | which instances serve which models: the format of a registration, and the view of a set of them |
 | `errors` | every failure a caller can see, as one tree |

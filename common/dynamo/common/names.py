@@ -130,13 +130,21 @@ class Endpoint:
         """NATS subject of an instance's load reports; without an instance, the wildcard for all of the component."""
         return f"{component_subject(self.namespace, self.component)}.load.{'*' if instance is None else f'{instance:x}'}"
 
+    def admission_subject(self, instance: InstanceId) -> str:
+        """NATS subject on which an instance asks the frontends whether they have admitted it."""
+        return f"{component_subject(self.namespace, self.component)}.admission.{instance:x}"
+
+    def admitted_subject(self, instance: InstanceId) -> str:
+        """NATS subject on which frontends respond to that."""
+        return f"{component_subject(self.namespace, self.component)}.admitted.{instance:x}"
+
     def bookings_subject(self) -> str:
         """NATS subject on which frontends share their bookings."""
         return f"{component_subject(self.namespace, self.component)}.bookings"
 
 
 def instance_of(subject: str) -> InstanceId:
-    """The instance that publishes on a KV or load subject; ValueError if none can."""
+    """The instance that publishes on a KV, load or admission subject; ValueError if none can."""
     return InstanceId(int(subject.rpartition(".")[2], 16))
 
 
@@ -147,6 +155,17 @@ def component_subject(namespace: str, component: str) -> str:
 def loads_subject(namespace: str) -> str:
     """The wildcard for the load reports of all instances in a namespace."""
     return f"dynamo.{encode(namespace, 'namespace')}.*.load.*"
+
+
+def admissions_subject(namespace: str) -> str:
+    """The wildcard for what all instances of a namespace ask frontends about their admission."""
+    return f"dynamo.{encode(namespace, 'namespace')}.*.admission.*"
+
+
+def admitted_reply(subject: str) -> str:
+    """Return the subject of responses to what was asked on the admission subject of an instance."""
+    component, _, instance = subject.rpartition(".admission.")
+    return f"{component}.admitted.{instance}"
 
 
 def frontends_subject(namespace: str) -> str:

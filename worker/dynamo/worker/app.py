@@ -51,6 +51,7 @@ from dynamo.worker.engine.base import HasFiles, HasRanks, MayFail, TracksKv, Use
 from dynamo.worker.observability.metrics import WorkerMetrics
 from dynamo.worker.observability.triton_metrics import MetricsConfig, TritonMetrics
 from dynamo.worker.process.adapters import AdapterFollower
+from dynamo.worker.process.admission import asked_frontends
 from dynamo.worker.process.cards import CardFinisher
 from dynamo.worker.process.engine_factory import AnyEngine, make_engine, make_remote, make_repository, split_repositories
 from dynamo.worker.process.model_files import ModelFiles
@@ -292,6 +293,9 @@ async def open_worker(
             namespace = identity.endpoint.namespace
             adapters = AdapterFollower(etcd, namespace, config.adapters, service, offer.renew, config.drain_timeout_s)
             await stack.enter_async_context(running(adapters.follow(), "LoRA adapters"))
+        admission = await stack.enter_async_context(
+            asked_frontends(nats, identity.endpoint, identity.instance, offer.registered_models, config.ready_timeout_s)
+        )
         await _register(config, offer, observers, stack)
 
         def announce() -> None:
@@ -305,7 +309,7 @@ async def open_worker(
         await stack.enter_async_context(running(files.keep_stored(lambda: service.models, offer_more), "model files"))
         sleeper = Sleeper(_listed(engines), service, requests, offer.hide, config.drain_timeout_s)
         stack.push_async_callback(sleeper.close)
-        observers.status.start_serving(registration.registered, files.are_stored, sleeper)
+        observers.status.start_serving(registration.registered, files.are_stored, admission.admitted, sleeper)
         stack.callback(observers.status.start_draining)
         announce()
         cards = tuple(model.card for model in models)
@@ -397,6 +401,11 @@ class Offer:
     @property
     def _offered(self) -> list[ServedModel]:
         return [model for model in self.service.models if not self._files.is_waiting(model.card.name)]
+
+    def registered_models(self) -> list[str] | None:
+        """Return the names of the models that etcd has; None while some are still to be registered."""
+        is_complete = self.registration.registered.is_set() and self._files.are_stored.is_set()
+        return [model.card.name for model in self._offered] if is_complete else None
 
     async def renew(self) -> bool:
         """Register what is offered now. Return False if that happens later: etcd is away, or the worker is still starting."""

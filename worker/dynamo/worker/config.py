@@ -441,8 +441,7 @@ class WorkerConfig:
         "",
         metavar="ARGUMENTS",
         help="For vllm: arguments of `vllm serve` that concern its engine, and --lora-modules NAME=PATH; "
-        "for sglang: arguments of its server; all in one text, "
-        "such as '--tensor-parallel-size 2 --quantization fp8'.",
+        "for sglang: arguments of its server; all in one text, such as '--tensor-parallel-size 2 --quantization fp8'.",
     )
     role: Role | None = option(
         None,
@@ -487,6 +486,12 @@ class WorkerConfig:
     )
     max_message_bytes: int = option(
         512 * MIB, flags=("--max-message-size",), env=("DYN_WORKER_MAX_MESSAGE_SIZE",), minimum=1024, help="Longest request."
+    )
+    ready_timeout_s: float = option(
+        60.0,
+        flags=("--ready-timeout",),
+        minimum=0,
+        help="/health is ready once all frontends have admitted the worker, or so many seconds after it registered; 0: then.",
     )
     lease_ttl_s: float = option(
         10.0, minimum=1, maximum=600, help="How long the registration outlives a worker that died silently."

@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `adapters` | LoRA adapters of the fleet's models: loaded and unloaded in all instances |
+| `admission` | whether this process has admitted an instance, which waits for that until it is ready |
 | `canary` | every instance is probed now and then whether its engine works |
 | `directory` | a live view of all registrations |
 | `event_bus` | events that may be lost: KV events, load reports, bookings |

@@ -93,6 +93,10 @@ class Directory:
         """Return every registration, one per model that an instance serves, including instances marked down."""
         return self._view.registered()
 
+    def registrations_of(self, instance: InstanceId) -> Collection[Instance]:
+        """Return the registrations of one instance."""
+        return self._view.registrations_of(instance).values()
+
     def models(self) -> Sequence[str]:
         """Return the names of the registered models, sorted, without aliases and adapters."""
         return self._view.models()

@@ -144,9 +144,10 @@ class DataPlane:
         """Return whether a model is ready or can be started, nats-server was heard lately, and this process is not to stop."""
         if self._draining or self._link.away_s >= _UNREADY_AFTER_S:
             return False
-        return any(map(self.model_ready, self._catalog.served)) or any(map(self._has_text, self.standby.cards().values()))
+        return any(map(self.model_ready, self._catalog.served)) or any(map(self.has_text, self.standby.cards().values()))
 
-    def _has_text(self, card: ModelCard) -> bool:
+    def has_text(self, card: ModelCard) -> bool:
+        """Return whether the tokenizer and template of a model are at hand, if it has any."""
         return card.llm is None or self._texts.is_ready(card)
 
     def all_models_ready(self) -> bool:
@@ -165,7 +166,7 @@ class DataPlane:
             return False
         if card.llm is not None and not self._disaggregation.is_complete(model, tokenizer):
             return False
-        return self._has_text(card)
+        return self.has_text(card)
 
     def model(self, account: Account, name: str, version: str = "") -> NamedModel:
         """Return a model by its name, an alias or an adapter. Raises ModelNotFound, VersionUnloaded, Forbidden."""
@@ -504,16 +505,15 @@ async def open_data_plane(
         repository = None
         if repositories is not None:
             repository = Repository(repositories, dispatcher.query_at, directory, settings.repository_timeout_s)
-        catalog = ModelCatalog(directory, metrics, settings.models, settings.remember_s, standby)
+        catalog = ModelCatalog(directory, metrics, settings.models, settings.remember_s, texts, standby)
         plane = DataPlane(
             directory, catalog, link, dispatcher, texts, metrics, settings, tracing, repository, rules, adapters, standby
         )
         try:
-            if settings.canary.wait_s is None:
+            if (wait_s := settings.canary.wait_s) is None:
                 yield plane
                 return
-            wait_s, timeout_s = settings.canary.wait_s, settings.canary.timeout_s
-            canaries = Canaries(directory, dispatcher, metrics, wait_s=wait_s, timeout_s=timeout_s)
+            canaries = Canaries(directory, dispatcher, metrics, wait_s=wait_s, timeout_s=settings.canary.timeout_s)
             async with watching_instances(canaries):
                 yield plane
         finally:

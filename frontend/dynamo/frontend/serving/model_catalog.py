@@ -57,6 +57,18 @@ class ModelDirectory(Instances, Protocol):
         ...
 
 
+class TextReadiness(Protocol):
+    """The part of `text.text_models.TextModels` that the catalog needs."""
+
+    def is_ready(self, card: ModelCard) -> bool:
+        """Return whether the text side of a language model is at hand."""
+        ...
+
+    def on_change(self, callback: Callable[[str], None]) -> None:
+        """Call `callback` with each model whose text side has become ready, or is not ready any more."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class NamedModel:
     """A model as a request names it."""
@@ -100,9 +112,11 @@ class ModelCatalog:
         metrics: FrontendMetrics,
         declared: Iterable[ModelCard],
         remember_s: float,
+        texts: TextReadiness,
         standby: StandbyModels | None = None,
     ) -> None:
         """`remember_s`: how long a model that lost its last instance is known."""
+        self._texts = texts
         self._standby = standby or NoStandby()
         self._directory = directory
         self._metrics = metrics
@@ -119,6 +133,8 @@ class ModelCatalog:
         self._closed = False
         self._standby.on_change(lambda added, removed: self._looked_up.clear())
         directory.on_registrations(self._registrations_changed)
+        directory.on_change(self._looked_up.clear)
+        texts.on_change(lambda model: self._looked_up.clear())
         self._registrations_changed(tuple(directory.registered()), ())
 
     def __repr__(self) -> str:
@@ -184,7 +200,7 @@ class ModelCatalog:
         live = self._directory.card(name)
         cards: Iterable[ModelCard]
         if live is not None:
-            cards = (instance.card for instance in self._directory.newest_first(name))
+            cards = self._live_cards(name)
         else:
             now = self._loop.time()
             lost = (card for card, gone_at in self._gone.values() if now - gone_at < self._remember_s)
@@ -197,6 +213,18 @@ class ModelCatalog:
             if not version or version in card.versions:
                 return card
         raise ModelNotFound(name, version)
+
+    def _live_cards(self, name: str) -> Iterator[ModelCard]:
+        """Yield the cards that a name has, the newest first, before these the ones whose text is at hand.
+
+        So while a new tokenizer is loaded, as in a rollout, requests are prepared for instances that have another one and serve.
+        """
+        serving = self._directory.instances(name)
+        for instance in self._directory.newest_first(name):
+            if instance.card.llm is None or (self._texts.is_ready(instance.card) and instance in serving):
+                yield instance.card
+        for instance in self._directory.newest_first(name):
+            yield instance.card
 
     def _remember_gone(self, models: Collection[str], removed: Iterable[Instance]) -> None:
         """Remember the newest card of each of the models, which have lost their last instance, for a time."""

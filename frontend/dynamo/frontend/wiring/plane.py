@@ -30,6 +30,7 @@ from dynamo.frontend.api.http.management.server import Links
 from dynamo.frontend.api.kserve.settings import Settings
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.fleet.adapters import Adapters
+from dynamo.frontend.fleet.admission import Admissions, reported_admissions
 from dynamo.frontend.fleet.directory import open_directory
 from dynamo.frontend.fleet.event_bus import MESSAGES_PER_TURN, EventBus
 from dynamo.frontend.fleet.peers.demand import reported_demand
@@ -116,7 +117,7 @@ async def open_plane(config: FrontendConfig, links: Links, metrics: Metrics, acc
         await enter(running(metrics.follow(client), "metrics of requests on NATS"))
         origin = secrets.token_hex(8) if accounts is None else accounts.fleet.origin
         demand = DemandTable()
-        router, control = await enter(open_router(config, links, client, origin, metrics.router, demand))
+        routing = await enter(open_router(config, links, client, origin, metrics.router, demand))
         leases = await enter(open_leases(etcd, leases_prefix(namespace, "batches")))
         names = await enter(open_names(etcd, namespace))
         settings = await enter(open_server_settings(etcd, namespace, lambda settings: apply_log_settings(settings.log)))
@@ -130,7 +131,7 @@ async def open_plane(config: FrontendConfig, links: Links, metrics: Metrics, acc
                     directory,
                     client,
                     nats,
-                    router,
+                    routing.router,
                     texts,
                     metrics.frontend,
                     config.serving,
@@ -151,11 +152,13 @@ async def open_plane(config: FrontendConfig, links: Links, metrics: Metrics, acc
         await directory.ready.wait()  # before, every model would be unknown
         await names.ready.wait()
         await standby.ready.wait()
+        admissions = Admissions(directory, plane.has_text, routing.is_in_step)
+        await enter(reported_admissions(nats, namespace, origin, admissions))
         yield Reached(
             plane=plane,
             memory=memory,
             names=names,
-            control=control,
+            control=routing.control,
             settings=Settings(settings, config.trace, config.log.file),
             loads=loads,
             targets=await enter(open_targets(etcd, namespace)),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 
 from dynamo.common.discovery import Instance
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.jetstream.kv_stream import KvStream
 from dynamo.common.messaging.request_plane.client import RequestClient
-from dynamo.common.names import Endpoint
+from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.api.http.management.routing import RoutingControl
 from dynamo.frontend.api.http.management.server import Links
 from dynamo.frontend.config import FrontendConfig
@@ -32,21 +33,31 @@ from dynamo.frontend.router.policies.sequences import SequenceRouter
 from dynamo.frontend.router.select import follows_loads, make_router
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The router that requests meet, and what goes with it."""
+
+    router: Router
+    control: RoutingControl
+    """What can be read and changed about routing while the process runs."""
+    is_in_step: Callable[[InstanceId, str], bool]
+    """Whether the router knows the cache of an instance of a model, as far as it follows caches."""
+
+
 @asynccontextmanager
 async def open_router(
     config: FrontendConfig, links: Links, client: RequestClient, origin: str, metrics: RouterMetrics, demand: DemandTable
-) -> AsyncIterator[tuple[Router, RoutingControl]]:
+) -> AsyncIterator[Routing]:
     """Open the router that requests meet: metrics, explanations and sessions around the one that picks instances.
 
-    It comes with what can be read and changed about routing while the process runs. `origin` names this frontend to others, and
-    `demand` counts the requests that are placed.
+    `origin` names this frontend to others, and `demand` counts the requests that are placed.
     """
     options, thresholds = config.router, ThresholdTable(config.router.thresholds)
     decisions = DecisionLog(everything=logging.getLogger("dynamo.frontend.router.explain").isEnabledFor(logging.DEBUG))
     async with AsyncExitStack() as stack:
         state = await stack.enter_async_context(open_shared_state(links.nats, config.namespace, origin, thresholds))
-        router = await stack.enter_async_context(_picking_router(config, links, client, origin, thresholds, metrics))
-        router = SequenceRouter(router)
+        picking = await stack.enter_async_context(_picking_router(config, links, client, origin, thresholds, metrics))
+        router: Router = SequenceRouter(picking.router)
         if options.session_affinity_ttl_s is not None:
             router = sessions = SessionRouter(
                 router,
@@ -58,7 +69,17 @@ async def open_router(
             )
             state.on_placed(sessions.placed)
         control = RoutingControl(thresholds, decisions, follows_loads(options), state.set_thresholds)
-        yield MeasuredRouter(router, metrics, decisions, demand=demand), control
+        yield Routing(MeasuredRouter(router, metrics, decisions, demand=demand), control, picking.is_in_step)
+
+
+@dataclass(frozen=True, slots=True)
+class _PickingRouter:
+    router: Router
+    is_in_step: Callable[[InstanceId, str], bool]
+
+
+def _follows_nothing(instance: InstanceId, model: str) -> bool:
+    return True
 
 
 @asynccontextmanager
@@ -69,11 +90,11 @@ async def _picking_router(
     origin: str,
     thresholds: ThresholdTable,
     metrics: RouterMetrics,
-) -> AsyncIterator[Router]:
+) -> AsyncIterator[_PickingRouter]:
     """Open the router of the chosen mode, which follows instances and, if configured, the bookings of other frontends."""
     clock, events = asyncio.get_running_loop().time, links.events
     if not follows_loads(config.router):
-        yield make_router(config.router, LoadTable(), clock)
+        yield _PickingRouter(make_router(config.router, LoadTable(), clock), _follows_nothing)
         return
     async with AsyncExitStack() as stack:
         loads = LoadTable(origin)
@@ -95,4 +116,4 @@ async def _picking_router(
         if config.router.replica_sync:
             endpoint = Endpoint(namespace=config.namespace)
             await stack.enter_async_context(shared_bookings(events, endpoint, loads, feed.is_registered))
-        yield router
+        yield _PickingRouter(router, feed.is_in_step)

@@ -192,6 +192,28 @@ async def test_the_newest_instance_that_has_the_version_describes_it() -> None:
             f.plane.card(ANONYMOUS, "adder", "3")
 
 
+async def test_while_a_new_tokenizer_is_loaded_requests_are_for_the_instances_that_serve() -> None:
+    loaded = asyncio.Event()
+
+    async def load(card: ModelCard) -> TextModel:
+        if card.llm is not None and card.llm.tokenizer == "new":
+            await loaded.wait()
+        return await load_fake_text(card)
+
+    old, new = (instance(n, llm_card(tokenizer=name), started_at=n) for n, name in ((1, "old"), (2, "new")))
+    async with front(FakeDirectory(old), load=load) as f:
+        f.directory.add(new)
+        await settled()
+        assert f.plane.card(ANONYMOUS, "talker") == old.card
+        assert f.plane.server_ready()
+        f.directory.mark_down(InstanceId(1))
+        assert f.plane.card(ANONYMOUS, "talker") == new.card, "nothing else can serve"
+        f.directory.mark_up(InstanceId(1))
+        loaded.set()
+        await settled()
+        assert f.plane.card(ANONYMOUS, "talker") == new.card
+
+
 async def test_a_model_is_found_by_alias_and_adapter() -> None:
     card = llm_card()
     assert card.llm is not None

@@ -76,7 +76,7 @@ class Worker:
         self.has_etcd = True
         self.sleeper = Sleeper([self.engine], self.service, self, self._hide, drain_timeout_s)
         self.status = Status(Endpoint(), InstanceId(1))
-        self.status.start_serving(asyncio.Event(), asyncio.Event(), self.sleeper)
+        self.status.start_serving(asyncio.Event(), asyncio.Event(), asyncio.Event(), self.sleeper)
 
     async def _hide(self, hidden: bool) -> bool:
         self.steps.append("leaves" if hidden else "returns")

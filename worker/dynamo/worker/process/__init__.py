@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `adapters` | LoRA adapters at run time: the records in etcd, carried out |
+| `admission` | whether the frontends have admitted the instance |
 | `cards` | complete the cards that engines return with what the operator configured |
 | `engine_factory` | which engine a `--model` means, and that engine |
 | `model_files` | tokenizers and templates, kept in the object store |

@@ -1,8 +1,8 @@
 """A worker's status port: liveness, readiness, metrics and sleep. Off unless `--status-port` is given.
 
-`/live` is 200 while the event loop runs. `/health` is 200 from the moment all models are registered until the worker begins to
-drain, and 503 before, after, while it sleeps, and while NATS is away; etcd going away is no reason: frontends know the instance
-and go on using it.
+`/live` is 200 while the event loop runs. `/health` is 200 from the moment all models are registered and the frontends have
+admitted them (`admission`) until the worker begins to drain, and 503 before, after, while it sleeps, and while NATS is away; etcd
+going away is no reason: frontends know the instance and go on using it.
 
 The port requires no key, so it takes orders only with `--allow-sleep`; what browsers may see of it says
 `common.http.status_port`.
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 class WorkerState(StrEnum):
     STARTING = "starting"
-    """Models load, or NATS and etcd have not been reached."""
+    """Models load, NATS and etcd have not been reached, or frontends have not admitted the instance."""
     READY = "ready"
     SLEEPING = "sleeping"
     """The worker sleeps, falls asleep or wakes."""
@@ -87,9 +87,11 @@ class Status:
         """Show whether `nats` is connected."""
         self._nats = nats
 
-    def start_serving(self, registered: asyncio.Event, files_stored: asyncio.Event, sleeper: Sleeper) -> None:
-        """The worker takes requests: it is ready once both events are set, and `sleeper` takes orders."""
-        self._needed = registered, files_stored
+    def start_serving(
+        self, registered: asyncio.Event, files_stored: asyncio.Event, admitted: asyncio.Event, sleeper: Sleeper
+    ) -> None:
+        """The worker takes requests: it is ready once all events are set, and `sleeper` takes orders."""
+        self._needed = registered, files_stored, admitted
         self._sleeper = sleeper
 
     def start_draining(self) -> None:

@@ -190,6 +190,15 @@ class KvFeed:
         source = self._sources.get((instance, model))
         return None if source is None else source.follower.number
 
+    def is_in_step(self, instance: InstanceId, model: str) -> bool:
+        """Return whether all is known that an instance has published of its cache, or nothing of it is to be known now."""
+        source = self._sources.get((instance, model))
+        if source is None or self._caches is None or self._is_suspended:
+            return True
+        llm = source.instance.card.llm
+        publishes = llm is not None and llm.total_blocks > 0
+        return not publishes or not (source.follower.is_behind or source.waiting or source.applying)
+
     # Following the directory
 
     def is_registered(self, instance: InstanceId) -> bool:
