@@ -1069,6 +1069,32 @@ class RetryOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CircuitOptions:
+    """Which instances get no requests because their engines fail too many."""
+
+    enabled: bool = option(
+        True,
+        flags=("--circuit-breaker",),
+        env=("DYN_CIRCUIT_BREAKER",),
+        help="Send no requests to an instance whose engine fails too many of them.",
+    )
+    failure_share: float = option(
+        0.2, minimum=0.01, maximum=1, help="Share of its requests that must fail; others must do better."
+    )
+    min_failures: int = option(5, minimum=1, maximum=1_000_000, help="So many of them, at least.")
+    open_s: float = option(
+        10.0,
+        flags=("--circuit-open-time",),
+        minimum=0.1,
+        maximum=86_400,
+        help="Seconds until one is tried again; twice as many each time that it fails again, up to 300.",
+    )
+    max_open_share: float = option(
+        0.5, minimum=0, maximum=1, help="Largest share of the instances of a model, in one role, that get none at once."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueOptions:
     """Whether requests wait while all instances are busy, which thresholds decide."""
 
@@ -1159,6 +1185,7 @@ class ServingOptions:
     disaggregation: DisaggregationOptions = group("Disaggregated serving", prefix="disaggregation", default=DisaggregationOptions)
     retry: RetryOptions = group("Retries and migration", prefix="retry", default=RetryOptions)
     canary: CanaryOptions = group("Canaries", prefix="canary", default=CanaryOptions)
+    circuit: CircuitOptions = group("Circuit breaking", prefix="circuit", default=CircuitOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

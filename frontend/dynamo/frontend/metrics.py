@@ -149,6 +149,10 @@ class FrontendMetrics:
             buckets=RATIOS,
         )
         self.canaries = self._counter("canaries", "Tiny requests sent to idle instances.", ("model", "outcome"))
+        self.circuits_open = self._gauge(
+            "circuits_open", "Instances that get no requests, or only probes, because they failed too many.", by_model, "livemax"
+        )
+        self.circuits_opened = self._counter("circuits_opened", "Times that an instance failed too many requests.", by_model)
         self.left_out = self._gauge(
             "instances_left_out", "Instances that failed a canary and get no requests.", by_model, "livemax"
         )
@@ -170,6 +174,12 @@ class FrontendMetrics:
             metrics = self._models.get(label) or ModelMetrics(self, label)
             self._models[label] = metrics
         return metrics
+
+    def circuit_changed(self, model: str, count: int, has_opened: bool) -> None:
+        """Set how many circuits of a model are open, and count one that has just been opened."""
+        label = self.for_model(model).label
+        self.circuits_open.labels(label).set(count)
+        self.circuits_opened.labels(label).inc(has_opened)
 
     def for_unknown_model(self) -> ModelMetrics:
         """Return the metrics of requests for a model that is not served."""

@@ -55,6 +55,7 @@ def filled_registry() -> CollectorRegistry:
     model.canary("passed")
     model.set_left_out(0)
     model.queue_waited(0, 0.1)
+    frontend.circuit_changed("m", 0, False)
     request = RequestTimer(model, "tensor", RequestType.UNARY)
     request.tokens(2)
     request.finish(Cancelled(), input_tokens=1)

@@ -54,6 +54,8 @@ class RouteRequest(msgspec.Struct, gc=False):
     """It is part of the demand already: it, or what it continues, was sent to an instance or refused one before."""
     waited_s: float = 0.0
     """How long it has waited for an instance: that counts for the time to first token."""
+    open_circuits: int = 0
+    """Instances of the model whose circuits are open or half-open: the request may not be sent to them."""
     request_id: str = ""
     """The id under which the client knows the request; `booking_id` names its booking."""
     explanation: Explanation | None = None

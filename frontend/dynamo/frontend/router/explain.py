@@ -79,6 +79,7 @@ class DecisionLog:
             ttft_ms=None if decision.ttft_s is None else round(decision.ttft_s * 1e3, 1),
             instances=instances,
             candidates=decision.candidates,
+            open_circuits=request.open_circuits,
         )
         self._decisions.append(record)
         if log.isEnabledFor(logging.DEBUG):

@@ -39,6 +39,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     instances: int
     """The number of candidates; `candidates` lists some of them."""
     candidates: Sequence[Mapping[str, float | int | str]] = ()
+    open_circuits: int = 0
+    """Instances that were no candidates since they fail too many requests."""
 
 
 class Explanation:

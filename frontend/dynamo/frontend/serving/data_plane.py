@@ -114,7 +114,7 @@ class DataPlane:
         """Checks large requests without holding up the event loop."""
         self._loop = asyncio.get_running_loop()
         self._disaggregation = Disaggregation(dispatcher, settings.disaggregation)
-        self.reuse = dispatcher.reuse
+        self.reuse, self.circuits = dispatcher.reuse, dispatcher.circuits
         self._draining = False
         self._catalog = catalog
         catalog.on_change(self._changed)
@@ -499,7 +499,7 @@ async def open_data_plane(
     standby = standby or NoStandby()
     starts = StartQueue(directory, standby, settings.start, refused)
     directory.on_change(starts.changed)
-    dispatcher = Dispatcher(directory, client, link, router, settings, queue, demand, starts)
+    dispatcher = Dispatcher(directory, client, link, router, settings, queue, demand, starts, metrics.circuit_changed)
     directory.confirm_by(Presence(dispatcher, link).served_by)
     async with TextModels(text_loader) as texts:
         repository = None

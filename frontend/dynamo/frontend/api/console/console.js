@@ -198,7 +198,8 @@ const known = (value) => (value == null ? "–" : short(value));
 function instanceRow(instance) {
   const number = (value) => element("td", { class: "number" }, known(value));
   return element("tr", {},
-    element("td", {}, element("code", { title: instance.component }, instance.id)),
+    element("td", {}, element("code", { title: instance.component }, instance.id),
+      ...(instance.circuit ? [" ", element("span", { class: "badge bad" }, `circuit ${instance.circuit.replace("_", "-")}`)] : [])),
     number(instance.running), number(instance.waiting),
     element("td", {}, meter(instance.kv_usage)), element("td", {}, meter(instance.hit_rate)),
     number(instance.queued_prefill_tokens), number(instance.step_ms),

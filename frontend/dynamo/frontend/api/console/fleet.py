@@ -25,6 +25,7 @@ from dynamo.frontend.fleet.event_bus import EventBus
 from dynamo.frontend.names.rules import Fallback, Rule, Sticky
 from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
+from dynamo.frontend.serving.dispatch.circuits import CircuitState
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class InstanceState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_ms: float | None = None
     hit_rate: float | None = None
     """Share of the prompt tokens this process recently sent there that were in its cache, 0 to 1."""
+    circuit: CircuitState = CircuitState.CLOSED
+    """Other than closed: this process sends it no requests, or only probes, since too many failed."""
 
 
 class TensorState(Struct, frozen=True):
@@ -214,6 +217,7 @@ def _instance_state(plane: DataPlane, instance: Instance, report: LoadReport | N
         backend=instance.card.backend,
         age_s=round(max(0.0, unix_time - instance.started_at), 1),
         hit_rate=plane.reuse.hit_rate(instance.id) if instance.card.llm is not None else None,
+        circuit=plane.circuits.state(instance.card.name, instance.id),
     )
     if report is None:
         return state

@@ -4,6 +4,7 @@
 |---|---|
 | `booking` | requests at instances: picked, booked and opened in one synchronous step |
 | `candidates` | the instances that a request can be sent to now |
+| `circuits` | circuit breakers: instances that fail too many requests get none for a while |
 | `disaggregation` | one instance computes the prompt, another one generates the response |
 | `dispatched_stream` | one request at an instance, and at another one where `retry` says that it is safe |
 | `dispatcher` | opens requests at instances |

@@ -19,6 +19,7 @@ from dynamo.common.observability.tracing import Span
 from dynamo.common.tensors.request import SEQUENCE_OWNER
 from dynamo.frontend.router.base import Router, RoutingDecision
 from dynamo.frontend.serving.call import Call, Client, Stream, Work
+from dynamo.frontend.serving.dispatch.circuits import Circuits
 
 REQUEST_ID_HEADER = "request-id"
 """Where `messaging.request_plane.incoming` looks for the request id."""
@@ -34,6 +35,10 @@ class Booking(msgspec.Struct, eq=False):
     id: str
     decision: RoutingDecision
     stream: Stream
+    is_probe: bool = False
+    """Whether it tries a half-open circuit."""
+    _is_counted: bool = True
+    """False: the caller named the instance."""
     _is_released: bool = False
 
     def __repr__(self) -> str:
@@ -49,15 +54,21 @@ class Booking(msgspec.Struct, eq=False):
         """The request is over, with success (None) or `error`. Calls after the first have no effect."""
         if not self._is_released:
             self._is_released = True
+            circuits = self._booker.circuits
+            if (error is not None or circuits.is_watching) and self._is_counted:
+                circuits.ended(self.decision.instance, error, is_probe=self.is_probe)
             self._booker.release(self.id, self.decision.instance.id, error)
 
 
 class Booker:
     """Picks instances and books requests on them. One per process."""
 
-    def __init__(self, router: Router, client: Client, on_released: Callable[[InstanceId], None] | None) -> None:
+    def __init__(
+        self, router: Router, client: Client, circuits: Circuits, on_released: Callable[[InstanceId], None] | None
+    ) -> None:
         """`on_released` is called after each release, with the instance."""
         self.router = router
+        self.circuits = circuits
         self._client = client
         self._on_released = on_released
         # Clients choose request ids and may use one twice; bookings have ids of their own, unique among frontends too.
@@ -74,6 +85,8 @@ class Booker:
         failed_attempts: int,
     ) -> Booking:
         """Book the request on one of `candidates` and send it there. Raises DynamoError, Overloaded if none may take more."""
+        if self.circuits.are_open:
+            work.open_circuits = self.circuits.count_open(work.model)
         work.booking_id = booking_id = f"{self._origin}-{next(self._numbers):x}"
         began_ns = 0 if call.span is None else time.time_ns()
         decision = self.router.pick(work, candidates, explain=call.span is not None)
@@ -99,7 +112,9 @@ class Booker:
             failure = error if isinstance(error, DynamoError) else DynamoError("the request could not be sent")
             self.release(booking_id, instance.id, failure)
             raise
-        return Booking(self, booking_id, decision, stream)
+        is_counted = work.pinned is None
+        is_probe = self.circuits.are_open and is_counted and not work.sequence and self.circuits.sent(instance)
+        return Booking(self, booking_id, decision, stream, is_probe, is_counted)
 
     def release(self, booking_id: str, instance: InstanceId, error: DynamoError | None) -> None:
         """Tell the router that a booked request is over. Bookings call this."""

@@ -11,6 +11,7 @@ from dynamo.common.errors import DynamoError, InstanceGone, Unavailable
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.frontend.serving.call import Instances, Work
+from dynamo.frontend.serving.dispatch.circuits import Circuits
 
 
 def able_to_serve(
@@ -31,9 +32,12 @@ _Selection: TypeAlias = tuple[str, str, str, Role | None]
 
 
 class Candidates:
-    """The directory's instances, without those that refuse requests or fail canaries where a model has others."""
+    """The directory's instances, without those that refuse requests, fail canaries or have open circuits, if there are others."""
 
-    def __init__(self, directory: Instances, refusal_pause_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, directory: Instances, circuits: Circuits, refusal_pause_s: float, clock: Callable[[], float]) -> None:
+        self._circuits = circuits
+        self._circuits_version = 0
+        """The state of the circuits that `_reduced` was made of."""
         self._directory = directory
         self._refusal_pause_s = refusal_pause_s
         self._clock = clock
@@ -64,13 +68,14 @@ class Candidates:
         able = self.able_to_serve(work.name or work.model, work.version, work.tokenizer, work.role)
         if work.pinned is not None:
             return [instance for instance in able if instance.id == work.pinned]
+        if self._circuits.are_open:
+            self._follow_circuits()
+        elif not self._left_out:
+            return tuple(instance for instance in able if instance.id not in failed) if failed else able
         if self._left_out and self._clock() >= self._next_return_at:
             self._end_expired()
         if failed:
-            able = tuple(instance for instance in able if instance.id not in failed)
-            return self._reduce(able)
-        if not self._left_out:
-            return able
+            return self._reduce(tuple(instance for instance in able if instance.id not in failed))
         key = (work.name or work.model, work.version, work.tokenizer, work.role)
         cached = self._reduced.get(key)
         if cached is None or cached[0] is not able:
@@ -112,6 +117,12 @@ class Candidates:
         self._left_out[instance] = max(until, self._left_out.get(instance, 0.0))
         self._next_return_at = min(self._next_return_at, until)
 
+    def _follow_circuits(self) -> None:
+        self._circuits.advance()
+        if self._circuits_version != self._circuits.version:
+            self._circuits_version = self._circuits.version
+            self._reduced.clear()
+
     def _end_expired(self) -> None:
         now = self._clock()
         self._left_out = {instance: until for instance, until in self._left_out.items() if until > now}
@@ -119,5 +130,6 @@ class Candidates:
         self._reduced.clear()
 
     def _reduce(self, able: tuple[Instance, ...]) -> tuple[Instance, ...]:
-        """Return the instances that are not left out, or all if there would be none."""
-        return tuple(instance for instance in able if instance.id not in self._left_out) or able
+        """Return the instances that are not left out and whose circuits admit requests, or all if there would be none."""
+        kept = tuple(instance for instance in able if instance.id not in self._left_out)
+        return tuple(filter(self._circuits.admits, kept)) or kept or able

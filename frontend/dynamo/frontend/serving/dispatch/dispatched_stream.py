@@ -230,6 +230,8 @@ class DispatchedStream:
         shared = self._shared
         self._booking = None
         now, instance = shared.clock(), booking.decision.instance.id
+        if booking.is_probe and isinstance(error, EngineError):
+            error.retryable = True  # it was sent there to try the instance
         has_died = died_holding(error) and not shared.link.is_silent
         self._attempts.deaths += has_died
         if not shared.may_come_back(error, now):

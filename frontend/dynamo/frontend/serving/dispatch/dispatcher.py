@@ -15,6 +15,7 @@ from dynamo.frontend.router.demand import DemandTable, WaitingRequests
 from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
 from dynamo.frontend.serving.dispatch.booking import Booker
 from dynamo.frontend.serving.dispatch.candidates import Candidates
+from dynamo.frontend.serving.dispatch.circuits import Circuits, OnCircuit
 from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.dispatch.parts import DispatchParts
 from dynamo.frontend.serving.dispatch.prefix_reuse import PrefixReuse
@@ -42,17 +43,20 @@ class Dispatcher:
         queue: AdmissionQueue | None = None,
         demand: DemandTable | None = None,
         starts: StartQueue | None = None,
+        on_circuit: OnCircuit = lambda model, count, opened: None,
     ) -> None:
         """`demand`: where `router` counts the requests that it places; those that get no instance are counted here."""
         settings = settings or ServingOptions()
         retry, clock = settings.retry, asyncio.get_running_loop().time
+        self.circuits = Circuits(settings.circuit, directory.instances, clock, on_circuit)
+        """Which instances fail too many requests."""
         self._client = client
         self.router = router
         self._timeout_s = settings.request_timeout_s
         self._clock = clock
         self._shared = DispatchParts(
-            candidates=Candidates(directory, retry.refusal_pause_s, clock),
-            booker=Booker(router, client, None if queue is None else queue.poke),
+            candidates=Candidates(directory, self.circuits, retry.refusal_pause_s, clock),
+            booker=Booker(router, client, self.circuits, None if queue is None else queue.poke),
             queue=queue,
             link=link,
             reconnect_grace_s=retry.reconnect_grace_s,
@@ -132,5 +136,6 @@ class Dispatcher:
     def removed(self, instance: InstanceId) -> None:
         """An instance deregistered."""
         self._shared.candidates.removed(instance)
+        self.circuits.removed(instance)
         self.reuse.forget(instance)
         self.router.removed(instance)

@@ -5,10 +5,12 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import Cancelled, InvalidRequest, Overloaded
 from dynamo.common.names import InstanceId
+from dynamo.frontend.config import CircuitOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.dispatch.booking import Booker, Booking
+from dynamo.frontend.serving.dispatch.circuits import Circuits
 from tests.support.fakes import FakeClient, FakeStream, RecordingRouter, instance
 
 
@@ -16,7 +18,8 @@ class Bench:
     def __init__(self) -> None:
         self.router, self.client = RecordingRouter(), FakeClient()
         self.released = 0
-        self.booker = Booker(self.router, self.client, self.on_released)
+        circuits = Circuits(CircuitOptions(), lambda model: (), lambda: 0.0, lambda model, count, opened: None)
+        self.booker = Booker(self.router, self.client, circuits, self.on_released)
 
     def on_released(self, instance: InstanceId) -> None:
         self.released += 1
