@@ -20,7 +20,13 @@ import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BASE = DEPLOY / "k8s" / "base"
-OVERLAYS = tuple(sorted(path.parent for path in (DEPLOY / "k8s" / "overlays").glob("*/kustomization.yaml")))
+NAMESPACES = DEPLOY / "k8s" / "overlays" / "namespaces"
+"""The overlay with more than one namespace."""
+OVERLAYS = tuple(
+    sorted(path.parent for path in (DEPLOY / "k8s" / "overlays").glob("*/kustomization.yaml") if path.parent != NAMESPACES)
+)
+"""Those with one namespace."""
+COMPONENTS = tuple(sorted(path.parent for path in (DEPLOY / "k8s" / "components").glob("*/kustomization.yaml")))
 
 Manifest: TypeAlias = dict[str, Any]
 Files: TypeAlias = Mapping[str, str]
