@@ -99,7 +99,7 @@ class Fleet:
 
     @property
     def is_exact(self) -> bool:
-        return self.router.uses_index and self.router.index("m").held(self.instance.id) == self.engine.held
+        return self.router.uses_index and self.engine.is_mirrored(self.router.index("m"), self.instance.id)
 
 
 async def echo(incoming: Incoming) -> None:

@@ -64,5 +64,5 @@ async def test_after_a_while_of_quiet_the_index_equals_the_workers_own_copies(
         for bus in buses:
             bus.be_good()
         async with asyncio.timeout(120):
-            while any(router.index("m").held(instance) != engine.held for instance, engine in engines.items()):
+            while any(not engine.is_mirrored(router.index("m"), instance) for instance, engine in engines.items()):
                 await asyncio.sleep(0.01)

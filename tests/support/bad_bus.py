@@ -6,11 +6,18 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Protocol
 
 from dynamo.common.kv.events import KvState
+from dynamo.common.kv.tiers import Tier
+from dynamo.common.names import InstanceId
 from dynamo.worker.engine.base import EngineLoad
 
 Publish = Callable[[str, bytes, str], bool]
+
+
+class Index(Protocol):
+    def held(self, instance: InstanceId, tier: Tier) -> set[int]: ...
 
 
 @dataclass
@@ -50,9 +57,12 @@ class CachingEngine:
         self._rng = rng
         self._callbacks: list[Callable[[], None]] = []
 
-    @property
-    def held(self) -> set[int]:
-        return set(self.kv.held())
+    def held(self, tier: Tier = Tier.GPU) -> set[int]:
+        return set(self.kv.held(tier))
+
+    def is_mirrored(self, index: Index, instance: InstanceId) -> bool:
+        """Whether an index has exactly the blocks of this engine, on every tier."""
+        return all(index.held(instance, tier) == self.held(tier) for tier in Tier)
 
     def on_step(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -61,12 +71,16 @@ class CachingEngine:
         return EngineLoad()
 
     def step(self, blocks: int = 40) -> None:
-        """Blocks come and go, out of some few."""
+        """Blocks come and go, out of some few, and some are copied to slower tiers."""
         rng = self._rng
         self.kv.store(_hash(rng.randrange(blocks)) for _ in range(rng.randrange(6)))
         self.kv.remove(_hash(rng.randrange(blocks)) for _ in range(rng.randrange(6)))
+        if rng.random() < 0.3:
+            tier = rng.choice([Tier.CPU, Tier.SHARED])
+            self.kv.store((_hash(rng.randrange(blocks)) for _ in range(rng.randrange(4))), tier=tier)
+            self.kv.remove((_hash(rng.randrange(blocks)) for _ in range(rng.randrange(4))), tier=tier)
         if rng.random() < 0.03:
-            self.kv.clear()
+            self.kv.clear(tier=rng.choice([None, Tier.GPU, Tier.CPU]))
         for callback in self._callbacks:
             callback()
 

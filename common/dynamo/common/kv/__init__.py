@@ -4,4 +4,5 @@
 |---|---|
 | `events` | KV cache events of a worker |
 | `hashes` | names for cached prefixes |
+| `tiers` | where an instance keeps a cached block |
 """

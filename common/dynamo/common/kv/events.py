@@ -3,6 +3,9 @@
 A worker keeps a `KvState`: its own full copy, fed by the engine. Once per engine step it takes the net change as one numbered
 `KvUpdate`. Numbers count from 0 per instance without gaps, so a reader knows what it missed; `KvSnapshot` is the whole copy
 as of one number. Applying the same update twice changes nothing.
+
+Blocks in the memory of the GPU are an update's own; those of slower tiers are in its `tiers`. A block can be on several tiers:
+each is told for itself, and a reader counts the block on the fastest.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from msgspec.structs import astuple
 from xxhash import xxh3_64_intdigest
 
 from dynamo.common.kv.hashes import HASH_BYTES, pack_hashes, unpack_hashes
+from dynamo.common.kv.tiers import MAX_TIER_CHANGES, SLOW_TIERS, Tier, TierChange
 
 MAX_UPDATE_BLOCKS = 1 << 16
 """More blocks than this are split into several updates, since nats-server closes a connection that sends too long a message."""
@@ -29,13 +33,16 @@ _Duration: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
 class KvUpdate(msgspec.Struct, frozen=True, array_like=True):
-    """One step's net change, to be applied in the order `cleared`, `removed`, `stored`."""
+    """One step's net change, to be applied in the order `cleared`, `removed`, `stored`, then `tiers`."""
 
     number: int
     stored: bytes = b""
     """Sequence hashes, see `pack_hashes`; parents before children."""
     removed: bytes = b""
     cleared: bool = False
+    """All blocks of all tiers were removed."""
+    tiers: tuple[TierChange, ...] = ()
+    """What changed in tiers slower than the GPU's memory. Processes of the version before do not read it."""
 
     @property
     def stored_hashes(self) -> list[int]:
@@ -45,16 +52,36 @@ class KvUpdate(msgspec.Struct, frozen=True, array_like=True):
     def removed_hashes(self) -> list[int]:
         return unpack_hashes(self.removed)
 
+    @property
+    def hash_bytes(self) -> int:
+        """Bytes of all hashes in it."""
+        size = len(self.stored) + len(self.removed)
+        if self.tiers:
+            size += _tier_bytes(self.tiers)
+        return size
+
 
 class KvSnapshot(msgspec.Struct, frozen=True, array_like=True):
     """All blocks that an instance caches after its update `number`; -1: before its first one."""
 
     number: int = -1
     blocks: bytes = b""
+    """Sequence hashes of the blocks in the GPU's memory."""
+    tiers: tuple[TierChange, ...] = ()
+    """The blocks of slower tiers, as stored ones."""
 
     @property
     def hashes(self) -> list[int]:
         return unpack_hashes(self.blocks)
+
+    @property
+    def hash_bytes(self) -> int:
+        """Bytes of all hashes in it."""
+        return len(self.blocks) + _tier_bytes(self.tiers)
+
+
+def _tier_bytes(tiers: Iterable[TierChange]) -> int:
+    return sum([len(change.stored) + len(change.removed) for change in tiers])
 
 
 class StepTotals(msgspec.Struct, frozen=True, array_like=True):
@@ -126,16 +153,15 @@ class KvChange:
     Never larger than the blocks cached before and after together, however many changes it gathers.
     """
 
-    __slots__ = ("cleared", "removed", "stored")
+    __slots__ = ("removed", "stored")
 
     def __init__(self) -> None:
         # Dictionaries as ordered sets: readers get parents before children.
         self.stored: dict[int, None] = {}
         self.removed: dict[int, None] = {}
-        self.cleared = False
 
     def __bool__(self) -> bool:
-        return self.cleared or bool(self.stored) or bool(self.removed)
+        return bool(self.stored) or bool(self.removed)
 
     def store(self, blocks: Iterable[int]) -> None:
         """Add `blocks`, which were absent."""
@@ -144,12 +170,6 @@ class KvChange:
     def remove(self, blocks: Iterable[int]) -> None:
         """Remove `blocks`, which were present."""
         _move(blocks, self.stored, self.removed)
-
-    def clear(self) -> None:
-        """Remove all blocks."""
-        self.stored.clear()
-        self.removed.clear()
-        self.cleared = True
 
     def take_removed(self, limit: int) -> list[int]:
         """Take the first `limit` removed blocks out of the change and return them."""
@@ -182,34 +202,101 @@ def _take(blocks: dict[int, None], limit: int) -> list[int]:
     return taken
 
 
-class KvState:
-    """A worker's own full copy of what its engine caches, and the numbered updates by which others follow it.
+class _TierBlocks:
+    """The blocks of one tier by data-parallel rank, and their net change."""
 
-    An engine with several data-parallel ranks names the rank of each change: a block is cached while any rank caches it. The
-    latest updates are kept for readers that missed some, as many as fit into `log_bytes`.
-    """
+    __slots__ = ("_ranks", "change")
 
-    def __init__(self, log_bytes: int = 4 << 20) -> None:
+    def __init__(self) -> None:
         self._ranks: dict[int, dict[int, None]] = {}
         """The blocks of each rank: dictionaries as ordered sets."""
-        self._change = KvChange()
-        self._next = 0
-        self._log: deque[KvUpdate] = deque()
-        self._log_bytes = 0
-        self._log_limit_bytes = log_bytes
-
-    def __len__(self) -> int:
-        """Return how many blocks are cached."""
-        return len(self.held())
-
-    def __contains__(self, block: int) -> bool:
-        return any(block in held for held in self._ranks.values())
+        self.change = KvChange()
 
     def held(self) -> Collection[int]:
         """Return the blocks that are cached, parents before children."""
         if len(self._ranks) == 1:
             return next(iter(self._ranks.values())).keys()
         return dict.fromkeys(chain.from_iterable(self._ranks.values())).keys()
+
+    def of_rank(self, rank: int) -> Collection[int]:
+        return self._ranks.get(rank, {}).keys()
+
+    def is_empty_without(self, rank: int) -> bool:
+        """Return whether no other rank caches anything here."""
+        return not any(held for number, held in self._ranks.items() if number != rank)
+
+    def __contains__(self, block: int) -> bool:
+        return any(block in held for held in self._ranks.values())
+
+    def store(self, blocks: Iterable[int], rank: int) -> None:
+        own = self._ranks.setdefault(rank, {})
+        new = dict.fromkeys([block for block in blocks if block not in own])
+        own.update(new)
+        self.change.store(self._nowhere_else(new, rank))
+
+    def remove(self, blocks: Iterable[int], rank: int) -> None:
+        own = self._ranks.setdefault(rank, {})
+        gone = dict.fromkeys([block for block in blocks if block in own])
+        for block in gone:
+            del own[block]
+        self.change.remove(self._nowhere_else(gone, rank))
+
+    def clear(self) -> None:
+        """Forget all blocks of all ranks, and what changed: readers are told that everything was cleared."""
+        for own in self._ranks.values():
+            own.clear()
+        self.change = KvChange()
+
+    def published(self) -> Collection[int]:
+        """Return the blocks without the net change."""
+        change = self.change
+        if not change:
+            return self.held()
+        published = [block for block in self.held() if block not in change.stored]
+        published.extend(change.removed)
+        return published
+
+    def _nowhere_else(self, blocks: Iterable[int], rank: int) -> Iterable[int]:
+        """Yield the blocks that no other rank caches."""
+        if len(self._ranks) == 1:
+            return blocks
+        others = [held for number, held in self._ranks.items() if number != rank]
+        return [block for block in blocks if not any(block in held for held in others)]
+
+
+class KvState:
+    """A worker's own full copy of what its engine caches, and the numbered updates by which others follow it.
+
+    An engine with several data-parallel ranks names the rank of each change: a block is cached while any rank caches it. An engine
+    with several tiers names the tier: a block that is copied to a slower one is stored there, and removed from each tier for
+    itself. The latest updates are kept for readers that missed some, as many as fit into `log_bytes`.
+    """
+
+    def __init__(self, log_bytes: int = 4 << 20) -> None:
+        self._gpu = _TierBlocks()
+        self._slow: dict[Tier, _TierBlocks] = {}
+        """Slower tiers that have ever had a block, fastest first."""
+        self._is_cleared = False
+        """Whether everything was cleared since the last update."""
+        self.unknown = 0
+        """Blocks, in all, that the engine announced on media that are unknown: they count for nothing."""
+        self._next = 0
+        self._log: deque[KvUpdate] = deque()
+        self._log_bytes = 0
+        self._log_limit_bytes = log_bytes
+
+    def __len__(self) -> int:
+        """Return how many blocks are cached in the GPU's memory."""
+        return len(self.held())
+
+    def __contains__(self, block: int) -> bool:
+        """Return whether a block is in the GPU's memory."""
+        return block in self._gpu
+
+    def held(self, tier: Tier = Tier.GPU) -> Collection[int]:
+        """Return the blocks that are cached on a tier, parents before children."""
+        blocks = self._gpu if tier is Tier.GPU else self._slow.get(tier)
+        return () if blocks is None else blocks.held()
 
     @property
     def number(self) -> int:
@@ -219,47 +306,53 @@ class KvState:
     @property
     def changed(self) -> bool:
         """Whether `take_update` would return an update."""
-        return bool(self._change)
+        if self._is_cleared or self._gpu.change:
+            return True
+        return bool(self._slow) and any(blocks.change for blocks in self._slow.values())
 
-    def store(self, blocks: Iterable[int], rank: int = 0) -> None:
-        """Add blocks, parents before children. Blocks that are present are skipped."""
-        own = self._ranks.setdefault(rank, {})
-        new = dict.fromkeys([block for block in blocks if block not in own])
-        own.update(new)
-        self._change.store(self._nowhere_else(new, rank))
+    def store(self, blocks: Iterable[int], rank: int = 0, tier: Tier = Tier.GPU) -> None:
+        """Add blocks to a tier, parents before children. Blocks that are present are skipped."""
+        (self._gpu if tier is Tier.GPU else self._slow.get(tier) or self._new_tier(tier)).store(blocks, rank)
 
-    def remove(self, blocks: Iterable[int], rank: int = 0) -> None:
-        """Remove blocks. Blocks that are absent are skipped."""
-        own = self._ranks.setdefault(rank, {})
-        gone = dict.fromkeys([block for block in blocks if block in own])
-        for block in gone:
-            del own[block]
-        self._change.remove(self._nowhere_else(gone, rank))
+    def remove(self, blocks: Iterable[int], rank: int = 0, tier: Tier = Tier.GPU) -> None:
+        """Remove blocks from a tier. Blocks that are absent are skipped."""
+        held = self._gpu if tier is Tier.GPU else self._slow.get(tier)
+        if held is not None:
+            held.remove(blocks, rank)
 
-    def clear(self, rank: int = 0) -> None:
-        own = self._ranks.get(rank)
-        if own is not None and len(self._ranks) > 1:
-            self.remove(list(own), rank)
-        elif own:
-            own.clear()
-            self._change.clear()
+    def clear(self, rank: int = 0, tier: Tier | None = None) -> None:
+        """Remove all blocks of a rank from a tier; None: from every tier."""
+        every = {Tier.GPU: self._gpu, **self._slow}
+        cleared = every if tier is None else {tier: every[tier]} if tier in every else {}
+        if not any(blocks.of_rank(rank) for blocks in cleared.values()):
+            return
+        if all(blocks.is_empty_without(rank) and (name in cleared or not blocks.held()) for name, blocks in every.items()):
+            for blocks in every.values():
+                blocks.clear()
+            self._is_cleared = True
+            return
+        for blocks in cleared.values():
+            blocks.remove(list(blocks.of_rank(rank)), rank)
 
-    def _nowhere_else(self, blocks: Iterable[int], rank: int) -> Iterable[int]:
-        """Yield the blocks that no other rank caches."""
-        if len(self._ranks) == 1:
-            return blocks
-        others = [held for number, held in self._ranks.items() if number != rank]
-        return [block for block in blocks if not any(block in held for held in others)]
+    def count_unknown(self, blocks: int) -> None:
+        """Count blocks that the engine announced on a medium that is unknown."""
+        self.unknown += blocks
+
+    def _new_tier(self, tier: Tier) -> _TierBlocks:
+        self._slow[tier] = blocks = _TierBlocks()
+        self._slow = {each: self._slow[each] for each in SLOW_TIERS if each in self._slow}
+        return blocks
 
     def take_update(self) -> KvUpdate | None:
         """Return the numbered net change since the last call, or None. A large change is split, and the rest remains."""
-        change = self._change
-        if not change:
+        if not self.changed:
             return None
+        change = self._gpu.change
         removed = change.take_removed(MAX_UPDATE_BLOCKS)
         stored = change.take_stored(MAX_UPDATE_BLOCKS - len(removed))
-        update = KvUpdate(self._next, pack_hashes(stored), pack_hashes(removed), change.cleared)
-        change.cleared = False
+        tiers = self._take_tiers(MAX_UPDATE_BLOCKS - len(removed) - len(stored)) if self._slow else ()
+        update = KvUpdate(self._next, pack_hashes(stored), pack_hashes(removed), self._is_cleared, tiers)
+        self._is_cleared = False
         self._next += 1
         self._log.append(update)
         self._log_bytes += _weight(update)
@@ -267,11 +360,23 @@ class KvState:
             self._log_bytes -= _weight(self._log.popleft())
         return update
 
+    def _take_tiers(self, limit: int) -> tuple[TierChange, ...]:
+        """Take at most `limit` blocks out of the changes of slow tiers."""
+        tiers: list[TierChange] = []
+        for tier, blocks in self._slow.items():
+            removed = blocks.change.take_removed(limit)
+            stored = blocks.change.take_stored(limit - len(removed))
+            if removed or stored:
+                tiers.append(TierChange(tier.value, pack_hashes(stored), pack_hashes(removed)))
+                limit -= len(removed) + len(stored)
+        return tuple(tiers)
+
     def queue_full_update(self) -> None:
         """Make the next update one that clears everything and stores what is cached, so that readers need no earlier one."""
-        self._change = KvChange()
-        self._change.clear()
-        self._change.stored = dict.fromkeys(self.held())
+        self._is_cleared = True
+        for blocks in (self._gpu, *self._slow.values()):
+            blocks.change = KvChange()
+            blocks.change.stored = dict.fromkeys(blocks.held())
 
     def since(self, number: int) -> Sequence[KvUpdate] | None:
         """Return every update from `number` on, or None if some of them are no longer kept, so that a snapshot is needed."""
@@ -282,21 +387,17 @@ class KvState:
 
     def snapshot(self) -> KvSnapshot:
         """Return all blocks as of `number`. Changes that were not taken as an update are left out."""
-        change = self._change
-        if not change:
-            return KvSnapshot(self.number, pack_hashes(self.held()))
-        if change.cleared:
-            # The blocks before the clear are not known any more. Readers get the state after it now and the update, which changes
-            # nothing for them, later.
-            return KvSnapshot(self.number, pack_hashes(self.held()))
-        published = [block for block in self.held() if block not in change.stored]
-        published.extend(change.removed)
-        return KvSnapshot(self.number, pack_hashes(published))
+        # The blocks before a clear are not known any more. Readers get the state after it now and the update, which changes
+        # nothing for them, later.
+        read = _TierBlocks.held if self._is_cleared else _TierBlocks.published
+        held = ((tier, read(blocks)) for tier, blocks in self._slow.items())
+        tiers = tuple([TierChange(tier.value, pack_hashes(blocks)) for tier, blocks in held if blocks])
+        return KvSnapshot(self.number, pack_hashes(read(self._gpu)), tiers)
 
 
 def _weight(update: KvUpdate) -> int:
     """Return about how many bytes a kept update takes."""
-    return len(update.stored) + len(update.removed) + 16 * HASH_BYTES
+    return update.hash_bytes + 16 * HASH_BYTES
 
 
 class KvMessage(msgspec.Struct, frozen=True, array_like=True):
@@ -324,18 +425,42 @@ def read_message(payload: bytes | memoryview) -> KvMessage:
     """Decode a KvMessage. Raises ValueError, also for a hash that is cut off and for too many of them."""
     message: KvMessage = _kv_message_decoder.decode(payload)
     stored, removed = len(message.update.stored), len(message.update.removed)
-    if (stored | removed) % HASH_BYTES or stored + removed > _MAX_UPDATE_BYTES:
+    if (stored | removed) % HASH_BYTES or stored + removed > _MAX_UPDATE_BYTES or message.update.tiers:
         check_update(message.update)
     return message
 
 
+def encode_message(model: str, update: KvUpdate) -> bytes:
+    """Encode a KvMessage. An update without slow tiers takes no byte more than before there were any."""
+    if update.tiers:
+        return message_encoder.encode(KvMessage(model, update))
+    return message_encoder.encode((model, (update.number, update.stored, update.removed, update.cleared)))
+
+
 def check_update(update: KvUpdate) -> None:
-    """Raise ValueError unless an update has whole hashes, and no more than one may have."""
-    stored, removed = len(update.stored), len(update.removed)
-    if (stored | removed) % HASH_BYTES:
+    """Raise ValueError unless an update has whole hashes, and no more of them and of tiers than one may have."""
+    _check_hashes(update.stored, update.removed)
+    check_tiers(update.tiers)
+    if update.hash_bytes > _MAX_UPDATE_BYTES:
+        raise ValueError(f"it has {update.hash_bytes // HASH_BYTES} blocks; at most {MAX_UPDATE_BLOCKS} are allowed")
+
+
+def check_snapshot(snapshot: KvSnapshot) -> None:
+    """Raise ValueError unless a snapshot has whole hashes, and no more tiers than it may have."""
+    _check_hashes(snapshot.blocks)
+    check_tiers(snapshot.tiers)
+
+
+def check_tiers(tiers: Sequence[TierChange]) -> None:
+    if len(tiers) > MAX_TIER_CHANGES:
+        raise ValueError(f"it has {len(tiers)} tiers; at most {MAX_TIER_CHANGES} are allowed")
+    for change in tiers:
+        _check_hashes(change.stored, change.removed)
+
+
+def _check_hashes(*packed: bytes) -> None:
+    if any(len(each) % HASH_BYTES for each in packed):
         raise ValueError("its blocks are not a whole number of hashes")
-    if stored + removed > _MAX_UPDATE_BYTES:
-        raise ValueError(f"it has {(stored + removed) // HASH_BYTES} blocks; at most {MAX_UPDATE_BLOCKS} are allowed")
 
 
 message_encoder = msgspec.msgpack.Encoder()

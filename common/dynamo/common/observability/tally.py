@@ -86,6 +86,23 @@ class Reading:
         self._gauge.set(self._read())
 
 
+class TotalReading:
+    """A counter that shows a sum which a function returns."""
+
+    __slots__ = ("_counter", "_read", "_shown")
+
+    def __init__(self, counter: Counter, read: Callable[[], float]) -> None:
+        self._counter = counter
+        self._read = read
+        self._shown = 0.0
+
+    def flush(self) -> None:
+        total = self._read()
+        if total > self._shown:
+            self._counter.inc(total - self._shown)
+            self._shown = total
+
+
 class Tally(Collector):
     """All pending increments and observations of one registry. It exports no metrics itself.
 
@@ -94,7 +111,7 @@ class Tally(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._waiting: list[Amount | Spread | Reading] = []
+        self._waiting: list[Amount | Spread | Reading | TotalReading] = []
         self._thread = threading.get_ident()
         registry.register(self)  # collectors are collected in the order of their registration
 
@@ -112,6 +129,10 @@ class Tally(Collector):
     def show(self, gauge: Gauge, read: Callable[[], float]) -> None:
         """Set a gauge to what `read` returns, at each flush, and so on the event loop, unlike `set_function`."""
         self._waiting.append(Reading(gauge, read))
+
+    def show_total(self, counter: Counter, read: Callable[[], float]) -> None:
+        """Have a counter show what `read` returns at each flush: a sum that only grows."""
+        self._waiting.append(TotalReading(counter, read))
 
     def flush(self) -> None:
         for waiting in self._waiting:

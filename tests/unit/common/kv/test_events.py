@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo.common.kv.events import (
+    MAX_UPDATE_BLOCKS,
     KvMessage,
     KvSnapshot,
     KvState,
@@ -19,20 +20,32 @@ from dynamo.common.kv.events import (
     LoadMessage,
     LoadReport,
     StepTotals,
+    encode_message,
     load_message_decoder,
     message_encoder,
     read_message,
     snapshot_decoder,
 )
+from dynamo.common.kv.hashes import pack_hashes
+from dynamo.common.kv.tiers import Tier, TierChange
 from dynamo.frontend.fleet.kv.archive import fold
 from dynamo.frontend.fleet.kv.follow import Follower
 
+Blocks = set[tuple[Tier, int]]
+"""Blocks with the tiers that they are on."""
 
-def apply(blocks: set[int], update: KvUpdate) -> None:
+
+def apply(blocks: Blocks, update: KvUpdate) -> None:
     if update.cleared:
         blocks.clear()
-    blocks.difference_update(update.removed_hashes)
-    blocks.update(update.stored_hashes)
+    for tier, change in [(Tier.GPU, update), *((change.tier or Tier.GPU, change) for change in update.tiers)]:
+        blocks.difference_update((tier, block) for block in change.removed_hashes)
+        blocks.update((tier, block) for block in change.stored_hashes)
+
+
+def of_snapshot(snapshot: KvSnapshot) -> Blocks:
+    slow = {(change.tier or Tier.GPU, block) for change in snapshot.tiers for block in change.stored_hashes}
+    return {(Tier.GPU, block) for block in snapshot.hashes} | slow
 
 
 def test_changes_of_one_step_travel_as_one_numbered_update() -> None:
@@ -103,7 +116,7 @@ def test_updates_are_kept_for_readers_that_missed_a_few() -> None:
 
 def test_the_wire_form_costs_eight_bytes_per_block() -> None:
     update = KvUpdate(7, stored=bytes(8 * 100))
-    message = message_encoder.encode(KvMessage("m", update))
+    message = encode_message("m", update)
     assert len(message) <= 8 * 100 + 12
     assert read_message(message) == KvMessage("m", update)
     snapshot = KvSnapshot(3, bytes(16))
@@ -113,36 +126,43 @@ def test_the_wire_form_costs_eight_bytes_per_block() -> None:
 
 
 BLOCKS = st.lists(st.integers(0, 12), max_size=6)
-STEP = st.lists(st.tuples(st.sampled_from(["store", "remove", "clear"]), BLOCKS, st.integers(0, 1)), max_size=5)
+KIND = st.sampled_from(["store", "remove", "clear tier", "clear"])
+TIER = st.sampled_from([Tier.GPU, Tier.GPU, Tier.CPU, Tier.SHARED])
+STEP = st.lists(st.tuples(KIND, BLOCKS, st.integers(0, 1), TIER), max_size=5)
+Step = list[tuple[str, list[int], int, Tier]]
 
 
-def run_step(state: KvState, truth: dict[int, set[int]], step: list[tuple[str, list[int], int]]) -> None:
-    for kind, blocks, rank in step:
+def run_step(state: KvState, truth: dict[int, Blocks], step: Step) -> None:
+    for kind, blocks, rank, tier in step:
+        own, changed = truth[rank], {(tier, block) for block in blocks}
         if kind == "store":
-            state.store(blocks, rank)
-            truth[rank].update(blocks)
+            state.store(blocks, rank, tier)
+            own.update(changed)
         elif kind == "remove":
-            state.remove(blocks, rank)
-            truth[rank].difference_update(blocks)
+            state.remove(blocks, rank, tier)
+            own.difference_update(changed)
+        elif kind == "clear tier":
+            state.clear(rank, tier)
+            own.difference_update([each for each in own if each[0] is tier])
         else:
             state.clear(rank)
-            truth[rank].clear()
+            own.clear()
 
 
 @given(st.lists(STEP, max_size=8))
-def test_updates_and_snapshots_equal_the_truth(steps: list[list[tuple[str, list[int], int]]]) -> None:
-    state, truth, reader = KvState(), {0: set[int](), 1: set[int]()}, set[int]()
+def test_updates_and_snapshots_equal_the_truth(steps: list[Step]) -> None:
+    state, truth, reader = KvState(), {0: Blocks(), 1: Blocks()}, Blocks()
     for step in steps:
         run_step(state, truth, step)
         early = state.snapshot()
         update = state.take_update()
         if update is not None:
             apply(reader, update)
-            late = set(early.hashes)
+            late = of_snapshot(early)
             apply(late, update)  # a snapshot taken in the middle of a step, followed by that step's update
             assert late == reader
-        assert reader == truth[0] | truth[1] == set(state.snapshot().hashes)
-        assert len(state) == len(reader)
+        assert reader == truth[0] | truth[1] == of_snapshot(state.snapshot())
+        assert len(state) == len({block for tier, block in reader if tier is Tier.GPU})
 
 
 @dataclass
@@ -150,7 +170,7 @@ class Reader:
     """A router's end: a follower and the blocks that it leads to."""
 
     follower: Follower = field(default_factory=lambda: Follower(max_kept=4))
-    blocks: set[int] = field(default_factory=set)
+    blocks: Blocks = field(default_factory=set)
 
     def take(self, updates: list[KvUpdate]) -> None:
         for update in updates:
@@ -168,16 +188,14 @@ class Reader:
             snapshot = state.snapshot()
             ready = self.follower.snapshot(snapshot)
             assert ready is not None
-            self.blocks = set(snapshot.hashes)
+            self.blocks = of_snapshot(snapshot)
             self.take(ready)
 
 
 @settings(max_examples=200)
 @given(st.lists(STEP, max_size=12), st.integers(0, 2**32), st.sampled_from([200, 600, 1 << 20]))
-def test_a_reader_is_exact_again_after_losses_repeats_and_reordering(
-    steps: list[list[tuple[str, list[int], int]]], seed: int, log_bytes: int
-) -> None:
-    rng, state, truth, reader = Random(seed), KvState(log_bytes), {0: set[int](), 1: set[int]()}, Reader()
+def test_a_reader_is_exact_again_after_losses_repeats_and_reordering(steps: list[Step], seed: int, log_bytes: int) -> None:
+    rng, state, truth, reader = Random(seed), KvState(log_bytes), {0: Blocks(), 1: Blocks()}, Reader()
     on_the_way: list[KvUpdate] = []
     stale: KvSnapshot | None = None
     for step in steps:
@@ -189,7 +207,7 @@ def test_a_reader_is_exact_again_after_losses_repeats_and_reordering(
         while on_the_way and rng.random() < 0.6:
             reader.take(reader.follower.update(on_the_way.pop()))
         if stale is not None and rng.random() < 0.5 and (ready := reader.follower.snapshot(stale)) is not None:
-            reader.blocks = set(stale.hashes)
+            reader.blocks = of_snapshot(stale)
             reader.take(ready)
         stale = state.snapshot() if rng.random() < 0.3 else stale
     for update in on_the_way:
@@ -244,12 +262,95 @@ def test_an_announced_number_that_was_never_made_causes_one_request() -> None:
     assert [update.number for update in follower.update(KvUpdate(6))] == [6]  # and not 7, too
 
 
+def test_a_copy_on_a_slow_tier_leaves_the_gpu_alone_and_outlives_it() -> None:
+    state = KvState()
+    state.store([1, 2])
+    state.store([1, 2], tier=Tier.CPU)
+    state.take_update()
+    state.remove([2])
+    update = state.take_update()
+    assert update == KvUpdate(1, removed=pack_hashes([2])), "nothing else changed"
+    assert (set(state.held()), set(state.held(Tier.CPU)), set(state.held(Tier.DISK))) == ({1}, {1, 2}, set())
+
+
+def test_clearing_one_tier_leaves_the_others() -> None:
+    state = KvState()
+    state.store([1, 2])
+    state.store([2, 3], tier=Tier.CPU)
+    state.take_update()
+    state.clear(tier=Tier.GPU)
+    update = state.take_update()
+    assert update is not None
+    assert (sorted(update.removed_hashes), update.cleared, set(state.held(Tier.CPU))) == ([1, 2], False, {2, 3})
+    state.clear()
+    update = state.take_update()
+    assert update is not None
+    assert (update.cleared, update.tiers, list(state.held(Tier.CPU))) == (True, (), [])
+
+
+class UpdateOfBefore(msgspec.Struct, frozen=True, array_like=True):
+    """An update as processes of the version without tiers read it."""
+
+    number: int
+    stored: bytes = b""
+    removed: bytes = b""
+    cleared: bool = False
+
+
+def test_a_peer_of_the_version_before_reads_no_block_of_a_slow_tier() -> None:
+    update = KvUpdate(3, pack_hashes([1]), pack_hashes([2]), False, (TierChange("cpu", pack_hashes([7])),))
+    _, read = msgspec.msgpack.decode(encode_message("m", update), type=tuple[str, UpdateOfBefore])
+    assert read == UpdateOfBefore(3, pack_hashes([1]), pack_hashes([2]))
+    old = msgspec.msgpack.encode(("m", read))
+    assert read_message(old).update == KvUpdate(3, pack_hashes([1]), pack_hashes([2]))
+
+
+def test_an_update_without_slow_tiers_has_the_bytes_that_it_always_had() -> None:
+    update = KvUpdate(3, pack_hashes([1]), pack_hashes([2]))
+    assert encode_message("m", update) == msgspec.msgpack.encode(("m", UpdateOfBefore(3, update.stored, update.removed)))
+
+
+def test_a_tier_that_is_not_known_is_named_and_no_gpu() -> None:
+    update = KvUpdate(0, tiers=(TierChange("tape", pack_hashes([1])), TierChange("gpu", pack_hashes([2]))))
+    assert [change.tier for change in read_message(encode_message("m", update)).update.tiers] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        (TierChange("cpu", b"1234567"),),
+        (TierChange("cpu", removed=b"1"),),
+        (TierChange("cpu"),) * 9,
+        (TierChange("cpu", bytes(8 * MAX_UPDATE_BLOCKS)), TierChange("disk", bytes(8))),
+    ],
+)
+def test_updates_with_odd_tiers_are_refused(tiers: tuple[TierChange, ...]) -> None:
+    with pytest.raises(ValueError):
+        read_message(encode_message("m", KvUpdate(0, tiers=tiers)))
+
+
+def test_an_update_has_no_more_blocks_than_it_may_whatever_their_tiers() -> None:
+    state, blocks = KvState(), Blocks()
+    state.store(range(MAX_UPDATE_BLOCKS - 10))
+    state.store(range(20), tier=Tier.CPU)
+    state.store(range(MAX_UPDATE_BLOCKS + 1), tier=Tier.DISK)
+    updates = []
+    while (update := state.take_update()) is not None:
+        assert update.hash_bytes <= 8 * MAX_UPDATE_BLOCKS
+        apply(blocks, update)
+        updates.append(update)
+    assert len(updates) == 3
+    assert blocks == of_snapshot(state.snapshot()) == of_snapshot(fold(None, updates) or KvSnapshot())
+
+
 def test_a_fold_of_recorded_updates_is_what_was_held() -> None:
     state = KvState()
     updates = []
     for blocks in ([1, 2], [3], [4, 5]):
         state.store(blocks)
+        state.store(blocks[:1], tier=Tier.CPU)
         state.remove([2])
+        state.remove([3], tier=Tier.CPU)
         updates.append(state.take_update() or KvUpdate(-1))
     assert fold(None, updates) == state.snapshot()
     assert fold(None, updates[::-1]) == state.snapshot()

@@ -14,10 +14,12 @@ from dynamo.common.errors import EngineError
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
+from dynamo.common.kv.tiers import Tier
 from dynamo.worker.kv.vllm_events import (
     AllCleared,
     BlocksRemoved,
     BlocksStored,
+    Translated,
     Translator,
     decode_batch,
     fold_hash,
@@ -32,17 +34,16 @@ def batch(*events: object, rank: int | None = None) -> bytes:
     return msgspec.msgpack.encode([1.5, list(events)] if rank is None else [1.5, list(events), rank])
 
 
-def stored(*events: object) -> list[int]:
-    """The sequence hashes that a fresh translator makes of the events."""
+def stored(*events: object, tier: Tier = Tier.GPU) -> list[int]:
+    """The sequence hashes that a fresh translator makes of the events on one tier."""
     translator, state = Translator(), KvState()
     for event in decode_batch(batch(*events)).events:
         translated = translator.translate(event)
-        state.remove(translated.removed)
-        state.store(translated.stored)
+        state.remove(translated.removed, tier=translated.tier)
+        state.store(translated.stored, tier=translated.tier)
         if translated.cleared:
             state.clear()
-    state.take_update()
-    return state.snapshot().hashes
+    return list(state.held(tier))
 
 
 DIGEST = bytes(range(24)) + (2).to_bytes(8, "big")
@@ -138,6 +139,7 @@ CORPUS: list[tuple[str, list[object], list[int]]] = [
             ["BlockStored", "x", None, TOKENS, 4],
             ["BlockStored", [1.5], None, TOKENS, 4],
             BASE | {"block_size": 0},
+            BASE | {"block_size": -4, "token_ids": []},
             BASE | {"token_ids": ["a"]},
             BASE | {"extra_keys": 5},
             [],
@@ -149,6 +151,101 @@ CORPUS: list[tuple[str, list[object], list[int]]] = [
     ),
     ("token ids that do not fit", [BASE | {"token_ids": [*TOKENS[:4], -1, 0, 0, 2**40]}], HASHES[:1]),
 ]
+
+
+CPU, STORE = BASE | {"medium": "CPU"}, BASE | {"medium": "STORAGE"}
+UNTOLD = {
+    "type": "BlockStored",
+    "block_hashes": [1, 2],
+    "parent_block_hash": None,
+    "token_ids": [],
+    "block_size": 0,
+    "medium": "CPU",
+}
+
+# (what is seen, the events, the tier, the sequence hashes there)
+SLOW: list[tuple[str, list[object], Tier, list[int]]] = [
+    ("host memory", [CPU], Tier.CPU, HASHES),
+    ("pinned host memory of SGLang", [BASE | {"medium": "CPU_PINNED"}], Tier.CPU, HASHES),
+    ("the first tier of host memory", [BASE | {"medium": "CPU_TIER1"}], Tier.CPU, HASHES),
+    ("the second tier of host memory", [BASE | {"medium": "CPU_TIER2"}], Tier.DISK, HASHES),
+    ("a disk", [BASE | {"medium": "DISK"}], Tier.DISK, HASHES),
+    ("a fast disk", [BASE | {"medium": "NVMe"}], Tier.DISK, HASHES),
+    ("a local store", [STORE | {"locality": "LOCAL"}], Tier.DISK, HASHES),
+    ("a remote store", [STORE | {"locality": "REMOTE"}], Tier.SHARED, HASHES),
+    (
+        "a remote store in the old shape",
+        [["BlockStored", [1, 2], None, TOKENS, 4, None, "STORAGE", None, None, 0, "", None, "REMOTE"]],
+        Tier.SHARED,
+        HASHES,
+    ),
+    ("a store of unknown place", [STORE], Tier.SHARED, []),
+    (
+        "host memory is left by its own removals",
+        [BASE, CPU, ["BlockRemoved", [2], "CPU"], ["BlockRemoved", [1, 2], "GPU"]],
+        Tier.CPU,
+        HASHES[:1],
+    ),
+    (
+        "a removal from a store",
+        [STORE | {"locality": "LOCAL"}, {"type": "BlockRemoved", "block_hashes": [2], "medium": "STORAGE", "locality": "LOCAL"}],
+        Tier.DISK,
+        HASHES[:1],
+    ),
+    ("offload of what the GPU announced, without tokens", [BASE, UNTOLD], Tier.CPU, HASHES),
+    ("offload of what nothing announced, without tokens", [UNTOLD], Tier.CPU, []),
+    (
+        "offload of what the GPU dropped, without tokens",
+        [BASE, CPU, ["BlockRemoved", [1, 2]], UNTOLD | {"medium": "DISK"}],
+        Tier.DISK,
+        HASHES,
+    ),
+    ("offload without tokens in larger blocks", [BASE, UNTOLD | {"block_size": 8}], Tier.CPU, []),
+    (
+        "a child whose parent is on the GPU only",
+        [BASE, CPU | {"block_hashes": [2], "parent_block_hash": 1, "token_ids": TOKENS[4:]}],
+        Tier.CPU,
+        HASHES[1:],
+    ),
+    ("a block with the tokens of two", [BASE, CPU | {"block_hashes": [2], "block_size": 8}], Tier.CPU, HASHES),
+    (
+        "a block with the tokens of two leaves with both",
+        [BASE, CPU | {"block_hashes": [2], "block_size": 8}, ["BlockRemoved", [2], "CPU"]],
+        Tier.CPU,
+        [],
+    ),
+    ("a block with the tokens of one and a half", [BASE, CPU | {"block_hashes": [2], "block_size": 6}], Tier.CPU, []),
+    ("all cleared", [BASE, CPU, ["AllBlocksCleared"]], Tier.CPU, []),
+    ("host memory of another attention group", [CPU | {"kv_cache_spec_kind": "sliding_window"}], Tier.CPU, []),
+]
+
+
+@pytest.mark.parametrize(("events", "tier", "expected"), [case[1:] for case in SLOW], ids=[case[0] for case in SLOW])
+def test_events_mean_these_blocks_on_slower_tiers(events: list[object], tier: Tier, expected: list[int]) -> None:
+    assert sorted(stored(*events, tier=tier)) == sorted(expected)
+
+
+def test_blocks_on_unknown_media_are_counted_and_on_no_tier() -> None:
+    events = [BASE | {"medium": "TAPE"}, STORE, {"type": "BlockRemoved", "block_hashes": [1], "medium": "TAPE"}]
+    translator = Translator()
+    for event in decode_batch(batch(*events)).events:
+        assert translator.translate(event) == Translated()
+    assert (translator.unknown, len(translator)) == (5, 0)
+
+
+def test_a_store_that_announces_no_removals_is_bounded_and_loses_the_oldest() -> None:
+    translator = Translator(max_stored=2)
+    chain = sequence_hashes(pack_tokens(list(range(12))), 4)
+
+    def store(handle: int) -> Translated:
+        tokens = list(range(4 * handle + 4))
+        event = {**STORE, "locality": "REMOTE", "block_hashes": list(range(handle + 1)), "token_ids": tokens}
+        [event] = decode_batch(batch(event)).events
+        return translator.translate(event)
+
+    assert store(1) == Translated(chain[:2], tier=Tier.SHARED)
+    assert store(0) == Translated(tier=Tier.SHARED)
+    assert store(2) == Translated(chain[2:], chain[:1], tier=Tier.SHARED)
 
 
 @pytest.mark.parametrize(("events", "expected"), [case[1:] for case in CORPUS], ids=[case[0] for case in CORPUS])
@@ -180,7 +277,7 @@ def test_skipped_events_are_counted() -> None:
 
 def test_blocks_left_out_are_counted() -> None:
     translator = Translator()
-    for event in decode_batch(batch(BASE | {"medium": "CPU"}, BASE | {"parent_block_hash": 77})).events:
+    for event in decode_batch(batch(BASE | {"group_idx": 1}, BASE | {"parent_block_hash": 77})).events:
         translator.translate(event)
     assert (translator.ignored, translator.orphans, len(translator)) == (2, 2, 0)
 
@@ -208,7 +305,17 @@ JSONISH: st.SearchStrategy[Any] = st.recursive(
 ODD = st.fixed_dictionaries(
     {"type": st.sampled_from(["BlockStored", "BlockRemoved"])},
     optional=dict.fromkeys(
-        ["block_hashes", "parent_block_hash", "token_ids", "block_size", "medium", "lora_name", "extra_keys", "group_idx"],
+        [
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "medium",
+            "lora_name",
+            "extra_keys",
+            "group_idx",
+            "locality",
+        ],
         JSONISH,
     ),
 )

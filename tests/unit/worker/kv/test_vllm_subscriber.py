@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 import zmq
 import zmq.asyncio
 
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes
+from dynamo.common.kv.tiers import Tier
 from dynamo.worker.kv.vllm_subscriber import KvFollower, KvSource, following
 from tests.support.waiting import until
 
@@ -182,6 +184,24 @@ async def test_a_cleared_cache_and_an_odd_batch_do_not_stop_it(tmp_path: Path) -
         await f.publisher.publish(b"\xc1")
         await f.publisher.publish(batch({"type": "AllBlocksCleared"}, stored(200)))
         await f.holds({block(200)})
+
+
+async def test_a_copy_in_host_memory_outlives_that_on_the_gpu(tmp_path: Path) -> None:
+    async with followed(tmp_path) as f:
+        await f.publisher.publish(batch(stored(100), stored(100) | {"medium": "CPU"}))
+        await f.publisher.publish(batch(removed(100), stored(200)))
+        await f.holds({block(200)})
+        assert set(f.kv.held(Tier.CPU)) == {block(100)}
+
+
+async def test_blocks_on_an_unknown_medium_are_counted_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with followed(tmp_path) as f:
+        for first in (100, 200):
+            await f.publisher.publish(batch(stored(first, 2) | {"medium": "TAPE"}))
+        await f.publisher.publish(batch(stored(300)))
+        await f.holds({block(300)})
+        assert f.kv.unknown == 4
+    assert caplog.text.count("a medium that is unknown") == 1
 
 
 async def test_a_publisher_without_replay_is_followed(tmp_path: Path) -> None:

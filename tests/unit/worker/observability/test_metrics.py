@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dynamo.common.errors import Code, EngineError
 from dynamo.common.generation import Delta, GenerateRequest, Stop, Summary, pack_tokens, request_encoder
+from dynamo.common.kv.events import KvState
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tensors.request import TensorRequest
@@ -133,6 +134,25 @@ async def test_a_scrape_reads_the_load_of_the_engine(registry: CollectorRegistry
     assert read("queued_prefill_tokens") == 700
     assert (read("active_blocks"), read("total_blocks")) == (30, 120)
     assert read("gpu_cache_usage_percent") == 0.25
+
+
+class Caching(Busy):
+    """A language model whose cache is known."""
+
+    def __init__(self) -> None:
+        self.kv = KvState()
+
+    def on_step(self, callback: Callable[[], None]) -> None:
+        """It makes no steps."""
+
+
+async def test_a_scrape_shows_the_blocks_on_unknown_media(registry: CollectorRegistry, read: Read) -> None:
+    engine = Caching()
+    service(registry, engine, await engine.start())
+    assert read("kv_unknown_medium_blocks_total") == 0
+    for expected in (3, 6):
+        engine.kv.count_unknown(3)
+        assert read("kv_unknown_medium_blocks_total") == expected
 
 
 async def test_a_tensor_model_shows_no_cache(registry: CollectorRegistry, read: Read) -> None:

@@ -5,7 +5,8 @@ array led by its type's name until 2026-06 and is a map with a `type` key since;
 types appear every few months. So decoding is by name or position and skips unknown parts.
 
 The engine's block hashes are opaque (its seed and algorithm are its own): they serve as handles that removals refer to. What
-travels on are our own sequence hashes over the token ids in the events.
+travels on are our own sequence hashes over the token ids in the events. Events of slower tiers that come without token ids name
+blocks by handles that an earlier event explained.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import msgspec
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.hashes import block_hash, chain, space_hash
+from dynamo.common.kv.tiers import Tier
 
 _STORED_FIELDS = (
     "block_hashes",
@@ -31,11 +33,21 @@ _STORED_FIELDS = (
     "extra_keys",
     "group_idx",
     "kv_cache_spec_kind",
+    "kv_cache_spec_sliding_window",
+    "locality",
 )
-_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
+_REMOVED_FIELDS = ("block_hashes", "medium", "group_idx", "locality")
 _BATCH_FIELDS = ("ts", "events", "data_parallel_rank")
 
-_DEVICE_MEDIA = frozenset({"", "gpu", "device", "hbm"})
+_TIERS = {
+    **dict.fromkeys(("", "gpu", "device", "hbm"), Tier.GPU),
+    **dict.fromkeys(("cpu", "cpu_pinned", "cpu_tier1"), Tier.CPU),
+    **dict.fromkeys(("cpu_tier2", "disk", "nvme"), Tier.DISK),
+}
+"""The tier of each medium, in lower case: vLLM's names, and SGLang's `CPU_PINNED`, `CPU_TIER1` and `CPU_TIER2`."""
+_STORES = frozenset({"storage", "fs", "obj"})
+"""Media of vLLM's file and object stores. Where these are, their `locality` says. They announce no removals."""
+_STORE_TIERS = {"local": Tier.DISK, "remote": Tier.SHARED}
 _FULL_ATTENTION_KINDS = frozenset({"", "full_attention", "mla_attention"})
 
 _U64 = 2**64 - 1
@@ -54,6 +66,8 @@ class BlocksStored:
     """Per block, the keys besides tokens that entered the engine's hash. Empty, or one entry per block."""
     group: int | None = None
     attention: str = ""
+    locality: str = ""
+    """Of a store: LOCAL or REMOTE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,7 @@ class BlocksRemoved:
     hashes: Sequence[int]
     medium: str = ""
     group: int | None = None
+    locality: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +153,8 @@ def _event(raw: object) -> VllmEvent | None:
             return _stored(fields)
         case "BlockRemoved":
             hashes = _hashes(fields.get("block_hashes"))
-            return BlocksRemoved(hashes, _text(fields.get("medium")), _optional_int(fields.get("group_idx")))
+            group = _optional_int(fields.get("group_idx"))
+            return BlocksRemoved(hashes, _text(fields.get("medium")), group, _text(fields.get("locality")))
         case "AllBlocksCleared":
             return AllCleared()
         case _:
@@ -150,8 +166,8 @@ def _stored(fields: Mapping[Any, Any]) -> BlocksStored:
     parent = fields.get("parent_block_hash")
     token_ids = fields.get("token_ids") or ()
     block_size = fields.get("block_size")
-    if not isinstance(block_size, int) or block_size < 1:
-        raise ValueError("a stored event has no block size")
+    if not isinstance(block_size, int) or block_size < 0 or (token_ids and not block_size):
+        raise ValueError("a stored event with token ids has no block size")
     if not isinstance(token_ids, list | tuple) or not all(isinstance(token, int) for token in token_ids):
         raise TypeError("token ids are a list of integers")
     extra_keys = fields.get("extra_keys") or ()
@@ -172,7 +188,14 @@ def _stored(fields: Mapping[Any, Any]) -> BlocksStored:
         extra_keys=tuple(_keys(keys) for keys in extra_keys),
         group=_optional_int(fields.get("group_idx")),
         attention=_text(fields.get("kv_cache_spec_kind")),
+        locality=_text(fields.get("locality")),
     )
+
+
+def tier_of(medium: str, locality: str = "") -> Tier | None:
+    """Return the tier that an engine's medium belongs to; None: it is unknown."""
+    name = medium.lower()
+    return _STORE_TIERS.get(locality.lower()) if name in _STORES else _TIERS.get(name)
 
 
 def _hashes(raw: object) -> list[int]:
@@ -197,103 +220,164 @@ def _optional_int(raw: object) -> int | None:
 
 @dataclass(slots=True)
 class Translated:
-    """The changes that one event makes, in sequence hashes."""
+    """The changes that one event makes in one tier, in sequence hashes."""
 
     stored: list[int] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
     cleared: bool = False
+    """All blocks of all tiers were removed."""
+    tier: Tier = Tier.GPU
 
 
 @dataclass(slots=True)
 class _Block:
-    sequence_hash: int
+    sequence_hashes: list[int]
+    """One hash, or several for a block of a slow tier that has the tokens of several blocks."""
     copies: int = 1
 
 
 class Translator:
     """Engine hashes to sequence hashes, for one engine rank.
 
-    vLLM announces a block once per physical copy, and removes it once per copy: a block is cached until its last copy goes.
-    Only blocks in GPU memory count. A hybrid model announces every block once per attention group: one group, of full
-    attention, counts for all, because only there a cached block means that the whole prefix before it is cached, too.
+    vLLM announces a block once per physical copy, and removes it once per copy: a block is cached on a tier until its last copy
+    there goes. A hybrid model announces every block once per attention group: one group, of full attention, counts for all,
+    because only there a cached block means that the whole prefix before it is cached, too.
     """
 
-    def __init__(self, adapter_name: AdapterName = str) -> None:
-        """`adapter_name` returns our name of an adapter from the engine's."""
+    def __init__(self, adapter_name: AdapterName = str, max_stored: int = 1 << 20) -> None:
+        """`adapter_name` returns our name of an adapter from the engine's. `max_stored`: the blocks of stores without removals
+        that are tracked; beyond, the oldest are taken to be gone."""
         self._adapter_name = adapter_name
-        self._blocks: dict[int, _Block] = {}
+        self._tiers: dict[Tier, dict[int, _Block]] = {Tier.GPU: {}}
+        """By tier, the engine's blocks by handle."""
+        self._max_stored = max_stored
+        self._block_size = 0
+        """Tokens of a block in the GPU's memory; 0: not known yet."""
         self._group: int | None = None
         self.orphans = 0
         """Blocks left out because their parent is unknown, as after lost events."""
         self.ignored = 0
-        """Blocks left out because they lie outside of GPU memory, belong to another group or come without tokens."""
+        """Blocks left out because they belong to another group, or come without tokens and were not announced before."""
+        self.unknown = 0
+        """Blocks left out because their medium is unknown."""
 
     def __len__(self) -> int:
-        """Return how many of the engine's blocks are tracked."""
-        return len(self._blocks)
+        """Return how many of the engine's blocks are tracked, on all tiers."""
+        return sum(map(len, self._tiers.values()))
 
     def translate(self, event: VllmEvent) -> Translated:
+        if isinstance(event, AllCleared):
+            self._tiers = {Tier.GPU: {}}
+            return Translated(cleared=True)
+        tier = tier_of(event.medium, event.locality)
+        if tier is None:
+            self.unknown += len(event.hashes)
+            return Translated()
         match event:
             case BlocksStored():
-                return self._store(event)
+                return self._store(event, tier)
             case BlocksRemoved():
-                return Translated(removed=self._remove(event))
-            case AllCleared():
-                self._blocks.clear()
-                return Translated(cleared=True)
+                return Translated(removed=self._remove(event, tier), tier=tier)
 
-    def _store(self, event: BlocksStored) -> Translated:
-        result = Translated()
-        size, count = event.block_size, len(event.hashes)
-        if not self._counts(event.medium, event.group, event.attention) or len(event.token_ids) < count * size:
+    def _store(self, event: BlocksStored, tier: Tier) -> Translated:
+        result = Translated(tier=tier)
+        count = len(event.hashes)
+        if not self._counts(event.group, event.attention):
             self.ignored += count
             return result
+        if tier is Tier.GPU:
+            self._block_size = event.block_size
+        if tier is not Tier.GPU and not event.token_ids:
+            hashes = self._announced(event)
+        elif len(event.token_ids) < count * event.block_size:
+            hashes = []
+            self.ignored += count
+        else:
+            hashes = self._sequence_hashes(event, tier)
+        blocks = self._tiers.setdefault(tier, {})
+        for handle, values in zip(event.hashes, hashes, strict=False):
+            if values is None:
+                continue
+            cached = blocks.get(handle)
+            if cached is not None and cached.sequence_hashes == values:
+                cached.copies += 1
+                if tier is not Tier.GPU:  # the last to be taken for gone
+                    blocks[handle] = blocks.pop(handle)
+                continue
+            if cached is not None:  # the engine gave the handle to another block, and its removal was lost
+                result.removed += cached.sequence_hashes
+            blocks[handle] = _Block(values)
+            result.stored += values
+        while len(blocks) > self._max_stored and tier is not Tier.GPU:
+            result.removed += blocks.pop(next(iter(blocks))).sequence_hashes
+        return result
+
+    def _announced(self, event: BlocksStored) -> list[list[int] | None]:
+        """Return the sequence hashes of blocks that come without tokens: those of an earlier event, on whichever tier."""
+        if event.block_size not in (0, self._block_size):  # the handle of several blocks is that of the last of them
+            self.ignored += len(event.hashes)
+            return []
+        hashes = [self._known(handle) for handle in event.hashes]
+        self.ignored += hashes.count(None)
+        return hashes
+
+    def _known(self, handle: int) -> list[int] | None:
+        for blocks in self._tiers.values():
+            if handle in blocks:
+                return blocks[handle].sequence_hashes
+        return None
+
+    def _sequence_hashes(self, event: BlocksStored, tier: Tier) -> list[list[int] | None]:
+        """Return the sequence hashes of blocks that come with their tokens, up to the first that has none."""
+        size, count = event.block_size, len(event.hashes)
+        part = self._block_size if tier is not Tier.GPU and self._block_size else size
+        if size % part or (size != part and any(event.extra_keys)):
+            self.ignored += count
+            return []
         parent = None
         if event.parent is not None:
-            parent_block = self._blocks.get(event.parent)
-            if parent_block is None:
+            known = self._known(event.parent)
+            if known is None:
                 self.orphans += count
-                return result
-            parent = parent_block.sequence_hash
-        for position, handle in enumerate(event.hashes):
+                return []
+            parent = known[-1]
+        result: list[list[int] | None] = []
+        for position in range(count):
             keys = event.extra_keys[position] if position < len(event.extra_keys) else ()
             keys = [key for key in keys if key != event.adapter]
             if parent is None:
                 # The salt is the last extra key of a first block.
                 salt = keys.pop() if keys and isinstance(keys[-1], str) else ""
                 parent = space_hash(self._adapter_name(event.adapter), salt)
-            try:
-                block = block_hash(_block_bytes(event.token_ids[position * size : (position + 1) * size], keys))
-            except OverflowError:
-                self.ignored += count - position
-                break
-            parent = chain(parent, block)
-            cached = self._blocks.get(handle)
-            if cached is not None and cached.sequence_hash == parent:
-                cached.copies += 1
-                continue
-            if cached is not None:  # the engine gave the handle to another block, and its removal was lost
-                result.removed.append(cached.sequence_hash)
-            self._blocks[handle] = _Block(parent)
-            result.stored.append(parent)
+            values: list[int] = []
+            for begin in range(position * size, (position + 1) * size, part):
+                try:
+                    block = block_hash(_block_bytes(event.token_ids[begin : begin + part], keys))
+                except OverflowError:
+                    self.ignored += count - position
+                    return result
+                parent = chain(parent, block)
+                values.append(parent)
+            result.append(values)
         return result
 
-    def _remove(self, event: BlocksRemoved) -> list[int]:
-        if not self._counts(event.medium, event.group, ""):
-            return []
+    def _remove(self, event: BlocksRemoved, tier: Tier) -> list[int]:
         removed: list[int] = []
+        blocks = self._tiers.get(tier)
+        if blocks is None or not self._counts(event.group, ""):
+            return removed
         for handle in event.hashes:
-            cached = self._blocks.get(handle)
+            cached = blocks.get(handle)
             if cached is None:
                 continue
             cached.copies -= 1
             if not cached.copies:
-                del self._blocks[handle]
-                removed.append(cached.sequence_hash)
+                del blocks[handle]
+                removed += cached.sequence_hashes
         return removed
 
-    def _counts(self, medium: str, group: int | None, attention: str) -> bool:
-        if medium.lower() not in _DEVICE_MEDIA or attention not in _FULL_ATTENTION_KINDS:
+    def _counts(self, group: int | None, attention: str) -> bool:
+        if attention not in _FULL_ATTENTION_KINDS:
             return False
         if group is None:
             return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from dynamo.common.errors import EngineError
 from dynamo.common.kv.events import KvState
 from dynamo.common.process.background import running_tasks
-from dynamo.worker.kv.vllm_events import AdapterName, Translator, decode_batch
+from dynamo.worker.kv.vllm_events import AdapterName, AllCleared, Translator, VllmEvent, decode_batch, tier_of
 
 if TYPE_CHECKING:  # every worker imports this module, few follow an engine's events, and zmq takes 12 ms
     import zmq.asyncio
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # every worker imports this module, few follow an engine's ev
 log = logging.getLogger(__name__)
 
 _NUMBER_BYTES = 8
+_MAX_UNKNOWN_MEDIA = 16
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
 
@@ -83,6 +84,8 @@ class KvFollower:
         """Number of the next batch."""
         self._is_suspect = False
         """Whether the connection was lost since the last batch, as when the engine was restarted."""
+        self._unknown_media: set[str] = set()
+        """Those that were logged."""
         self.lost = 0
         """Batches that could not be recovered."""
 
@@ -166,9 +169,22 @@ class KvFollower:
             log.warning("%s", error)
             return
         kv, rank = self._kv, self._source.rank
+        unknown = self._translator.unknown
         for event in batch.events:
             change = self._translator.translate(event)
             if change.cleared:
                 kv.clear(rank)
-            kv.remove(change.removed, rank)
-            kv.store(change.stored, rank)
+            kv.remove(change.removed, rank, change.tier)
+            kv.store(change.stored, rank, change.tier)
+        if self._translator.unknown > unknown:
+            self._leave_out(batch.events, self._translator.unknown - unknown)
+
+    def _leave_out(self, events: Sequence[VllmEvent], blocks: int) -> None:
+        """Count blocks on unknown media, and log each such medium once."""
+        self._kv.count_unknown(blocks)
+        for event in events:
+            if not isinstance(event, AllCleared) and tier_of(event.medium, event.locality) is None:
+                medium = f"{event.medium} {event.locality}".strip()
+                if medium not in self._unknown_media and len(self._unknown_media) < _MAX_UNKNOWN_MEDIA:
+                    self._unknown_media.add(medium)
+                    log.warning("the engine keeps KV blocks on a medium that is unknown, and that counts for nothing: %r", medium)

@@ -10,10 +10,11 @@ from prometheus_client.registry import Collector
 
 from dynamo.common.errors import Code
 from dynamo.common.generation import Summary
+from dynamo.common.kv.events import KvState
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.observability.tally import Tally
 from dynamo.common.observability.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, LinkMetrics, SharedMemoryMetrics, error_type
-from dynamo.worker.engine.base import Engine, EngineLoad, TensorEngine
+from dynamo.worker.engine.base import Engine, EngineLoad, TensorEngine, TracksKv
 
 _NAMES = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
 _BY_MODEL = (*_NAMES, "model")
@@ -54,6 +55,10 @@ class WorkerMetrics:
         self.active_blocks = self._gauge("active_blocks", "Blocks of the KV cache in use by running requests.")
         self.cache_usage = self._gauge("gpu_cache_usage_percent", "Used share of the KV cache, 0 to 1.")
         self.hit_rate = self._gauge("kv_cache_hit_rate", "Share of all prompt tokens found in the prefix cache, 0 to 1.")
+        self.unknown_media = self._counter(
+            "kv_unknown_medium_blocks",
+            "Cached blocks that the engine announced on a medium that is unknown, and that are not used.",
+        )
         uptime = Gauge("dynamo_component_uptime_seconds", "Since the start of the process.", _NAMES, registry=registry)
         started = time.monotonic()
         self.tally.show(uptime.labels(*self._labels), lambda: time.monotonic() - started)
@@ -169,6 +174,12 @@ class WorkerModelMetrics:
         if isinstance(engine, Engine):
             self._show_load(engine.load)
             self._generations = _Generations(self._worker, self._labels)
+        if isinstance(engine, TracksKv):
+            self._show_unknown_media(engine.kv)
+
+    def _show_unknown_media(self, kv: KvState) -> None:
+        worker = self._worker
+        worker.tally.show_total(worker.unknown_media.labels(*self._labels), lambda: kv.unknown)
 
     def _show_load(self, load: Callable[[], EngineLoad]) -> None:
         worker, labels, show = self._worker, self._labels, self._worker.tally.show

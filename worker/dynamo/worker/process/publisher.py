@@ -20,11 +20,11 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest, ModelNotFound, Unavailable
 from dynamo.common.kv.events import (
-    KvMessage,
     KvQuery,
     KvUpdate,
     LoadMessage,
     LoadReport,
+    encode_message,
     kv_query_decoder,
     message_encoder,
     request_key,
@@ -91,7 +91,7 @@ class KvPublisher:
             self._report_soon()
 
     def _publish(self, update: KvUpdate) -> bool:
-        payload, reply = message_encoder.encode(KvMessage(self.model, update)), ""
+        payload, reply = encode_message(self.model, update), ""
         if len(payload) > self._bus.max_payload:
             return False  # the server would cut the connection
         if self._receipts:

@@ -8,6 +8,7 @@ import msgspec
 
 from dynamo.common.kv.events import KvSnapshot, KvUpdate
 from dynamo.common.kv.hashes import pack_hashes
+from dynamo.common.kv.tiers import TierChange
 from dynamo.frontend.fleet.kv.follow import Follower
 
 
@@ -36,17 +37,27 @@ def fold(snapshot: KvSnapshot | None, updates: Sequence[KvUpdate]) -> KvSnapshot
     `snapshot` is the state before, None if unknown. About 0.2 µs per block.
     """
     follower = Follower(max_kept=len(updates) + 1)
-    blocks: dict[int, None] = {}  # an ordered set: parents stay before their children
+    blocks: dict[int, None] = {}  # ordered sets: parents stay before their children
+    tiers: dict[str, dict[int, None]] = {}
     if snapshot is not None:
         follower.snapshot(snapshot)
         blocks = dict.fromkeys(snapshot.hashes)
+        tiers = {change.name: dict.fromkeys(change.stored_hashes) for change in snapshot.tiers}
     for update in updates:
         for ready in follower.update(update):
             if ready.cleared:
                 blocks.clear()
-            for block in ready.removed_hashes:
-                blocks.pop(block, None)
-            blocks.update(dict.fromkeys(ready.stored_hashes))
+                tiers.clear()
+            _apply(blocks, ready)
+            for change in ready.tiers:
+                _apply(tiers.setdefault(change.name, {}), change)
     if follower.number is None or follower.is_behind:
         return None
-    return KvSnapshot(follower.number, pack_hashes(blocks))
+    slow = tuple([TierChange(name, pack_hashes(held)) for name, held in tiers.items() if held])
+    return KvSnapshot(follower.number, pack_hashes(blocks), slow)
+
+
+def _apply(blocks: dict[int, None], change: KvUpdate | TierChange) -> None:
+    for block in change.removed_hashes:
+        blocks.pop(block, None)
+    blocks.update(dict.fromkeys(change.stored_hashes))

@@ -32,6 +32,7 @@ from dynamo.common.kv.events import (
     KvSnapshot,
     KvUpdate,
     LoadReport,
+    check_snapshot,
     check_update,
     load_message_decoder,
     message_encoder,
@@ -39,6 +40,7 @@ from dynamo.common.kv.events import (
     snapshot_decoder,
 )
 from dynamo.common.kv.hashes import HASH_BYTES
+from dynamo.common.kv.tiers import TierChange
 from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.messaging.nats.connection import OnMessage
 from dynamo.common.messaging.unreadable import Unreadable
@@ -112,6 +114,13 @@ def _parts(update: KvUpdate) -> Iterator[KvUpdate]:
         yield KvUpdate(update.number, removed=update.removed[begin : begin + _STEP_BYTES])
     for begin in range(0, len(update.stored), _STEP_BYTES):
         yield KvUpdate(update.number, stored=update.stored[begin : begin + _STEP_BYTES])
+    for change in update.tiers:
+        for begin in range(0, len(change.removed), _STEP_BYTES):
+            part = TierChange(change.name, removed=change.removed[begin : begin + _STEP_BYTES])
+            yield KvUpdate(update.number, tiers=(part,))
+        for begin in range(0, len(change.stored), _STEP_BYTES):
+            part = TierChange(change.name, stored=change.stored[begin : begin + _STEP_BYTES])
+            yield KvUpdate(update.number, tiers=(part,))
 
 
 class _Pacer:
@@ -339,7 +348,7 @@ class KvFeed:
         """Apply updates, in steps if they are long; `short` is one that has `short_bytes` at most."""
         assert self._caches is not None
         for update in updates:
-            size = short_bytes if update is short else len(update.stored) + len(update.removed)
+            size = short_bytes if update is short else update.hash_bytes
             source.room_bytes -= size
             if source.waiting or source.room_bytes < 0 or size > _STEP_BYTES:
                 self._apply_later(source, update)
@@ -364,19 +373,23 @@ class KvFeed:
 
     def _fitting(self, source: _Source, part: KvUpdate) -> KvUpdate:
         """Return a part without what its instance has too many of: its last blocks, whose parents are kept."""
-        if not part.stored:
+        change: KvUpdate | TierChange = part.tiers[0] if part.tiers else part
+        if not change.stored:
             return part
         assert self._caches is not None
         instance = source.instance
         room = max(0, source.max_blocks - self._caches.held_blocks(instance.card.name, instance.id)) * HASH_BYTES
-        source.room_bytes = max(0, room - len(part.stored))
-        if len(part.stored) <= room:
+        source.room_bytes = max(0, room - len(change.stored))
+        if len(change.stored) <= room:
             return part
-        excess = (len(part.stored) - room) // HASH_BYTES
+        excess = (len(change.stored) - room) // HASH_BYTES
         self._on_left_out(instance.card.name, excess)
         reason = f"of {instance.id:x}, {source.max_blocks} blocks are kept, and {excess} more are left out"
         self._excess.drop(instance.endpoint.kv_subject(), reason)
-        return KvUpdate(part.number, stored=part.stored[:room])
+        fitting = change.stored[:room]
+        if isinstance(change, TierChange):
+            return KvUpdate(part.number, tiers=(TierChange(change.name, stored=fitting),))
+        return KvUpdate(part.number, stored=fitting)
 
     def _replace(self, source: _Source, snapshot: KvSnapshot) -> None:
         assert self._caches is not None
@@ -385,9 +398,9 @@ class KvFeed:
             source.waiting.clear()
             first, rest = snapshot.blocks[:_STEP_BYTES], snapshot.blocks[_STEP_BYTES:]
             self._caches.replace(source.instance.card.name, source.instance.id, KvSnapshot(snapshot.number, first))
-            source.room_bytes = source.max_blocks * HASH_BYTES - len(snapshot.blocks)
-            if rest:
-                self._apply_later(source, KvUpdate(snapshot.number, stored=rest))
+            source.room_bytes = source.max_blocks * HASH_BYTES - snapshot.hash_bytes
+            if rest or snapshot.tiers:
+                self._apply_later(source, KvUpdate(snapshot.number, stored=rest, tiers=snapshot.tiers))
             self._apply(source, updates)
 
     # While events are dropped
@@ -479,8 +492,7 @@ class KvFeed:
         query_body = message_encoder.encode(KvQuery(source.instance.card.name))
         response = await self._query(source.instance, "snapshot", query_body, self._loop.time() + _QUERY_TIMEOUT_S)
         snapshot: KvSnapshot = snapshot_decoder.decode(response)
-        if len(snapshot.blocks) % HASH_BYTES:
-            raise ValueError("its blocks are not a whole number of hashes")
+        check_snapshot(snapshot)
         return snapshot
 
     async def close(self) -> None:

@@ -87,7 +87,7 @@ class Follower:
                 continue
             self._forget(update.number)
             self._kept[update.number] = update
-            self._kept_bytes += _size(update)
+            self._kept_bytes += update.hash_bytes
             while len(self._kept) > self._max_kept or (self._kept_bytes > _MAX_KEPT_BYTES and len(self._kept) > 1):
                 # The oldest is evicted: the snapshot that is due covers it, or else the gap it leaves requests another one.
                 self._forget(min(self._kept))
@@ -117,9 +117,5 @@ class Follower:
         """Return a kept update, which is kept no longer."""
         update = self._kept.pop(number, None)
         if update is not None:
-            self._kept_bytes -= _size(update)
+            self._kept_bytes -= update.hash_bytes
         return update
-
-
-def _size(update: KvUpdate) -> int:
-    return len(update.stored) + len(update.removed)

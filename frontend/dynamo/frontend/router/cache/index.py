@@ -9,13 +9,15 @@ keep it cheap at tens of millions of entries:
   `sweep`, which goes round the shards one at a time, takes them out of the map. A slot is used again after one round, which
   takes 2 s of CPU for 5 million blocks, however many instances left: each block is looked at, and memory is slow.
 
+Blocks of slower tiers are in further maps, one per tier, made when the first such block comes. All maps have the same slots.
+
 Memory per (block, instance) entry: 81 to 107 bytes where every block is held by one instance only, less where they share.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from heapq import heappop, heappush
 
@@ -23,6 +25,7 @@ import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import KvSnapshot, KvUpdate
+from dynamo.common.kv.tiers import SLOW_TIERS, Tier, TierChange
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.cache import holders
 
@@ -83,6 +86,21 @@ class Match(msgspec.Struct, frozen=True):
 NO_MATCH = Match(())
 
 
+class SlowMatch(msgspec.Struct, frozen=True):
+    """How much of one prompt each instance has on a slower tier, or a faster one."""
+
+    match: Match
+    everywhere: int
+    """Blocks that an instance has that is in no group: those of a shared store."""
+
+    def by_position(self, positions: Positions, count: int) -> dict[int, int]:
+        """Return the number of blocks by position of each of `count` candidates. Without zeros."""
+        found = self.match.by_position(positions)
+        if self.everywhere:
+            return dict.fromkeys(range(count), self.everywhere) | found
+        return found
+
+
 class PrefixIndex:
     """The prefixes that the instances of one model hold.
 
@@ -91,6 +109,9 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
+        """The blocks in the memory of GPUs."""
+        self._slow: dict[Tier, list[dict[int, int]]] = {}
+        """The same for each slower tier that an instance has, fastest first."""
         self._slots: dict[InstanceId, int] = {}
         self._owners: list[InstanceId | None] = []
         """Instance of each slot; None: retired, or free."""
@@ -113,7 +134,7 @@ class PrefixIndex:
         """Changes whenever an instance gets another slot."""
 
     def __len__(self) -> int:
-        """Return the number of different blocks in the map, retired ones that are not yet swept included."""
+        """Return the number of different blocks in GPU memory, retired ones that are not yet swept included."""
         return sum(map(len, self._shards))
 
     def __repr__(self) -> str:
@@ -128,9 +149,14 @@ class PrefixIndex:
         return Positions({slots[instance.id]: position for position, instance in enumerate(instances) if instance.id in slots})
 
     def held_blocks(self, instance: InstanceId) -> int:
-        """Return the number of blocks of an instance."""
+        """Return the number of blocks of an instance, on all tiers together."""
         slot = self._slots.get(instance)
         return 0 if slot is None else self._blocks[slot]
+
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """The slower tiers that instances have, or had, fastest first. Empty in a fleet that caches on GPUs only."""
+        return tuple(self._slow)
 
     def instances(self) -> list[InstanceId]:
         return list(self._slots)
@@ -145,6 +171,8 @@ class PrefixIndex:
             self.remove(instance, update.removed_hashes)
         if update.stored:
             self.store(instance, update.stored_hashes)
+        if update.tiers:
+            self._apply_tiers(instance, update.tiers)
         if self._retired and (update.stored or update.removed):  # not when hundreds of instances leave at once
             self._due += _SWEPT_PER_CLEAR if update.cleared else _SWEPT_PER_UPDATE
             self.sweep(int(self._due))
@@ -154,16 +182,33 @@ class PrefixIndex:
         """Replace all blocks of an instance by those of a snapshot."""
         self._retire(instance)
         self.store(instance, snapshot.hashes)
+        self._apply_tiers(instance, snapshot.tiers)
+
+    def _apply_tiers(self, instance: InstanceId, changes: Iterable[TierChange]) -> None:
+        for change in changes:
+            tier = change.tier
+            if tier is not None:
+                self.remove(instance, change.removed_hashes, tier)
+                self.store(instance, change.stored_hashes, tier)
+
+    def _shards_of(self, tier: Tier) -> list[dict[int, int]]:
+        if tier is Tier.GPU:
+            return self._shards
+        if tier not in self._slow:
+            self._slow[tier] = [{} for _ in range(_SHARDS)]
+            self._slow = {each: self._slow[each] for each in SLOW_TIERS if each in self._slow}
+        return self._slow[tier]
 
     def remove_instance(self, instance: InstanceId) -> None:
         """Remove an instance and its blocks, in the same short time however many they are."""
         self._retire(instance)
 
-    def store(self, instance: InstanceId, blocks: Iterable[int]) -> None:
+    def store(self, instance: InstanceId, blocks: Iterable[int], tier: Tier = Tier.GPU) -> None:
         slot = self._slots.get(instance)
         if slot is None:
             slot = self._new_slot(instance)
-        only, shards, with_slot = holders.single(slot), self._shards, holders.with_slot
+        only, with_slot = holders.single(slot), holders.with_slot
+        shards = self._shards if tier is Tier.GPU else self._shards_of(tier)
         count = self._blocks[slot]
         for block in blocks:
             shard = shards[block >> _SHARD_SHIFT]
@@ -177,12 +222,13 @@ class PrefixIndex:
                     count += 1
         self._blocks[slot] = count
 
-    def remove(self, instance: InstanceId, blocks: Iterable[int]) -> None:
+    def remove(self, instance: InstanceId, blocks: Iterable[int], tier: Tier = Tier.GPU) -> None:
         """Remove blocks of an instance. Blocks that it does not hold are ignored."""
         slot = self._slots.get(instance)
         if slot is None:
             return
-        only, shards, without_slot = holders.single(slot), self._shards, holders.without_slot
+        only, without_slot = holders.single(slot), holders.without_slot
+        shards = self._shards if tier is Tier.GPU else self._shards_of(tier)
         count = self._blocks[slot]
         for block in blocks:
             shard = shards[block >> _SHARD_SHIFT]
@@ -206,7 +252,8 @@ class PrefixIndex:
         """
         stop = self._swept + shards
         while self._retired and self._swept < stop:
-            _sweep_shard(self._shards[self._swept % _SHARDS], self._retired_bits, self._retired_singles)
+            for tier in (self._shards, *self._slow.values()):
+                _sweep_shard(tier[self._swept % _SHARDS], self._retired_bits, self._retired_singles)
             self._swept += 1
             while self._retired and self._retired[0][1] == self._swept:
                 self._free_slot(self._retired.popleft()[0])
@@ -289,6 +336,34 @@ class PrefixIndex:
             left, left_mask, right, right_mask = waiting.pop()
         return Match(groups)
 
+    def match_slow(self, blocks: Sequence[int]) -> Sequence[tuple[Tier, SlowMatch]]:
+        """Return, for each slower tier, how many leading blocks each instance has on this tier or a faster one.
+
+        A block in a shared store counts for every instance, as long as one of those that announced it is there.
+        """
+        shards, mask, live = [self._shards], holders.mask, self._live
+        matches: list[tuple[Tier, SlowMatch]] = []
+        for tier, slow in self._slow.items():
+            bare = 0
+            if tier is Tier.SHARED:
+                bare = 1 << len(self._owners)  # stands for all instances that hold nothing themselves
+            else:
+                shards.append(slow)
+
+            def held(block: int, bare: int = bare, store: list[dict[int, int]] = slow) -> int:
+                position = block >> _SHARD_SHIFT
+                if bare and mask(store[position].get(block, holders.EMPTY)) & live:
+                    return live | bare
+                here = 0
+                for each in shards:
+                    here |= mask(each[position].get(block, holders.EMPTY))
+                return here & live
+
+            groups = _runs(blocks, held)
+            everywhere = max((count for count, slots in groups if slots & bare), default=0)
+            matches.append((tier, SlowMatch(Match([(count, slots & ~bare) for count, slots in groups]), everywhere)))
+        return matches
+
     def overlaps(self, blocks: Sequence[int]) -> dict[InstanceId, int]:
         """Return the overlap in blocks of every instance that holds at least the first block."""
         result: dict[InstanceId, int] = {}
@@ -301,12 +376,12 @@ class PrefixIndex:
                 result[owner] = overlap
         return result
 
-    def held(self, instance: InstanceId) -> set[int]:
-        """Return all blocks of an instance. Reads the whole map: for tests and debugging only."""
+    def held(self, instance: InstanceId, tier: Tier = Tier.GPU) -> set[int]:
+        """Return all blocks of an instance on a tier. Reads the whole map: for tests and debugging only."""
         slot = self._slots.get(instance)
         if slot is None:
             return set()
-        return {block for shard in self._shards for block, held in shard.items() if holders.contains(held, slot)}
+        return {block for shard in self._shards_of(tier) for block, held in shard.items() if holders.contains(held, slot)}
 
 
 def _sweep_shard(shard: dict[int, int], bits: int, singles: AbstractSet[int]) -> None:
@@ -323,3 +398,28 @@ def _sweep_shard(shard: dict[int, int], bits: int, singles: AbstractSet[int]) ->
                 shard[block] = left
             else:
                 del shard[block]
+
+
+def _runs(blocks: Sequence[int], held: Callable[[int], int]) -> list[tuple[int, int]]:
+    """Return (leading blocks, mask of the slots that hold as many), as `PrefixIndex.match` does, but not longest first.
+
+    `held` returns the slots that hold a block, as a mask.
+    """
+    first = held(blocks[0]) if blocks else 0
+    if not first:
+        return []
+    last = len(blocks) - 1
+    complete = held(blocks[last]) & first
+    groups = [(last + 1, complete)] if complete else []
+    spans = [(0, first, last, complete)]
+    while spans:
+        left, left_mask, right, right_mask = spans.pop()
+        if left_mask == right_mask:
+            continue
+        if right - left == 1:
+            groups.append((right, left_mask & ~right_mask))
+            continue
+        middle = (left + right) >> 1
+        middle_mask = held(blocks[middle]) & left_mask | right_mask
+        spans += [(left, left_mask, middle, middle_mask), (middle, middle_mask, right, right_mask)]
+    return groups

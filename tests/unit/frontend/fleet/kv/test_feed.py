@@ -20,6 +20,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import InstanceGone, Unavailable
 from dynamo.common.kv.events import MAX_UPDATE_BLOCKS, KvMessage, KvSnapshot, KvUpdate, message_encoder
 from dynamo.common.kv.hashes import pack_hashes
+from dynamo.common.kv.tiers import Tier, TierChange
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.nats.connection import OnMessage
 from dynamo.common.messaging.request_plane.frames import joined
@@ -243,10 +244,11 @@ class World:
             worker.bus.be_good()
 
     def assert_exact(self) -> None:
-        held = {worker.instance.id: worker.engine.held for worker in self.workers}
+        held = {(worker.instance.id, tier): worker.engine.held(tier) for worker in self.workers for tier in Tier}
         for number in range(1, self._ids + 1):
             known = InstanceId(number)
-            assert self.router.index("m").held(known) == held.get(known, set())
+            for tier in Tier:
+                assert self.router.index("m").held(known, tier) == held.get((known, tier), set())
 
     async def assert_exact_by_record(self) -> None:
         """Start a frontend to which no worker responds: what it knows is from the record."""
@@ -670,6 +672,25 @@ async def test_of_one_instance_no_more_blocks_are_kept_than_some_times_what_its_
         publish(KvUpdate(5, invented(3, begin=10**6), invented(60_000)))
         await asyncio.sleep(1.0)
         assert router.held_blocks("m", first) == 100_003
+
+
+@in_virtual_time
+async def test_blocks_of_slow_tiers_are_applied_in_steps_and_bounded_like_those_of_the_gpu() -> None:
+    assert CARD.llm is not None
+    card = msgspec.structs.replace(CARD, llm=msgspec.structs.replace(CARD.llm, total_blocks=10_000))
+    router, first, left_out = KvRouter(), InstanceId(1), Counter[str]()
+    async with following(card, router, lambda model, blocks: left_out.update({model: blocks})) as (_, publish):
+        for number in range(4):
+            tiers = (TierChange("cpu", invented(30_000, begin=1 + number * 30_000)), TierChange("shared", invented(20_000)))
+            publish(KvUpdate(number, cleared=number == 0, tiers=tiers))
+            await asyncio.sleep(1.0)
+        index = router.index("m")
+        assert (len(index.held(first, Tier.CPU)), len(index.held(first, Tier.SHARED))) == (120_000, 20_000)
+        publish(KvUpdate(4, tiers=(TierChange("cpu", removed=invented(60_000)),)))
+        publish(KvUpdate(5, tiers=(TierChange("cpu", invented(64_000, begin=10**6)),)))
+        publish(KvUpdate(6, tiers=(TierChange("cpu", invented(64_000, begin=10**7)),)))
+        await asyncio.sleep(1.0)
+        assert (router.held_blocks("m", first), left_out) == (160_000, {"m": 48_000})
 
 
 @in_virtual_time

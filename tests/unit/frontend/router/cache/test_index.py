@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from dynamo.common.kv.events import KvSnapshot, KvUpdate
 from dynamo.common.kv.hashes import pack_hashes
+from dynamo.common.kv.tiers import SLOW_TIERS, Tier, TierChange
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.cache import holders
 from dynamo.frontend.router.cache.index import Positions, PrefixIndex
@@ -293,3 +294,90 @@ def test_the_blocks_of_an_instance_are_counted_whatever_it_says(changes: list[tu
         index.apply(instance, KvUpdate(0, stored=hashes) if is_stored else KvUpdate(0, removed=hashes, cleared=not blocks))
         for each in (A, B, C):
             assert index.held_blocks(each) == len(index.held(each))
+
+
+PLACES = st.lists(
+    st.tuples(
+        st.sampled_from([A, B]),
+        st.sampled_from([Tier.GPU, *SLOW_TIERS]),
+        st.sampled_from(["store", "remove", "snapshot", "clear", "gone", "sweep"]),
+        st.integers(0, 3),
+        st.integers(0, 7),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=200)
+@given(PLACES)
+def test_the_index_equals_a_plain_model_of_all_tiers(changes: list[tuple[InstanceId, Tier, str, int, int]]) -> None:
+    index = PrefixIndex()
+    model: dict[InstanceId, dict[Tier, set[int]]] = {each: {tier: set() for tier in Tier} for each in (A, B)}
+    prompts = [[h(100 * (prompt if at > 2 else 0) + at) for at in range(7)] for prompt in range(4)]
+    for instance, tier, kind, prompt, count in changes:
+        own, blocks = model[instance], prompts[prompt]
+        stored = pack_hashes(blocks[:count])
+        match kind:
+            case "store":
+                own[tier].update(blocks[:count])
+                index.apply(instance, KvUpdate(0, stored=stored) if tier is Tier.GPU else in_tier(tier, stored=stored))
+            case "remove":  # the ends of all prompts that share this
+                gone = [block for each in prompts for block in each[count:]]
+                own[tier].difference_update(gone)
+                removed = pack_hashes(gone)
+                index.apply(instance, KvUpdate(0, removed=removed) if tier is Tier.GPU else in_tier(tier, removed=removed))
+            case "snapshot":
+                model[instance] = {each: set() for each in Tier} | {Tier.GPU: set(blocks), Tier.CPU: set(blocks[:count])}
+                slow = (TierChange("cpu", stored), TierChange("tape", pack_hashes(blocks)))
+                index.replace(instance, KvSnapshot(0, pack_hashes(blocks), slow))
+            case "clear":
+                model[instance] = {each: set() for each in Tier}
+                index.apply(instance, KvUpdate(0, cleared=True))
+            case "gone":
+                model[instance] = {each: set() for each in Tier}
+                index.remove_instance(instance)
+            case _:
+                index.sweep(1000)
+    for instance, own in model.items():
+        assert {tier: index.held(instance, tier) for tier in Tier} == own
+        assert index.held_blocks(instance) == sum(map(len, own.values()))
+    slots = {index.slot(each): at for at, each in enumerate((A, B, C)) if index.slot(each) is not None}
+    positions = Positions({slot: at for slot, at in slots.items() if slot is not None})
+    for blocks in prompts:
+        for tier, match in index.match_slow(blocks):
+            found = match.by_position(positions, 3)
+            for at, instance in enumerate((A, B, C)):
+                here = set().union(*(held for each, held in model.get(instance, {}).items() if is_fast(each, tier)))
+                if tier is Tier.SHARED:
+                    here |= set().union(*(own[tier] for own in model.values()))
+                expected = next((at for at, block in enumerate(blocks) if block not in here), len(blocks))
+                assert found.get(at, 0) == expected
+
+
+def is_fast(tier: Tier, slowest: Tier) -> bool:
+    order = [Tier.GPU, *SLOW_TIERS]
+    return tier is not Tier.SHARED and order.index(tier) <= order.index(slowest)
+
+
+def in_tier(tier: Tier, stored: bytes = b"", removed: bytes = b"") -> KvUpdate:
+    return KvUpdate(0, tiers=(TierChange(tier.value, stored, removed),))
+
+
+def test_a_fleet_that_caches_on_gpus_only_has_no_slower_tier() -> None:
+    index = PrefixIndex()
+    index.apply(A, KvUpdate(0, stored=pack_hashes([h(1)]), tiers=(TierChange("tape", pack_hashes([h(2)])),)))
+    assert (index.tiers, index.match_slow([h(1)])) == ((), [])
+    index.apply(A, in_tier(Tier.DISK, stored=pack_hashes([h(2)])))
+    index.apply(A, in_tier(Tier.CPU, stored=pack_hashes([h(2)])))
+    assert index.tiers == (Tier.CPU, Tier.DISK), "the fastest first"
+
+
+def test_a_retired_instance_leaves_every_tier() -> None:
+    index = PrefixIndex()
+    index.apply(A, in_tier(Tier.CPU, stored=pack_hashes([h(1), h(2)])))
+    index.remove_instance(A)
+    while index.sweep():
+        pass
+    index.store(B, [h(9)])
+    assert index.slot(B) == 0
+    assert index.held(B, Tier.CPU) == set()
