@@ -14,6 +14,7 @@
 | `processes` | several frontend processes on the same ports |
 | `router` | which instance gets a request: plain computation |
 | `security` | API keys, accounts, surfaces |
+| `router_metrics` | what routers report, counted in `dynamo_frontend_router_*` |
 | `serving` | the data plane: what every protocol calls |
 | `wiring` | builds the parts of a frontend and connects them |
 """

@@ -15,6 +15,7 @@ from dynamo.common.config import group, option, parse_bytes, parse_port
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation_rules import MAX_CHOICES, MAX_LOGPROBS
 from dynamo.common.http.web_pages import parse_allowed_host
+from dynamo.common.kv.tiers import Tier, parse_tier_price
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
@@ -903,6 +904,14 @@ class KvRouterOptions:
         minimum=0,
         help="With KV events: how many seconds a prompt counts as cached without them, after it should have been computed.",
     )
+    tier_price: tuple[tuple[Tier, float], ...] = option(
+        (),
+        repeatable=True,
+        parse=parse_tier_price,
+        metavar="TIER=SECONDS",
+        help="With latency: seconds to fetch a KV block from a tier (cpu, disk, shared), such as cpu=0.0002,disk=0.001, in place "
+        "of what is learned.",
+    )
     track_active_blocks: bool = option(
         True, help="Count blocks held by running requests into the cost; off: prefill alone counts."
     )
@@ -912,6 +921,11 @@ class KvRouterOptions:
     )
     block_size: int = 0
     """Tokens of a KV block; 0: the block size of the instances' cards."""
+
+    @property
+    def tier_prices(self) -> dict[Tier, float]:
+        """Seconds per block of the tiers whose prices are set."""
+        return dict(self.tier_price)
 
     @property
     def has_goals(self) -> bool:

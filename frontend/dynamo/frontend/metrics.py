@@ -21,7 +21,6 @@ from dynamo.common.observability.tally import Amount, Tally
 from dynamo.common.observability.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, code_of, error_type
 from dynamo.common.scaling.demand import ArrivalTotals, PoolDemand
 from dynamo.common.scaling.pool import Pool
-from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.security.ledger import UsageCounts
 
 if TYPE_CHECKING:
@@ -133,6 +132,18 @@ class FrontendMetrics:
         self.decisions = self._counter("router_decisions", "Instances chosen, by what decided.", ("model", "reason"))
         self.decision_time = self._histogram("router_decision_seconds", "To choose an instance.", by_model, SHORT_SECONDS)
         self.overlap = self._histogram("router_overlap_blocks", "Leading blocks the chosen instance held.", by_model, BLOCKS)
+        self.tier_blocks = self._counter(
+            "router_tier_blocks",
+            "Blocks of prompts for models with caches beyond the GPU, by the tier of the instance that routing counted on; "
+            "`none`: to be computed.",
+            ("model", "tier"),
+        )
+        self.tier_found = self._histogram(
+            "router_tier_found_ratio",
+            "Share of the blocks that routing counted on at a tier that the engine found, per prompt with some.",
+            ("model", "tier"),
+            RATIOS,
+        )
         self.left_out_blocks = self._counter(
             "router_left_out_blocks",
             "KV blocks that are not followed: instances published more than their cards allow.",
@@ -525,28 +536,3 @@ class EventMetrics:
     def dropped(self) -> None:
         """Count that events are no longer followed."""
         self._drops.inc()
-
-
-class RouterMetrics:
-    """The observer of a `MeasuredRouter`."""
-
-    def __init__(self, metrics: FrontendMetrics) -> None:
-        self._metrics = metrics
-
-    def picked(self, request: RouteRequest, decision: RoutingDecision, seconds: float) -> None:
-        overlap: tuple[int, float] | None = None
-        if request.prompt and not request.is_prefilled and (llm := decision.instance.card.llm) is not None:
-            tokens, blocks = len(request.prompt) / _TOKEN_BYTES, decision.overlap_blocks
-            overlap = blocks, min(1.0, blocks * llm.block_size / tokens)
-        self._metrics.for_model(request.model).decided(decision.reason, seconds, overlap)
-
-    def predicted(self, model: str, predicted_s: float, seconds: float) -> None:
-        self._metrics.for_model(model).predicted(predicted_s, seconds)
-
-    def left_out(self, model: str, blocks: int) -> None:
-        """Count blocks that an instance published beyond what is kept of it."""
-        metrics = self._metrics
-        metrics.left_out_blocks.labels(metrics.for_model(model).label).inc(blocks)
-
-    def refused(self, request: RouteRequest) -> None:
-        """Counted as the request's failure."""

@@ -267,9 +267,9 @@ class _TierBlocks:
 class KvState:
     """A worker's own full copy of what its engine caches, and the numbered updates by which others follow it.
 
-    An engine with several data-parallel ranks names the rank of each change: a block is cached while any rank caches it. An engine
-    with several tiers names the tier: a block that is copied to a slower one is stored there, and removed from each tier for
-    itself. The latest updates are kept for readers that missed some, as many as fit into `log_bytes`.
+    An engine with several data-parallel ranks names the rank of each change: a block is cached while any rank caches it. An
+    engine with several tiers names the tier: a block that is copied to a slower one is stored there, and removed from each tier
+    for itself. The latest updates are kept for readers that missed some, as many as fit into `log_bytes`.
     """
 
     def __init__(self, log_bytes: int = 4 << 20) -> None:

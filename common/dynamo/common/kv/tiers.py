@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 import msgspec
@@ -52,3 +53,15 @@ class TierChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 _BY_NAME = {tier.value: tier for tier in SLOW_TIERS}
+
+
+def parse_tier_price(text: str) -> tuple[Tier, float]:
+    """Return a slow tier and the seconds to fetch a block from it, from text such as `cpu=0.0002`. Raises ValueError."""
+    name, _, price = text.partition("=")
+    try:
+        seconds = float(price)
+    except ValueError:
+        seconds = math.nan
+    if name.strip() not in _BY_NAME or not (math.isfinite(seconds) and seconds >= 0.0):
+        raise ValueError(f"is not one of {', '.join(_BY_NAME)} with the seconds to fetch a block, such as cpu=0.0002")
+    return _BY_NAME[name.strip()], seconds

@@ -12,6 +12,7 @@ from dynamo.common.errors import DynamoError, Overloaded
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.cache.hashing import PromptHashes
 from dynamo.frontend.router.explanation import Explanation
+from dynamo.frontend.router.fetch import TierCount, TierFetch
 
 
 class RouteRequest(msgspec.Struct, gc=False):
@@ -72,11 +73,14 @@ class RoutingDecision(msgspec.Struct, frozen=True, gc=False):
     instance: Instance
     reason: str
     overlap_blocks: int = 0
+    """Leading blocks of the prompt in the memory of its GPU."""
     cost: float = 0.0
     ttft_s: float | None = None
     """The predicted time to first token; None: the router predicts none."""
     candidates: Sequence[Mapping[str, float | int | str]] = ()
     """Only with `explain`: instance, overlap, load, cost and predictions of the cheapest candidates and of the chosen one."""
+    fetch: TierFetch | None = None
+    """What it has of the prompt on slower tiers; None: the model's instances have none, or the router knows none."""
 
 
 class Router(Protocol):
@@ -109,6 +113,13 @@ class Router(Protocol):
         """Record that the prefill of a booked request is done."""
         ...
 
+    def found_cached(self, request: RouteRequest, decision: RoutingDecision, tokens: int) -> Sequence[TierCount]:
+        """Record how many tokens of its prompt the engine found cached, if the decision has a `fetch`. May never be called.
+
+        Return by tier what was counted on, and what was found; nothing if that is not known.
+        """
+        ...
+
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
         """Release the booking of a request, however the request ended."""
         ...
@@ -118,7 +129,7 @@ class Router(Protocol):
         ...
 
 
-_DELEGATED = ("prompt_hashes", "missing_tokens", "first_token", "finished", "removed")
+_DELEGATED = ("prompt_hashes", "missing_tokens", "first_token", "found_cached", "finished", "removed")
 
 
 class RouterWrapper:
@@ -141,6 +152,9 @@ class RouterWrapper:
 
     def first_token(self, booking_id: str) -> None:
         self.inner.first_token(booking_id)
+
+    def found_cached(self, request: RouteRequest, decision: RoutingDecision, tokens: int) -> Sequence[TierCount]:
+        return self.inner.found_cached(request, decision, tokens)
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
         self.inner.finished(booking_id, error)

@@ -23,25 +23,26 @@ from dynamo.common.kv.hashes import TOKEN_BYTES, space_hash
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import KvCost, KvRouterOptions, check_weight
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
-from dynamo.frontend.router.cache.evictions import Evictions
 from dynamo.frontend.router.cache.hashing import PromptHashes, RecentPrompts
 from dynamo.frontend.router.cache.index import PrefixIndex
 from dynamo.frontend.router.cache.predicted import PredictedIndex
 from dynamo.frontend.router.cache.thinning import SPARSE
-from dynamo.frontend.router.cost.goals import Demand, check_goals
+from dynamo.frontend.router.cost.goals import check_goals
 from dynamo.frontend.router.cost.latency import LatencyModel, Predictions
 from dynamo.frontend.router.cost.prompts import Prompt
 from dynamo.frontend.router.cost.spreading import PrefixCredits, cheapest_without
 from dynamo.frontend.router.cost.weights import weighted_costs
 from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.explanation import shown
+from dynamo.frontend.router.fetch import NO_FETCH, TierCount, TierFetch
 from dynamo.frontend.router.loads.busy import all_busy, busy, pinned_busy
 from dynamo.frontend.router.loads.instance_load import InstanceLoad, Load
-from dynamo.frontend.router.loads.rows import RowCache
 from dynamo.frontend.router.loads.shared_bookings import MAX_WAIT_S
 from dynamo.frontend.router.loads.table import LoadTable
 from dynamo.frontend.router.loads.thresholds import ThresholdTable
+from dynamo.frontend.router.model_index import ModelIndex
 from dynamo.frontend.router.simple import pinned, position_of, position_of_least
+from dynamo.frontend.router.tiers import Awaited, described, with_fetched
 
 _WORTH_GUESSING = 8
 """A decision is added to the predicted index if at least one in this many of the prompt's blocks is not confirmed by events of
@@ -58,61 +59,6 @@ _OVERRIDDEN = {
 """Settings of one request → the options that they change."""
 _WEIGHTS = frozenset({"overlap_score_weight", "prefill_load_scale"})
 """Options that only the cost by weights has: a request that changes one is routed by it."""
-
-
-class _ModelIndex:
-    """The index of one model, and the rows of its candidates in each table."""
-
-    def __init__(self, loads: LoadTable, predicted: Sequence[PredictedIndex], terms: CostTerms) -> None:
-        self._terms = terms
-        self.index = PrefixIndex()
-        self.rows = RowCache(self.index)
-        self.load_rows = RowCache(loads)
-        self.predicted_rows = [RowCache(each.index) for each in predicted]
-        self.credits = PrefixCredits(terms)
-        self.demand = Demand()
-        self._evictions: dict[str, Evictions] = {}
-        """By role."""
-        self._latencies: dict[str, LatencyModel] = {}
-        """By engine."""
-        self._latency = LatencyModel(self._evictions_of(""), terms)
-        self._latency_rows: Sequence[InstanceLoad] = ()
-        """The candidates whose model `_latency` is."""
-
-    def latency(self, rows: Sequence[InstanceLoad]) -> LatencyModel:
-        """Return the model of the first candidate's engine: a fleet of several engines is predicted as if all had that one."""
-        if rows is not self._latency_rows:
-            self._latency_rows = rows
-            self._latency = self._latencies.get(rows[0].engine) or self._new_latency(rows[0].engine)
-        return self._latency
-
-    def _new_latency(self, engine: str) -> LatencyModel:
-        latency = self._latencies[engine] = LatencyModel(self._evictions_of(engine), self._terms)
-        return latency
-
-    def _evictions_of(self, engine: str) -> Evictions:
-        """Return what instances of the role of this engine evict, whichever engine they have."""
-        role = engine.rpartition(" ")[2]
-        evictions = self._evictions.get(role)
-        if evictions is None:
-            evictions = self._evictions[role] = Evictions(lambda: len(self.index), self._terms)
-        return evictions
-
-    def apply(self, engine: str, instance: InstanceId, update: KvUpdate) -> None:
-        self.index.apply(instance, update)
-        self._evictions_of(engine).apply(instance, update)
-
-    def learn(self, row: InstanceLoad, report: LoadReport, now: float) -> None:
-        latency = self._latencies.get(row.engine)
-        if latency is not None:
-            latency.report(row.instance, report, now)
-
-    def remove_instance(self, instance: InstanceId) -> None:
-        self.index.remove_instance(instance)
-        for evictions in self._evictions.values():
-            evictions.remove_instance(instance)
-        for latency in self._latencies.values():
-            latency.remove_instance(instance)
 
 
 class KvRouter:
@@ -132,7 +78,7 @@ class KvRouter:
         self.config = replace(self.config, cost=self.config.effective_cost)
         self.thresholds = ThresholdTable() if thresholds is None else thresholds
         self.loads = LoadTable() if loads is None else loads
-        self._models: dict[str, _ModelIndex] = {}
+        self._models: dict[str, ModelIndex] = {}
         self.loads.on_report(self._learn)
         self.uses_index = self.config.use_kv_events
         self._predicted: PredictedIndex | None = None
@@ -148,6 +94,8 @@ class KvRouter:
             self._all_predicted = [self._predicted, shared]
         self._waiting: dict[str, int] = {}
         """Predictions of prompts that wait longer than predictions live otherwise, by booking."""
+        self._awaited: dict[str, Awaited] = {}
+        """Bookings without a first token, of models whose instances have slow tiers."""
         self._recent = RecentPrompts()
         self._rng = rng or random.Random()
         self._clock = clock
@@ -186,6 +134,9 @@ class KvRouter:
             return None
         model, now = self._model(request.model), self._clock()
         overlaps, _ = self._overlaps(model, prompt, candidates, now)
+        if model.index.tiers:
+            latency = model.latency(model.load_rows.rows(candidates))
+            overlaps = with_fetched(overlaps, self._fetches(model, prompt, candidates, overlaps, latency))
         if with_room:
             busy_ones = busy(self.loads.read(model.load_rows.rows(candidates), now), self.thresholds.of(request.model))
             if busy_ones is None or all(busy_ones):
@@ -200,7 +151,7 @@ class KvRouter:
         config = self._settings_of(request) if request.overrides or request.is_prefilled else self.config
         fleet = self._view(request, candidates)
         if config.cost is KvCost.WEIGHTS or not fleet.prompt.block_size:
-            costed = _Costed(weighted_costs(config, fleet.prompt, fleet.loads, fleet.overlaps), None, None, ())
+            costed = _Costed(weighted_costs(config, fleet.prompt, fleet.loads, fleet.on_gpu), None, None, ())
         else:
             costed = self._in_seconds(request, config, fleet)
         predicted = costed.predicted
@@ -208,15 +159,16 @@ class KvRouter:
         cost_decides = not reason
         if predicted is not None and cost_decides and fleet.loads[position].prefill_tokens:
             position, reason = _pass_queue(request, config, fleet, predicted, costed.misses, position)
-        instance, overlap = candidates[position], fleet.overlaps.get(position, 0)
-        prefill_tokens = self._book(request, config, fleet.prompt, instance.id, overlap, fleet.now)
+        instance, overlap = candidates[position], fleet.on_gpu.get(position, 0)
+        prefill_tokens = self._book(request, config, fleet.prompt, instance.id, fleet.overlaps.get(position, 0), fleet.now)
         if predicted is not None:
             _count(request, fleet, costed, predicted, position, prefill_tokens, cost_decides=cost_decides)
         self._expect_cached(request, fleet, instance.id, position, predicted)
-        reason = reason or ("kv" if overlap else self._reason_without_overlap())
+        fetch = self._await(request, fleet, position, predicted) if fleet.model.index.tiers else None
+        reason = reason or ("kv" if overlap or (fetch is not None and fetch.fetched) else self._reason_without_overlap())
         explanation = _explain(fleet, costed, position) if explain else ()
         ttft_s = None if predicted is None else predicted.ttft_s[position]
-        return RoutingDecision(instance, reason, overlap, costed.costs[position], ttft_s, explanation)
+        return RoutingDecision(instance, reason, overlap, costed.costs[position], ttft_s, explanation, fetch)
 
     def _settings_of(self, request: RouteRequest) -> KvRouterOptions:
         """Return the settings of a request that changes some of them, or whose prompt is computed."""
@@ -233,7 +185,38 @@ class KvRouter:
         loads = self.loads.read(rows, now)
         overlaps, confirmed = self._overlaps(model, prompt, candidates, now)
         busy_ones = busy(loads, self.thresholds.of(request.model))
-        return _CandidateView(now, prompt, model, candidates, rows, loads, overlaps, confirmed, busy_ones, model.latency(rows))
+        latency = model.latency(rows)
+        fetches: Mapping[int, TierFetch] = {}
+        on_gpu = overlaps
+        if model.index.tiers and not request.is_prefilled:
+            fetches = self._fetches(model, prompt, candidates, on_gpu, latency)
+            overlaps = with_fetched(on_gpu, fetches)
+        return _CandidateView(
+            now, prompt, model, candidates, rows, loads, overlaps, on_gpu, confirmed, fetches, busy_ones, latency
+        )
+
+    def _fetches(
+        self,
+        model: ModelIndex,
+        prompt: Prompt,
+        candidates: Sequence[Instance],
+        on_gpu: Mapping[int, int],
+        latency: LatencyModel,
+    ) -> Mapping[int, TierFetch]:
+        """Return what candidates would fetch of a prompt from slow tiers, by position."""
+        if not self.uses_index:
+            return {}
+        block_s = prompt.block_size * latency.steps.times.token
+        return model.slow.fetches(prompt, candidates, model.rows.rows(candidates), on_gpu, latency.fetching, block_s)
+
+    def _await(self, request: RouteRequest, fleet: _CandidateView, position: int, predicted: Predictions | None) -> TierFetch:
+        """Return what the chosen instance fetches, and learn from when the first token comes how long that takes."""
+        fetch = fleet.fetches.get(position, NO_FETCH)
+        if predicted is not None and not request.is_prefilled:
+            self._awaited[request.booking_id] = Awaited(
+                fleet.latency.fetching, fetch, predicted.ttft_s[position], fleet.now, fleet.block_s
+            )
+        return fetch
 
     def _in_seconds(self, request: RouteRequest, config: KvRouterOptions, fleet: _CandidateView) -> _Costed:
         """Return what a request would cost each candidate. Raises Overloaded if none is predicted to reach the goals."""
@@ -242,12 +225,13 @@ class KvRouter:
             prompt,
             loads,
             overlaps,
-            fleet.confirmed,
+            with_fetched(fleet.confirmed, fleet.fetches),
             fleet.candidates,
             fleet.now,
             is_prefilled=request.is_prefilled,
             max_output=request.expected_output_tokens,
             frontends=self.loads.frontends,
+            fetches=fleet.fetches,
         )
         misses: Sequence[float] = ()
         is_late = False
@@ -280,9 +264,22 @@ class KvRouter:
 
     def first_token(self, booking_id: str) -> None:
         self._waiting.pop(booking_id, None)
-        self.loads.first_token(booking_id, self._clock())
+        now = self._clock()
+        if self._awaited and (awaited := self._awaited.pop(booking_id, None)) is not None:
+            awaited.arrived(now)
+        self.loads.first_token(booking_id, now)
+
+    def found_cached(self, request: RouteRequest, decision: RoutingDecision, tokens: int) -> Sequence[TierCount]:
+        fetch, card = decision.fetch, decision.instance.card.llm
+        block_size = self.config.block_size or (card.block_size if card is not None else 0)
+        if fetch is None or not block_size:
+            return ()
+        hashes, found = request.block_hashes, tokens // block_size
+        return self._model(request.model).slow.verify(decision.instance.id, hashes, decision.overlap_blocks, fetch, found)
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
+        if self._awaited:
+            self._awaited.pop(booking_id, None)
         decision = self._waiting.pop(booking_id, None)
         if decision is not None and error is not None and self._predicted is not None:
             self._predicted.forget(decision)
@@ -299,13 +296,13 @@ class KvRouter:
         if model in self._models:
             self._models[model].learn(row, report, now)
 
-    def _model(self, name: str) -> _ModelIndex:
+    def _model(self, name: str) -> ModelIndex:
         if name not in self._models:
-            self._models[name] = _ModelIndex(self.loads, self._all_predicted, self._terms)
+            self._models[name] = ModelIndex(self.loads, self._all_predicted, self._terms, self.config.tier_prices, self._clock)
         return self._models[name]
 
     def _overlaps(
-        self, model: _ModelIndex, prompt: Prompt, candidates: Sequence[Instance], now: float
+        self, model: ModelIndex, prompt: Prompt, candidates: Sequence[Instance], now: float
     ) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Return two maps of overlaps in blocks by position of the candidate: confirmed or predicted, whichever is longer, and
         confirmed by events only."""
@@ -404,17 +401,26 @@ class _CandidateView(msgspec.Struct, frozen=True, gc=False):
 
     now: float
     prompt: Prompt
-    model: _ModelIndex
+    model: ModelIndex
     candidates: Sequence[Instance]
     rows: Sequence[InstanceLoad]
     loads: Sequence[Load]
     overlaps: Mapping[int, int]
-    """Blocks of the prompt that are cached, or expected to be, by position of the candidate."""
+    """Blocks of the prompt that need not be computed, by position of the candidate: cached, expected to be, or fetched."""
+    on_gpu: Mapping[int, int]
+    """The same without what is fetched from slower tiers."""
     confirmed: Mapping[int, int]
-    """The same, by events only."""
+    """The same as `on_gpu`, by events only."""
+    fetches: Mapping[int, TierFetch]
+    """What is fetched from slower tiers."""
     busy: Sequence[bool] | None
     """None if there is no threshold."""
     latency: LatencyModel
+
+    @property
+    def block_s(self) -> float:
+        """The time to compute a block."""
+        return self.prompt.block_size * self.latency.steps.times.token
 
 
 class _Costed(msgspec.Struct, frozen=True, gc=False):
@@ -515,7 +521,8 @@ def _explain(fleet: _CandidateView, costed: _Costed, chosen: int) -> list[Mappin
         {
             "instance": f"{fleet.candidates[position].id:x}",
             "cost": round(costed.costs[position], 6),
-            "overlap_blocks": fleet.overlaps.get(position, 0),
+            "overlap_blocks": fleet.on_gpu.get(position, 0),
+            **(described(fleet.fetches[position], fleet.latency.fetching, fleet.block_s) if position in fleet.fetches else {}),
             "prefill_tokens": fleet.loads[position].prefill_tokens,
             "decode_blocks": fleet.loads[position].decode_blocks,
             "kv_usage": round(fleet.loads[position].usage, 4),

@@ -13,6 +13,7 @@ from dynamo.common.scaling.demand import MAX_SAMPLES
 from dynamo.frontend.router.base import Router, RouteRequest, RouterWrapper, RoutingDecision
 from dynamo.frontend.router.demand import INCREMENT, MODULUS, MULTIPLIER, RATIOS, DemandTable, PoolCounts
 from dynamo.frontend.router.explain import DecisionLog
+from dynamo.frontend.router.fetch import TierCount
 
 
 class Observer(Protocol):
@@ -24,6 +25,10 @@ class Observer(Protocol):
 
     def refused(self, request: RouteRequest) -> None:
         """Record that all instances were busy."""
+        ...
+
+    def found_cached(self, model: str, counts: Sequence[TierCount]) -> None:
+        """Record what routing counted on in caches, and what the engine found, by tier."""
         ...
 
     def predicted(self, model: str, predicted_s: float, seconds: float) -> None:
@@ -83,7 +88,10 @@ class MeasuredRouter(RouterWrapper):
             tokens = len(prompt) // TOKEN_BYTES
             if not request.is_prefilled:
                 computed = tokens
-                if cached := decision.overlap_blocks * block_size:
+                cached = decision.overlap_blocks * block_size
+                if decision.fetch is not None:
+                    cached += decision.fetch.fetched * block_size
+                if cached:
                     computed -= cached
                     saved, instance = counts.saved, decision.instance.id
                     saved[instance] = saved.get(instance, 0) + cached
@@ -111,6 +119,12 @@ class MeasuredRouter(RouterWrapper):
                 counts.ratios[counts.compared % RATIOS] = seconds / predicted_s
                 counts.compared += 1
         self.inner.first_token(booking_id)
+
+    def found_cached(self, request: RouteRequest, decision: RoutingDecision, tokens: int) -> Sequence[TierCount]:
+        counts = self.inner.found_cached(request, decision, tokens)
+        if counts:
+            self._observer.found_cached(request.model, counts)
+        return counts
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
         self._predictions.pop(booking_id, None)

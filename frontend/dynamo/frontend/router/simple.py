@@ -10,6 +10,7 @@ from dynamo.common.errors import DynamoError, InvalidRequest, NoInstances
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.cache.hashing import PromptHashes
+from dynamo.frontend.router.fetch import TierCount
 
 
 def position_of(instance: InstanceId, candidates: Sequence[Instance]) -> int | None:
@@ -62,6 +63,9 @@ class Unbooked:
         return None
 
     def first_token(self, booking_id: str) -> None: ...
+
+    def found_cached(self, request: RouteRequest, decision: RoutingDecision, tokens: int) -> Sequence[TierCount]:
+        return ()
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None: ...
 

@@ -12,8 +12,9 @@ from dynamo.common.observability.scrape import Scraper
 from dynamo.common.observability.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
 from dynamo.common.process.background import running
 from dynamo.frontend.api.http.management.server import Links, LinkState
-from dynamo.frontend.metrics import EventMetrics, FrontendMetrics, RouterMetrics
+from dynamo.frontend.metrics import EventMetrics, FrontendMetrics
 from dynamo.frontend.port_metrics import GrpcServerMetrics, connection_metrics
+from dynamo.frontend.router_metrics import RouterMetrics
 from dynamo.frontend.security.sharing import Fleet
 
 _WATCH_S = 1.0

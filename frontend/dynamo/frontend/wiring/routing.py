@@ -20,7 +20,6 @@ from dynamo.frontend.fleet.kv.feed import open_kv_feed
 from dynamo.frontend.fleet.kv.history import KvHistory
 from dynamo.frontend.fleet.peers.bookings import shared_bookings
 from dynamo.frontend.fleet.peers.shared_state import open_shared_state
-from dynamo.frontend.metrics import RouterMetrics
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.demand import DemandTable
 from dynamo.frontend.router.explain import DecisionLog
@@ -31,6 +30,7 @@ from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.policies.affinity import SessionRouter
 from dynamo.frontend.router.policies.sequences import SequenceRouter
 from dynamo.frontend.router.select import follows_loads, make_router
+from dynamo.frontend.router_metrics import RouterMetrics
 
 
 @dataclass(frozen=True, slots=True)

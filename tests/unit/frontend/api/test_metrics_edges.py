@@ -15,10 +15,11 @@ from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.kserve.service import SERVICE
 from dynamo.frontend.api.rpc.guard import guarded
 from dynamo.frontend.config import GrpcOptions, HttpOptions
-from dynamo.frontend.metrics import FrontendMetrics, RouterMetrics
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.simple import RoundRobin
+from dynamo.frontend.router_metrics import RouterMetrics
 from dynamo.frontend.security.surfaces import Restriction, Surface
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import Edge, open_edge

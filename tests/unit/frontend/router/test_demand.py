@@ -25,10 +25,11 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.common.names import InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.config import DisaggregationOptions
-from dynamo.frontend.metrics import FrontendMetrics, RouterMetrics
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.demand import DemandTable, PoolCounts, WaitingRequests
 from dynamo.frontend.router.measured import MeasuredRouter
+from dynamo.frontend.router_metrics import RouterMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation

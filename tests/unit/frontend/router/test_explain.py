@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import LoadReport
 from dynamo.common.names import InstanceId
-from dynamo.frontend.metrics import FrontendMetrics, RouterMetrics
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.explain import DecisionLog
 from dynamo.frontend.router.explanation import DecisionRecord, Explanation
@@ -20,6 +20,7 @@ from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.loads.thresholds import Thresholds, ThresholdTable
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.policies.balance import LoadRouter, least_loaded
+from dynamo.frontend.router_metrics import RouterMetrics
 from tests.support.fakes import instance
 
 FLEET = tuple(instance(number) for number in range(1, 101))

@@ -67,7 +67,7 @@ class BlocksStored:
     group: int | None = None
     attention: str = ""
     locality: str = ""
-    """Of a store: LOCAL or REMOTE."""
+    """Where a store is: LOCAL or REMOTE."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class KvFollower:
         self._is_suspect = False
         """Whether the connection was lost since the last batch, as when the engine was restarted."""
         self._unknown_media: set[str] = set()
-        """Those that were logged."""
+        """Unknown media that were logged."""
         self.lost = 0
         """Batches that could not be recovered."""
 

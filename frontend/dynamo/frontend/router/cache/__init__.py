@@ -2,6 +2,7 @@
 
 | module | holds |
 |---|---|
+| `doubts` | blocks that a store announced and that were not there |
 | `evictions` | how many blocks have to be computed again because others took their place |
 | `hashing` | the sequence hashes of one prompt, at once or in steps |
 | `holders` | sets of instances, as one Python integer each |

@@ -84,14 +84,14 @@ class Evictions:
     def rows(self, instances: Sequence[Instance]) -> list[InstanceEvictions]:
         return [self._row(instance.id) for instance in instances]
 
-    def apply(self, instance: InstanceId, update: KvUpdate) -> None:
-        """Take an update of what an instance caches into account."""
+    def apply(self, instance: InstanceId, update: KvUpdate, is_kept: Callable[[int], bool] | None = None) -> None:
+        """Take an update of what an instance caches into account. `is_kept`: whether it has a block on another tier."""
         if update.cleared:  # its cache is not full: what it stores now counts for nothing, and it may be gone
             return self.remove_instance(instance)
         row = self._row(instance)
         if update.removed:
             row.is_full = True
-            self._evict(update.removed)
+            self._evict(update.removed, is_kept)
         if update.stored and row.is_full:
             sample = self._sampled(update.stored)
             again = [block for block in sample if block in self._evicted or block in self._evicted_before]
@@ -121,8 +121,9 @@ class Evictions:
         sample: list[int] = blocks[blocks & np.uint64(self._unsampled) == 0].tolist()
         return sample
 
-    def _evict(self, packed: bytes) -> None:
-        self._evicted.update(self._sampled(packed))
+    def _evict(self, packed: bytes, is_kept: Callable[[int], bool] | None) -> None:
+        sample = self._sampled(packed)
+        self._evicted.update(sample if is_kept is None else [block for block in sample if not is_kept(block)])
         if len(self._evicted) >= _REMEMBERED:
             unsampled, cached = _DENSEST, self._cached()
             while cached > _REMEMBERED * (unsampled + 1):

@@ -111,7 +111,9 @@ class PrefixIndex:
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARDS)]
         """The blocks in the memory of GPUs."""
         self._slow: dict[Tier, list[dict[int, int]]] = {}
-        """The same for each slower tier that an instance has, fastest first."""
+        """The same for each slower tier."""
+        self.tiers: Sequence[Tier] = ()
+        """The slower tiers that instances have, or had, fastest first. Empty in a fleet that caches on GPUs only."""
         self._slots: dict[InstanceId, int] = {}
         self._owners: list[InstanceId | None] = []
         """Instance of each slot; None: retired, or free."""
@@ -153,11 +155,6 @@ class PrefixIndex:
         slot = self._slots.get(instance)
         return 0 if slot is None else self._blocks[slot]
 
-    @property
-    def tiers(self) -> Sequence[Tier]:
-        """The slower tiers that instances have, or had, fastest first. Empty in a fleet that caches on GPUs only."""
-        return tuple(self._slow)
-
     def instances(self) -> list[InstanceId]:
         return list(self._slots)
 
@@ -197,6 +194,7 @@ class PrefixIndex:
         if tier not in self._slow:
             self._slow[tier] = [{} for _ in range(_SHARDS)]
             self._slow = {each: self._slow[each] for each in SLOW_TIERS if each in self._slow}
+            self.tiers = tuple(self._slow)
         return self._slow[tier]
 
     def remove_instance(self, instance: InstanceId) -> None:
@@ -244,6 +242,13 @@ class PrefixIndex:
                 del shard[block]
             count -= 1
         self._blocks[slot] = count
+
+    def is_kept(self, instance: InstanceId, block: int) -> bool:
+        """Return whether an instance has a block on a slower tier than the GPU's memory."""
+        slot, position = self._slots.get(instance), block >> _SHARD_SHIFT
+        if slot is None:
+            return False
+        return any(holders.contains(shards[position].get(block, holders.EMPTY), slot) for shards in self._slow.values())
 
     def sweep(self, shards: int = _SHARDS) -> bool:
         """Remove retired slots from the next few shards, and return whether more is left to do.

@@ -2,6 +2,7 @@
 
 | module | holds |
 |---|---|
+| `fetching` | how long instances take to fetch cached blocks from slower tiers, learned from times to first token |
 | `goals` | which requests are refused because latency goals would be missed otherwise |
 | `latency` | the cost of an instance in seconds |
 | `prompts` | the part of a prompt that the cost of an instance depends on |

@@ -3,14 +3,16 @@
     wait    = tokens of prompts that wait on the instance · token; half a step if none wait but requests run
     step    = base + sequence · requests there + block · their KV blocks
     prefill = tokens of this prompt that are not cached · token + step
+    fetch   = its blocks on slower tiers · seconds to fetch one, where that is less than to compute one
     later   = step, with the requests that will run there while this one decodes
 
-    cost    = wait + prefill + output · later                               its own latency
+    cost    = wait + fetch + prefill + output · later                       its own latency
             + prefill · (requests there + arrivals · (wait + prefill))      each of them waits for the prefill
             + prefill · further · (1 + mean requests)                       what the placement evicts is computed again
 
-`token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`), `further` is estimated from
-what instances evict (`evictions.py`). Weights and constants are in `cost_terms.py`; decision 17 says what each is for.
+`token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`), and what it takes to fetch a
+block, which delays no other request (`fetching.py`); `further` is estimated from what instances evict (`evictions.py`). Weights
+and constants are in `cost_terms.py`; decision 17 says what each is for.
 
 While this request decodes, requests that end make room for others, which level the fleet: an instance that runs `excess` more
 than the mean runs `excess² / (1.5 · mean)` more on average, or `excess` where that is less. It is this number that `later` takes
@@ -43,12 +45,15 @@ import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import LoadReport
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.names import InstanceId
 from dynamo.frontend.router.cache.evictions import Evictions
+from dynamo.frontend.router.cost.fetching import FetchModel
 from dynamo.frontend.router.cost.prompts import Prompt
 from dynamo.frontend.router.cost.step_model import StepModel
 from dynamo.frontend.router.cost.traffic import FleetTraffic
 from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
+from dynamo.frontend.router.fetch import TierFetch
 from dynamo.frontend.router.loads.instance_load import Load
 from dynamo.frontend.router.loads.rows import RowCache
 
@@ -79,9 +84,13 @@ class Predictions(msgspec.Struct, frozen=True, gc=False):
 class LatencyModel:
     """Predicts latencies on the instances of one model with the same role and engine. Not for several threads."""
 
-    def __init__(self, evictions: Evictions, terms: CostTerms = COST_TERMS) -> None:
+    def __init__(
+        self, evictions: Evictions, terms: CostTerms = COST_TERMS, tier_prices: Mapping[Tier, float] | None = None
+    ) -> None:
         self._terms = terms
         self.steps = StepModel()
+        self.fetching = FetchModel(tier_prices)
+        """To be told of first tokens of models whose instances have slow tiers."""
         self._eviction_rows = RowCache(evictions)
         self.traffic = FleetTraffic()
         """To be told of each placement."""
@@ -112,9 +121,11 @@ class LatencyModel:
         is_prefilled: bool,
         max_output: int,
         frontends: int,
+        fetches: Mapping[int, TierFetch] | None = None,
     ) -> Predictions:
         """Return predictions for a request that arrives now. `overlaps`: in blocks by position, `confirmed`: without those
-        that are being computed; `max_output`: 0 for no limit; `frontends`: how many get such requests.
+        that are being computed; `max_output`: 0 for no limit; `frontends`: how many get such requests; `fetches`: what each
+        instance fetches of the blocks in `overlaps`.
         """
         times, terms = self.steps.times, self._terms
         token, base, sequence, block = times.token, times.base, times.sequence, times.block
@@ -166,6 +177,10 @@ class LatencyModel:
             delaying = delayed * requests + arriving * ttft + evicting.further * evicted
             costs.append(first_token * ttft + decoding_s + prefill * delaying)
             ttfts.append(ttft + delay)
+        if fetches and not is_prefilled:
+            for position, fetch in fetches.items():
+                costs[position] += first_token * fetch.seconds
+                ttfts[position] += fetch.seconds
         if arrivals * base < terms.quiet_steps and prefilling < terms.quiet_prefilling:
             self._add_crowding(costs, loads, request_s, overlaps, confirmed, mean, arrivals, prefilling)
         return Predictions(costs, ttfts, output, mean, arrivals, prefilling)

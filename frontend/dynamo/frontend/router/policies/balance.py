@@ -14,6 +14,7 @@ from dynamo.common.names import InstanceId
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.cache.hashing import PromptHashes
 from dynamo.frontend.router.explanation import shown
+from dynamo.frontend.router.fetch import TierCount
 from dynamo.frontend.router.loads.busy import all_busy, busy, is_busy, pinned_busy
 from dynamo.frontend.router.loads.instance_load import InstanceLoad, Load
 from dynamo.frontend.router.loads.rows import RowCache
@@ -140,6 +141,9 @@ class LoadRouter:
 
     def first_token(self, booking_id: str) -> None:
         self.loads.first_token(booking_id, self._clock())
+
+    def found_cached(self, request: RouteRequest, decision: RoutingDecision, tokens: int) -> Sequence[TierCount]:
+        return ()
 
     def finished(self, booking_id: str, error: DynamoError | None = None) -> None:
         self.loads.finished(booking_id)

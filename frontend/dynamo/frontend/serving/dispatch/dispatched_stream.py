@@ -124,6 +124,11 @@ class DispatchedStream:
         self.started = True
         self._shared.booker.router.first_token(self._booking.id)
 
+    def found_cached(self, tokens: int) -> None:
+        """The instance in `decision` found so many tokens of the prompt cached."""
+        assert self.decision is not None
+        self._shared.booker.router.found_cached(self._work, self.decision, tokens)
+
     async def read(self) -> list[Buffer]:
         """Return all frames that have arrived, at least one; [] at the end. Raises DynamoError; see `move` for what then."""
         if self._ended:

@@ -16,10 +16,11 @@ from dynamo.common.names import InstanceId
 from dynamo.common.scaling.demand import MAX_SAMPLE_HASHES, MAX_SAMPLES, MAX_SAVED, DemandReport, PoolDemand, demand_subject
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.fleet.peers.demand import DemandReporter, reported_demand
-from dynamo.frontend.metrics import FrontendMetrics, RouterMetrics
+from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.demand import DemandTable, WaitingRequests
 from dynamo.frontend.router.measured import MeasuredRouter
+from dynamo.frontend.router_metrics import RouterMetrics
 from tests.support.fake_bus import FakeBus, FakeConnection
 from tests.support.fakes import RecordingRouter, instance
 from tests.support.virtual_time import in_virtual_time
