@@ -37,6 +37,7 @@ from nats.js import object_store
 
 from dynamo.common.errors import Unavailable
 from dynamo.common.etcd import client as etcd_client
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.messaging.jetstream import records
 from dynamo.common.observability import telemetry
 from dynamo.frontend.api.openai.batches import runner
@@ -545,16 +546,17 @@ class History:
                     self._check_index(frontend, worker, model)
 
     def _check_index(self, frontend: SimulatedFrontend, worker: SimulatedWorker, model: str) -> None:
-        """The router knows exactly the blocks of a worker, which are none when it is gone."""
+        """The router knows exactly the blocks of a worker on every tier, which are none when it is gone."""
         if frontend.kv is None or worker.worker is None:
             return
-        held = frontend.kv.index(model).held(worker.worker.instance)
-        cached = set(worker.engines[model].kv.held()) if worker in self.workers else set()
-        if held != cached:
-            self.violations.append(
-                f"{frontend.process.name} knows {len(held & cached)} of {len(cached)} blocks of {model} "
-                f"at {worker.process.name}, and {len(held - cached)} that it has not"
-            )
+        for tier in Tier:
+            held = frontend.kv.index(model).held(worker.worker.instance, tier)
+            cached = set(worker.engines[model].kv.held(tier)) if worker in self.workers else set()
+            if held != cached:
+                self.violations.append(
+                    f"{frontend.process.name} knows {len(held & cached)} of {len(cached)} blocks of {model} on the tier {tier} "
+                    f"at {worker.process.name}, and {len(held - cached)} that it has not"
+                )
 
     def summarize(self, seen: observers.Observers) -> None:
         """Note what only the end of a history shows."""

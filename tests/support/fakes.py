@@ -27,6 +27,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role, Tensor
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
+from dynamo.frontend.router.fetch import TierCount, TierFetch
 from dynamo.frontend.serving.text.text_models import TextModel
 from dynamo.protos import inference_pb2 as pb
 
@@ -299,6 +300,10 @@ class RecordingRouter:
         self.first_tokens: list[str] = []
         self.outcomes: list[DynamoError | None] = []
         self.gone: list[InstanceId] = []
+        self.fetch: TierFetch | None = None
+        """What each instance has of each prompt on slow tiers."""
+        self.found: list[int] = []
+        """The cached tokens that responses reported."""
 
     def prompt_hashes(self, request: RouteRequest, candidates: Sequence[Instance]) -> None:
         return None
@@ -310,7 +315,11 @@ class RecordingRouter:
         assert request.booking_id not in self.open, "booked twice"
         self.requests.append(msgspec.structs.replace(request))  # as it is at this attempt
         self.open[request.booking_id] = candidates[0].id
-        return RoutingDecision(candidates[0], "first")
+        return RoutingDecision(candidates[0], "first", fetch=self.fetch)
+
+    def found_cached(self, request: RouteRequest, decision: RoutingDecision, tokens: int) -> Sequence[TierCount]:
+        self.found.append(tokens)
+        return ()
 
     def first_token(self, booking_id: str) -> None:
         assert booking_id in self.open

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from dynamo.common.generation import Sampling, Stop, Summary
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions
 from dynamo.frontend.app import Frontend, serve_frontend
@@ -125,9 +126,11 @@ class SimFleet:
             del worker.requests.handlers["snapshot"], worker.requests.handlers["events_since"]
 
     def is_exact(self, frontend: int = 0) -> bool:
-        """Whether the frontend's index holds just what every engine holds."""
+        """Whether the frontend's index holds just what every engine holds, on every tier."""
         index = self.router(frontend).index(self.model)
-        return all(index.held(instance) == set(engine.kv.held()) for instance, engine in self.engines.items())
+        return all(
+            index.held(instance, tier) == set(engine.kv.held(tier)) for instance, engine in self.engines.items() for tier in Tier
+        )
 
 
 @asynccontextmanager

@@ -64,6 +64,8 @@ def filled_registry() -> CollectorRegistry:
     model.recovered("died")
     model.overlap.observe(1)
     model.hit_rate.observe(0.5)
+    frontend.tier_blocks.labels("m", "cpu").inc(1)
+    frontend.tier_found.labels("m", "cpu").observe(0.5)
     LinkMetrics(registry, "dynamo_frontend").follow("events", Nats())
     memory = Memory({"lent": 1}, {"full": 1})
     SharedMemoryMetrics(registry, "dynamo_frontend").show(memory)

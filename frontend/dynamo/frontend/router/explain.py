@@ -76,6 +76,7 @@ class DecisionLog:
             reason=decision.reason,
             overlap_blocks=decision.overlap_blocks,
             cost=round(decision.cost, 6),
+            tiers={} if decision.fetch is None else {tier.value: blocks for tier, blocks in decision.fetch.hits},
             ttft_ms=None if decision.ttft_s is None else round(decision.ttft_s * 1e3, 1),
             instances=instances,
             candidates=decision.candidates,

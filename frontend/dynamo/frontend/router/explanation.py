@@ -34,6 +34,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     reason: str
     overlap_blocks: int
     cost: float
+    tiers: Mapping[str, int] = {}
+    """Blocks of the prompt on tiers slower than the instance's GPU, by tier."""
     ttft_ms: float | None = None
     """The predicted time to first token."""
     instances: int

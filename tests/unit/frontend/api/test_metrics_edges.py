@@ -10,13 +10,17 @@ import grpc.aio
 import pytest
 from prometheus_client import CollectorRegistry
 
+from dynamo.common.kv.events import KvUpdate
+from dynamo.common.kv.hashes import pack_hashes, sequence_hashes
+from dynamo.common.kv.tiers import TierChange
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.kserve.service import SERVICE
 from dynamo.frontend.api.rpc.guard import guarded
-from dynamo.frontend.config import GrpcOptions, HttpOptions
+from dynamo.frontend.config import GrpcOptions, HttpOptions, KvRouterOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RouteRequest
+from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.router.measured import MeasuredRouter
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.router_metrics import RouterMetrics
@@ -103,6 +107,27 @@ def test_decisions_are_counted_with_what_they_found() -> None:
     assert value("dynamo_frontend_router_decision_seconds_count") == 2
     assert value("dynamo_frontend_router_overlap_blocks_count") == 1
     assert value("dynamo_component_router_kv_hit_rate_bucket", le="0.0") == 1
+
+
+def test_blocks_are_counted_by_the_tier_that_routing_counted_on_and_by_what_was_found_there() -> None:
+    registry, there = CollectorRegistry(), [instance(1, chat_card(block_size=16))]
+    kv = KvRouter(KvRouterOptions(speculative_ttl_s=0.0))
+    router = MeasuredRouter(kv, RouterMetrics(FrontendMetrics(registry)))
+    prompt = bytes(4 * 16 * 20)
+    hashes = pack_hashes(sequence_hashes(prompt, 16)[:15])
+    before = RouteRequest(model="talker", prompt=prompt)
+    router.found_cached(before, router.pick(before, there), 0)
+
+    def value(name: str, tier: str) -> float | None:
+        return registry.get_sample_value(f"dynamo_frontend_router_{name}", {"model": "talker", "tier": tier})
+
+    assert value("tier_blocks_total", "none") is None, "models whose instances cache on GPUs only have no such metrics"
+    kv.apply("talker", there[0].id, KvUpdate(0, hashes[:40], tiers=(TierChange("cpu", hashes),)))
+    request = RouteRequest(model="talker", prompt=prompt)
+    decision = router.pick(request, there)
+    assert [value("tier_blocks_total", tier) for tier in ("gpu", "cpu", "none")] == [5, 10, 5]
+    router.found_cached(request, decision, 16 * 11)
+    assert [value("tier_found_ratio_sum", tier) for tier in ("gpu", "cpu")] == [1.0, 0.6]
 
 
 def test_blocks_that_are_not_followed_are_counted_by_model() -> None:

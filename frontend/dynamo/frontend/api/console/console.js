@@ -269,7 +269,8 @@ function drawDecisions(decisions) {
     const shown = element("details", {},
       element("summary", {}, new Date(1000 * decision.at).toLocaleTimeString(), " ", decision.model, " → ",
         element("code", {}, decision.instance), " ",
-        element("span", { class: "quiet" }, `${decision.reason}, ${decision.overlap_blocks ?? 0} blocks cached, ` +
+        element("span", { class: "quiet" }, `${decision.reason}, ${decision.overlap_blocks ?? 0} blocks cached` +
+          Object.entries(decision.tiers ?? {}).map(([tier, blocks]) => `, ${blocks} on ${tier}`).join("") + `, ` +
           `cost ${short(decision.cost ?? 0)}, of ${decision.instances}` +
           (decision.ttft_ms == null ? "" : `, first token predicted in ${short(decision.ttft_ms)} ms`))));
     if (candidates.length) {

@@ -36,11 +36,13 @@ from dynamo.common.generation import (
     request_decoder,
     summary_encoder,
 )
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import RetryOptions, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.router.fetch import TierFetch
 from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
 from dynamo.frontend.security.keys import ApiKey, Limits
 from dynamo.frontend.security.ledger import Ledger
@@ -133,6 +135,15 @@ def tokens_of(texts: list[TextDelta]) -> list[int]:
 
 def delta(*tokens: int, index: int = 0, finish: FinishReason | None = None) -> bytes:
     return delta_encoder.encode(Delta(tokens, index, finish))
+
+
+async def test_what_an_engine_found_cached_is_compared_if_routing_counted_on_slow_tiers() -> None:
+    async with front(TokenEngine([], gone)) as f:
+        for fetch in (None, TierFetch(((Tier.CPU, 1),), 1, 0.0, 0.0)):
+            f.router.fetch = fetch
+            async with generate(f.plane, text_request(3), CALL) as generation:
+                await read_all(generation)
+        assert f.router.found == [1]
 
 
 async def test_a_generation_gives_text_and_then_its_summary() -> None:
