@@ -25,6 +25,8 @@ from dynamo.common.kv.tiers import MAX_TIER_CHANGES, SLOW_TIERS, Tier, TierChang
 
 MAX_UPDATE_BLOCKS = 1 << 16
 """More blocks than this are split into several updates, since nats-server closes a connection that sends too long a message."""
+_UPDATE_BYTES = 16 * HASH_BYTES
+"""About how many bytes a kept update takes beside its hashes."""
 _MAX_UPDATE_BYTES = MAX_UPDATE_BLOCKS * HASH_BYTES
 # What readers accept, so that no instance can make others compute with infinities or less than nothing.
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -205,45 +207,32 @@ def _take(blocks: dict[int, None], limit: int) -> list[int]:
 class _TierBlocks:
     """The blocks of one tier by data-parallel rank, and their net change."""
 
-    __slots__ = ("_ranks", "change")
+    __slots__ = ("change", "ranks")
 
     def __init__(self) -> None:
-        self._ranks: dict[int, dict[int, None]] = {}
+        self.ranks: dict[int, dict[int, None]] = {}
         """The blocks of each rank: dictionaries as ordered sets."""
         self.change = KvChange()
 
     def held(self) -> Collection[int]:
         """Return the blocks that are cached, parents before children."""
-        if len(self._ranks) == 1:
-            return next(iter(self._ranks.values())).keys()
-        return dict.fromkeys(chain.from_iterable(self._ranks.values())).keys()
+        if len(self.ranks) == 1:
+            return next(iter(self.ranks.values())).keys()
+        return dict.fromkeys(chain.from_iterable(self.ranks.values())).keys()
 
     def of_rank(self, rank: int) -> Collection[int]:
-        return self._ranks.get(rank, {}).keys()
+        return self.ranks.get(rank, {}).keys()
 
     def is_empty_without(self, rank: int) -> bool:
         """Return whether no other rank caches anything here."""
-        return not any(held for number, held in self._ranks.items() if number != rank)
+        return not any(held for number, held in self.ranks.items() if number != rank)
 
     def __contains__(self, block: int) -> bool:
-        return any(block in held for held in self._ranks.values())
-
-    def store(self, blocks: Iterable[int], rank: int) -> None:
-        own = self._ranks.setdefault(rank, {})
-        new = dict.fromkeys([block for block in blocks if block not in own])
-        own.update(new)
-        self.change.store(self._nowhere_else(new, rank))
-
-    def remove(self, blocks: Iterable[int], rank: int) -> None:
-        own = self._ranks.setdefault(rank, {})
-        gone = dict.fromkeys([block for block in blocks if block in own])
-        for block in gone:
-            del own[block]
-        self.change.remove(self._nowhere_else(gone, rank))
+        return any(block in held for held in self.ranks.values())
 
     def clear(self) -> None:
         """Forget all blocks of all ranks, and what changed: readers are told that everything was cleared."""
-        for own in self._ranks.values():
+        for own in self.ranks.values():
             own.clear()
         self.change = KvChange()
 
@@ -256,11 +245,9 @@ class _TierBlocks:
         published.extend(change.removed)
         return published
 
-    def _nowhere_else(self, blocks: Iterable[int], rank: int) -> Iterable[int]:
-        """Yield the blocks that no other rank caches."""
-        if len(self._ranks) == 1:
-            return blocks
-        others = [held for number, held in self._ranks.items() if number != rank]
+    def nowhere_else(self, blocks: Iterable[int], rank: int) -> Iterable[int]:
+        """Return the blocks that no other rank caches."""
+        others = [held for number, held in self.ranks.items() if number != rank]
         return [block for block in blocks if not any(block in held for held in others)]
 
 
@@ -312,13 +299,22 @@ class KvState:
 
     def store(self, blocks: Iterable[int], rank: int = 0, tier: Tier = Tier.GPU) -> None:
         """Add blocks to a tier, parents before children. Blocks that are present are skipped."""
-        (self._gpu if tier is Tier.GPU else self._slow.get(tier) or self._new_tier(tier)).store(blocks, rank)
+        held = self._gpu if tier is Tier.GPU else self._slow.get(tier) or self._new_tier(tier)
+        own = held.ranks.setdefault(rank, {})
+        new = dict.fromkeys([block for block in blocks if block not in own])
+        own.update(new)
+        held.change.store(new if len(held.ranks) == 1 else held.nowhere_else(new, rank))
 
     def remove(self, blocks: Iterable[int], rank: int = 0, tier: Tier = Tier.GPU) -> None:
         """Remove blocks from a tier. Blocks that are absent are skipped."""
         held = self._gpu if tier is Tier.GPU else self._slow.get(tier)
-        if held is not None:
-            held.remove(blocks, rank)
+        if held is None:
+            return
+        own = held.ranks.setdefault(rank, {})
+        gone = dict.fromkeys([block for block in blocks if block in own])
+        for block in gone:
+            del own[block]
+        held.change.remove(gone if len(held.ranks) == 1 else held.nowhere_else(gone, rank))
 
     def clear(self, rank: int = 0, tier: Tier | None = None) -> None:
         """Remove all blocks of a rank from a tier; None: from every tier."""
@@ -331,8 +327,8 @@ class KvState:
                 blocks.clear()
             self._is_cleared = True
             return
-        for blocks in cleared.values():
-            blocks.remove(list(blocks.of_rank(rank)), rank)
+        for name, blocks in cleared.items():
+            self.remove(list(blocks.of_rank(rank)), rank, name)
 
     def count_unknown(self, blocks: int) -> None:
         """Count blocks that the engine announced on a medium that is unknown."""
@@ -345,9 +341,9 @@ class KvState:
 
     def take_update(self) -> KvUpdate | None:
         """Return the numbered net change since the last call, or None. A large change is split, and the rest remains."""
-        if not self.changed:
-            return None
         change = self._gpu.change
+        if not (change.stored or change.removed or ((self._slow or self._is_cleared) and self.changed)):
+            return None
         removed = change.take_removed(MAX_UPDATE_BLOCKS)
         stored = change.take_stored(MAX_UPDATE_BLOCKS - len(removed))
         tiers = self._take_tiers(MAX_UPDATE_BLOCKS - len(removed) - len(stored)) if self._slow else ()
@@ -355,9 +351,9 @@ class KvState:
         self._is_cleared = False
         self._next += 1
         self._log.append(update)
-        self._log_bytes += _weight(update)
+        self._log_bytes += update.hash_bytes + _UPDATE_BYTES
         while self._log_bytes > self._log_limit_bytes:
-            self._log_bytes -= _weight(self._log.popleft())
+            self._log_bytes -= self._log.popleft().hash_bytes + _UPDATE_BYTES
         return update
 
     def _take_tiers(self, limit: int) -> tuple[TierChange, ...]:
@@ -393,11 +389,6 @@ class KvState:
         held = ((tier, read(blocks)) for tier, blocks in self._slow.items())
         tiers = tuple([TierChange(tier.value, pack_hashes(blocks)) for tier, blocks in held if blocks])
         return KvSnapshot(self.number, pack_hashes(read(self._gpu)), tiers)
-
-
-def _weight(update: KvUpdate) -> int:
-    """Return about how many bytes a kept update takes."""
-    return update.hash_bytes + 16 * HASH_BYTES
 
 
 class KvMessage(msgspec.Struct, frozen=True, array_like=True):
