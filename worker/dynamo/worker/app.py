@@ -48,6 +48,7 @@ from dynamo.common.repository import RepositoryInstance
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, HasRanks, MayFail, TracksKv, UsesSharedMemory
+from dynamo.worker.engine.sim.tiers import SharedStores
 from dynamo.worker.observability.metrics import WorkerMetrics
 from dynamo.worker.observability.triton_metrics import MetricsConfig, TritonMetrics
 from dynamo.worker.process.adapters import AdapterFollower
@@ -100,8 +101,9 @@ async def run(config: WorkerConfig) -> None:
     try:
         check_nats(config.nats)  # before models are loaded, which may take minutes
         check_etcd(config.etcd)
+        stores = SharedStores()
         for position in range(config.remote.instances or config.num_workers):
-            fleet += split_ranks(_make_engines(config, position))
+            fleet += split_ranks(_make_engines(config, position, stores))
         async with running(Trimmer().run(), "freed memory"):
             await serve_fleet(fleet, config, on_started=freeze_at_last)
     except (InvalidRequest, Unsupported, Unavailable) as error:
@@ -111,7 +113,7 @@ async def run(config: WorkerConfig) -> None:
         raise SystemExit(1) from error
 
 
-def _make_engines(config: WorkerConfig, position: int) -> list[AnyEngine]:
+def _make_engines(config: WorkerConfig, position: int, stores: SharedStores) -> list[AnyEngine]:
     """Return the engines of one instance of this process."""
     models, folders = split_repositories(zip(config.models, config.names, strict=True), config.engine)
     engines: list[AnyEngine] = [
@@ -125,6 +127,7 @@ def _make_engines(config: WorkerConfig, position: int) -> list[AnyEngine]:
             role=config.role,
             speedup_ratio=config.speedup_ratio,
             engine_args=config.engine_args,
+            stores=stores,
         )
         for model, name in models
     ]

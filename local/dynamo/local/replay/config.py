@@ -93,6 +93,14 @@ class ReplayConfig:
     )
     workers: int = option(8, env=(), file_key=(), minimum=1, maximum=10_000, help="Simulated workers.")
     blocks: int = option(5000, env=(), file_key=(), minimum=1, help="KV blocks of each.")
+    cpu_blocks: int = option(0, env=(), file_key=(), minimum=0, help="Blocks that each keeps in the memory of its host.")
+    cpu_fetch: float = option(
+        200_000.0, env=(), file_key=(), minimum=0, help="Tokens whose KV it reads from there in a second; 0: at once."
+    )
+    shared_blocks: int = option(0, env=(), file_key=(), minimum=0, help="Blocks in a store that all of them read and write.")
+    shared_fetch: float = option(
+        20_000.0, env=(), file_key=(), minimum=0, help="Tokens whose KV a worker reads from there in a second; 0: at once."
+    )
     block_size: int = option(512, env=(), file_key=(), minimum=1, help="Tokens of a block.")
     max_num_seqs: int = option(256, env=(), file_key=(), minimum=1, help="Sequences that a worker runs at once.")
     max_batched_tokens: int = option(8192, env=(), file_key=(), minimum=1, help="Tokens that a worker computes in one step.")

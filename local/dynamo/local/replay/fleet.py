@@ -35,6 +35,7 @@ from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures
 from dynamo.local.replay.trace import VOCABULARY, Row, expand
 from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, SimSequence, StepResult
+from dynamo.worker.engine.sim.tiers import BlockCache, TierConfig
 from dynamo.worker.engine.sim.timing import TimingModel
 
 _REPORT_EVERY_S = 0.05
@@ -417,7 +418,14 @@ class _WorkerFactory:
             max_batched_tokens=config.max_batched_tokens,
             vocabulary=VOCABULARY,
             timing=timing,
+            tiers=TierConfig(
+                cpu_blocks=config.cpu_blocks,
+                cpu_tokens_per_s=config.cpu_fetch,
+                shared_blocks=config.shared_blocks,
+                shared_tokens_per_s=config.shared_fetch,
+            ),
         )
+        self._store = BlockCache(config.shared_blocks)
         llm = LlmInfo(context_length=1 << 20, tokenizer="", block_size=config.block_size, total_blocks=config.blocks)
         self._card = ModelCard(name=MODEL, kind=ModelKind.LLM, llm=llm)
         self._made = 0
@@ -425,4 +433,4 @@ class _WorkerFactory:
     def make(self) -> _Worker:
         self._made += 1
         instance = Instance(id=InstanceId(self._made), endpoint=Endpoint(), subject="", card=self._card, started_at=0.0)
-        return _Worker(instance, Scheduler(self._scheduling))
+        return _Worker(instance, Scheduler(self._scheduling, self._store))

@@ -16,7 +16,7 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from dynamo.protos.model_config_pb2 import ModelConfig
-from dynamo.worker.engine.base import Context, Engine, EngineLoad, RequestTimings, TensorEngine, TensorResponse
+from dynamo.worker.engine.base import Context, Engine, EngineLoad, RequestTimings, TensorEngine, TensorResponse, TierTotals
 from dynamo.worker.engine.echo import EchoTensors
 from dynamo.worker.observability.metrics import WorkerMetrics
 from dynamo.worker.observability.statistics import VersionStatistics
@@ -153,6 +153,37 @@ async def test_a_scrape_shows_the_blocks_on_unknown_media(registry: CollectorReg
     for expected in (3, 6):
         engine.kv.count_unknown(3)
         assert read("kv_unknown_medium_blocks_total") == expected
+
+
+class Tiered(Busy):
+    """A language model with a cache in the host's memory."""
+
+    def __init__(self) -> None:
+        self.cpu = TierTotals()
+
+    def tiers(self) -> dict[str, TierTotals]:
+        return {"gpu": TierTotals(hits=7), "cpu": self.cpu}
+
+
+async def test_a_scrape_shows_what_each_tier_of_the_cache_did(registry: CollectorRegistry, read: Read) -> None:
+    engine = Tiered()
+    service(registry, engine, await engine.start())
+    assert read("kv_tier_hit_blocks_total", tier="gpu") == 7
+    assert read("kv_tier_hit_blocks_total", tier="cpu") == 0, "it is shown before it did anything, so that rates are right"
+    for expected in (1, 2):
+        engine.cpu += TierTotals(1, 2, 30, 40, 5, 6)
+        assert read("kv_tier_hit_blocks_total", tier="cpu") == expected
+        assert read("kv_tier_miss_blocks_total", tier="cpu") == 2 * expected
+        assert read("kv_tier_bytes_total", tier="cpu", operation="read") == 30 * expected
+        assert read("kv_tier_bytes_total", tier="cpu", operation="write") == 40 * expected
+        assert read("kv_tier_failures_total", tier="cpu", operation="read") == 5 * expected
+        assert read("kv_tier_failures_total", tier="cpu", operation="write") == 6 * expected
+
+
+async def test_an_engine_without_tiers_shows_none(registry: CollectorRegistry, read: Read) -> None:
+    engine = Busy()
+    service(registry, engine, await engine.start())
+    assert read("kv_tier_hit_blocks_total", tier="gpu") is None
 
 
 async def test_a_tensor_model_shows_no_cache(registry: CollectorRegistry, read: Read) -> None:

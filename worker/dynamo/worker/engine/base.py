@@ -6,8 +6,9 @@ must keep that loop free: blocking work runs in threads or processes of the engi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from operator import add
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -155,6 +156,33 @@ class TracksKv(Protocol):
         ...
 
     def load(self) -> EngineLoad: ...
+
+
+@dataclass(slots=True)
+class TierTotals:
+    """What one tier of an engine's KV cache did since the start. Blocks are those of the engine's card."""
+
+    hits: int = 0
+    """Blocks of prompts that it had, and no faster tier."""
+    misses: int = 0
+    """Blocks of prompts that neither it had nor a faster tier."""
+    read_bytes: int = 0
+    """KV that was read from it for the GPU."""
+    written_bytes: int = 0
+    failed_reads: int = 0
+    failed_writes: int = 0
+
+    def __add__(self, other: TierTotals) -> TierTotals:
+        return TierTotals(*map(add, astuple(self), astuple(other)))
+
+
+@runtime_checkable
+class HasTiers(Protocol):
+    """An engine that keeps KV blocks beyond the memory in which it computes, and counts them."""
+
+    def tiers(self) -> Mapping[str, TierTotals]:
+        """Return what each tier did, by name, the fastest first; after `start()`, always the same tiers."""
+        ...
 
 
 @runtime_checkable

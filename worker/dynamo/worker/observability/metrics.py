@@ -14,11 +14,13 @@ from dynamo.common.kv.events import KvState
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.observability.tally import Tally
 from dynamo.common.observability.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, LinkMetrics, SharedMemoryMetrics, error_type
-from dynamo.worker.engine.base import Engine, EngineLoad, TensorEngine, TracksKv
+from dynamo.worker.engine.base import Engine, EngineLoad, HasTiers, TensorEngine, TracksKv
 
 _NAMES = ("dynamo_namespace", "dynamo_component", "dynamo_endpoint", "worker_id")
 _BY_MODEL = (*_NAMES, "model")
 _BY_OUTCOME = (*_BY_MODEL, "version", "status")
+_BY_TIER = (*_BY_MODEL, "tier")
+_BY_OPERATION = (*_BY_TIER, "operation")
 _SUCCESS, _ERROR, _CANCELLED = _STATUSES = ("success", "error", "cancelled")
 _MAX_VERSIONS = 16
 """Versions of a model over the life of a process, at most; further ones share a label, since load requests choose versions."""
@@ -59,6 +61,12 @@ class WorkerMetrics:
             "kv_unknown_medium_blocks",
             "Cached blocks that the engine announced on a medium that is unknown, and that are not used.",
         )
+        self.tier_hits = self._counter("kv_tier_hit_blocks", "Blocks of prompts that a tier had, and no faster one.", _BY_TIER)
+        self.tier_misses = self._counter(
+            "kv_tier_miss_blocks", "Blocks of prompts that neither a tier had nor a faster one.", _BY_TIER
+        )
+        self.tier_bytes = self._counter("kv_tier_bytes", "KV read from a tier for the GPU, or written to it.", _BY_OPERATION)
+        self.tier_failures = self._counter("kv_tier_failures", "Reads and writes of a tier that failed.", _BY_OPERATION)
         uptime = Gauge("dynamo_component_uptime_seconds", "Since the start of the process.", _NAMES, registry=registry)
         started = time.monotonic()
         self.tally.show(uptime.labels(*self._labels), lambda: time.monotonic() - started)
@@ -177,9 +185,22 @@ class WorkerModelMetrics:
         if isinstance(engine, TracksKv):
             self._show_unknown_media(engine.kv)
 
+        if isinstance(engine, HasTiers):
+            for tier in engine.tiers():
+                self._show_tier(tier, engine)
+
     def _show_unknown_media(self, kv: KvState) -> None:
         worker = self._worker
         worker.tally.show_total(worker.unknown_media.labels(*self._labels), lambda: kv.unknown)
+
+    def _show_tier(self, tier: str, engine: HasTiers) -> None:
+        worker, labels, show = self._worker, (*self._labels, tier), self._worker.tally.show_total
+        show(worker.tier_hits.labels(*labels), lambda: engine.tiers()[tier].hits)
+        show(worker.tier_misses.labels(*labels), lambda: engine.tiers()[tier].misses)
+        show(worker.tier_bytes.labels(*labels, "read"), lambda: engine.tiers()[tier].read_bytes)
+        show(worker.tier_bytes.labels(*labels, "write"), lambda: engine.tiers()[tier].written_bytes)
+        show(worker.tier_failures.labels(*labels, "read"), lambda: engine.tiers()[tier].failed_reads)
+        show(worker.tier_failures.labels(*labels, "write"), lambda: engine.tiers()[tier].failed_writes)
 
     def _show_load(self, load: Callable[[], EngineLoad]) -> None:
         worker, labels, show = self._worker, self._labels, self._worker.tally.show

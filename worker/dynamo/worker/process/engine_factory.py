@@ -39,6 +39,7 @@ from dynamo.worker.engine.remote.load import Rank
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
 from dynamo.worker.engine.sim.script import CALLS_TEMPLATE
+from dynamo.worker.engine.sim.tiers import SharedStores, TierConfig
 from dynamo.worker.engine.sim.timing import TimingModel
 from dynamo.worker.engine.user_class import load_class
 from dynamo.worker.kv.vllm_subscriber import KvSource
@@ -62,11 +63,16 @@ SIM_SETTINGS = frozenset(
         "block_size",
         "blocks",
         "calls",
+        "cpu_blocks",
+        "cpu_fetch",
         "ranks",
         "role",
         "seed",
+        "shared_blocks",
+        "shared_fetch",
         "speedup",
         "timing",
+        "token_bytes",
         "tokenizer",
         "steps_per_turn",
         "transfer",
@@ -110,8 +116,10 @@ def make_engine(
     role: Role | None = None,
     speedup_ratio: float | None = None,
     engine_args: str = "",
+    stores: SharedStores | None = None,
 ) -> AnyEngine:
-    """Return an engine for `model`, not started. `kind` overrides the choice, `name` the model's own name.
+    """Return an engine for `model`, not started. `kind` overrides the choice, `name` the model's own name. Simulated engines
+    share `stores`.
 
     Raises InvalidRequest if there is no such model, the engine's package is not installed, or a setting is not for this engine.
     """
@@ -131,7 +139,9 @@ def make_engine(
             raise InvalidRequest(f"a model repository has names of its own: give {model} as --model-repository, without a name")
         case EngineKind.SIM:
             settings = model.removeprefix("sim").removeprefix(":")
-            return SimEngine(sim_config(settings, name, max_num_seqs, context_length, role, speedup_ratio))
+            config = sim_config(settings, name, max_num_seqs, context_length, role, speedup_ratio)
+            store = None if stores is None else stores.of(config.name, config.scheduler.tiers.shared_blocks)
+            return SimEngine(config, store)
         case EngineKind.VLLM:
             return _make_vllm(model, name, engine_args, role or Role.AGGREGATED, max_num_seqs, context_length)
         case EngineKind.SGLANG:
@@ -245,6 +255,10 @@ def sim_config(
     | `blocks`, `block_size` | KV blocks of one rank (16,384) and tokens in one (16) |
     | `adapters` | LoRA adapters that it holds at once, see `--allow-runtime-lora`; 0: it loads none |
     | `calls` | 1: calls tools, see `sim.script` |
+    | `cpu_blocks` | blocks that a rank keeps in the host's memory (0) |
+    | `cpu_fetch` | tokens whose KV is read from there in a second (200,000); 0: at once |
+    | `shared_blocks`, `shared_fetch` | the same of a store that the model's engines in this process share (0; 20,000) |
+    | `token_bytes` | KV of a token (131,072), for metrics of bytes |
     | `batched_tokens` | tokens computed in one step (8,192) |
     | `speedup` | divides the durations of the timing; 0: steps take no time |
     | `timing` | a CSV file of measured steps, see `sim.timing` |
@@ -273,6 +287,13 @@ def sim_config(
             vocabulary=Tokenizer.from_str(tokenizer.decode()).get_vocab_size(),
             kv_transfer_tokens_per_s=float(values.get("transfer", "0")),
             timing=timing,
+            tiers=TierConfig(
+                cpu_blocks=int(values.get("cpu_blocks", "0")),
+                cpu_tokens_per_s=float(values.get("cpu_fetch", "200000")),
+                shared_blocks=int(values.get("shared_blocks", "0")),
+                shared_tokens_per_s=float(values.get("shared_fetch", "20000")),
+                token_bytes=int(values.get("token_bytes", "131072")),
+            ),
         )
         return SimConfig(
             name=name or "sim",

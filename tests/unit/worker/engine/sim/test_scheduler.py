@@ -284,11 +284,24 @@ def test_fetched_prompts_are_not_computed_but_take_their_time() -> None:
     fetched = sequence([1] * 40, limit=2, fetched=True)
     scheduler.add(fetched, 0.0)
     results = run(scheduler)
-    assert [result.prefill_tokens for result in results] == [0, 1, 0]
+    assert [result.prefill_tokens for result in results if result.prefill_tokens] == [1]
     assert fetched.prefilled_at == pytest.approx(0.4 + 0.002)
     again = sequence([1] * 40, limit=1, fetched=True)
     scheduler.add(again, 0.0)
-    assert scheduler.step(0.0).duration_s == pytest.approx(0.04)  # 36 of 40 tokens were here already
+    run(scheduler)
+    assert again.prefilled_at == pytest.approx(0.04 + 0.002)  # 36 of 40 tokens were here already
+
+
+def test_a_request_that_comes_while_another_is_fetched_need_not_wait_for_it() -> None:
+    timing = TimingModel(base_ms=1.0, ms_per_prefill_token=0.0, ms_per_decoding=0.0)
+    scheduler = Scheduler(config(timing=timing, kv_transfer_tokens_per_s=100.0))
+    scheduler.add(sequence([1] * 40, limit=2, fetched=True), 0.0)
+    now = scheduler.step(0.0).duration_s
+    other = sequence([2] * 8, limit=1)
+    scheduler.add(other, now)
+    run(scheduler)
+    assert other.prefilled_at is not None
+    assert other.prefilled_at < 0.01
 
 
 STEPS = st.lists(

@@ -14,14 +14,16 @@ a leaf: no block is evicted while one that continues it is cached.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class BlockManager:
     """Accounts for `total` blocks. A request for more blocks than are available changes nothing and returns False."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, evicted: Callable[[Sequence[int]], None] | None = None) -> None:
+        """`evicted` is called with blocks as they are evicted, leaves first."""
         self.total = total
+        self._evicted = evicted
         self.private = 0
         """Blocks that belong to one sequence and are not full."""
         self._references: dict[int, int] = {}
@@ -73,7 +75,10 @@ class BlockManager:
         excess = self.private + len(references) + len(idle) - self.total
         if excess > 0:
             evict = idle.popitem
-            self.removed.extend([evict(last=False)[0] for _ in range(excess)])
+            gone = [evict(last=False)[0] for _ in range(excess)]
+            self.removed.extend(gone)
+            if self._evicted is not None:
+                self._evicted(gone)
         return True
 
     def grow(self, more: int) -> bool:

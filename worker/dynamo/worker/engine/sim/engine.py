@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from operator import attrgetter
@@ -22,10 +22,11 @@ from dynamo.common.kv.events import NO_STEPS, KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import AdapterReport, LlmInfo, ModelCard, ModelKind, Role
 from dynamo.common.process.background import start
-from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.base import Context, EngineLoad, TierTotals
 from dynamo.worker.engine.open_requests import empty_response
 from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, SimSequence, StepResult
 from dynamo.worker.engine.sim.script import Script
+from dynamo.worker.engine.sim.tiers import BlockCache
 from dynamo.worker.engine.sim.tokens import state_of
 
 _generated = attrgetter("generated")
@@ -85,9 +86,9 @@ class _Stream(msgspec.Struct, eq=False):
 class _SimRank:
     """One data-parallel rank: a scheduler and the task that steps it while there is something to do."""
 
-    def __init__(self, number: int, config: SimConfig) -> None:
+    def __init__(self, number: int, config: SimConfig, store: BlockCache) -> None:
         self.number = number
-        self.scheduler = Scheduler(config.scheduler)
+        self.scheduler = Scheduler(config.scheduler, store)
         self.awaits_work: asyncio.Future[None] | None = None
         """Set while the task has nothing to do."""
         self.idle = asyncio.Event()
@@ -110,8 +111,10 @@ class _SimRank:
 class SimEngine:
     """An engine that schedules and caches like a real one and invents its tokens. See `SimConfig`."""
 
-    def __init__(self, config: SimConfig) -> None:
+    def __init__(self, config: SimConfig, store: BlockCache | None = None) -> None:
+        """`store`: the one that it shares with other engines; without, its ranks share one."""
         self.config = config
+        self._store = BlockCache(config.scheduler.tiers.shared_blocks) if store is None else store
         self._ranks: list[_SimRank] = []
         self._script = Script(config.tokenizer)
         self._tasks: list[asyncio.Task[None]] = []
@@ -125,7 +128,7 @@ class SimEngine:
 
     async def start(self) -> ModelCard:
         config, scheduler = self.config, self.config.scheduler
-        self._ranks = [_SimRank(number, config) for number in range(config.data_parallel_size)]
+        self._ranks = [_SimRank(number, config, self._store) for number in range(config.data_parallel_size)]
         self._tasks = [start(self._run(rank), f"scheduler of rank {rank.number}") for rank in self._ranks]
         return ModelCard(
             name=config.name,
@@ -174,6 +177,14 @@ class SimEngine:
             totals = scheduler.totals if totals is NO_STEPS else totals + scheduler.totals
         return EngineLoad(waiting, running, active_blocks, total_blocks, queued_tokens, step_ms, totals)
 
+    def tiers(self) -> Mapping[str, TierTotals]:
+        """Return what each tier did, on all ranks."""
+        sums: dict[str, TierTotals] = {}
+        for rank in self._ranks:
+            for name, totals in rank.scheduler.tier_totals.items():
+                sums[name] = sums[name] + totals if name in sums else totals
+        return sums
+
     def on_step(self, callback: Callable[[], None]) -> None:
         """Call `callback` after each step, on the event loop."""
         self._step_callbacks.append(callback)
@@ -187,8 +198,7 @@ class SimEngine:
             await rank.idle.wait()  # what was closed just now is taken out before the next step
             if rank.error is not None:
                 raise rank.error
-            rank.scheduler.blocks.clear()
-            rank.scheduler.blocks.removed.clear()
+            rank.scheduler.clear()
             self.kv.clear(rank.number)
         for callback in self._step_callbacks:
             callback()

@@ -27,7 +27,9 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.common.kv.events import NO_STEPS, StepTotals
 from dynamo.common.kv.hashes import TOKEN_BYTES, sequence_hashes
+from dynamo.worker.engine.base import TierTotals
 from dynamo.worker.engine.sim.blocks import BlockManager
+from dynamo.worker.engine.sim.tiers import GPU, BlockCache, TierChange, TierConfig, Tiers
 from dynamo.worker.engine.sim.timing import TimingModel
 from dynamo.worker.engine.sim.tokens import START, advance, advance_all, next_token, next_token_and_state
 
@@ -51,6 +53,7 @@ class SchedulerConfig:
     kv_transfer_tokens_per_s: float = 0.0
     """How fast KV blocks of a prompt are fetched from another instance; 0: at once."""
     timing: TimingModel = field(default_factory=TimingModel)
+    tiers: TierConfig = field(default_factory=TierConfig)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "total_blocks", "max_num_seqs", "max_batched_tokens", "vocabulary"):
@@ -59,6 +62,8 @@ class SchedulerConfig:
 
 
 _NO_TOKENS = array("I")
+_POLL_S = 0.005
+"""While sequences only wait for blocks that are being fetched, new ones are looked for so often."""
 
 
 class SimSequence(msgspec.Struct, eq=False, kw_only=True):
@@ -128,15 +133,21 @@ class StepResult(msgspec.Struct, eq=False):
     removed: Sequence[int] = ()
     """Sequence hashes of blocks that were evicted."""
     stored: Sequence[int] = ()
-    """Sequence hashes of blocks that were computed, after the evictions."""
+    """Sequence hashes of blocks that were computed or fetched, after the evictions."""
+    tiers: Sequence[TierChange] = ()
+    """What changed in tiers beside the GPU."""
 
 
 class Scheduler:
     """One rank of a simulated engine. Not for several threads."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, store: BlockCache | None = None) -> None:
+        """`store`: the one that all instances share, if there is one; otherwise it has one of its own."""
         self.config = config
-        self.blocks = BlockManager(config.total_blocks)
+        self.tiers = Tiers(config.tiers, config.block_size, config.timing.speedup, store) if config.tiers else None
+        """The caches beside the GPU."""
+        self.blocks = BlockManager(config.total_blocks, None if self.tiers is None else self.tiers.evicted)
+        self._gpu_totals = TierTotals()
         self.running: list[SimSequence] = []
         """Most important first, then oldest first."""
         self._waiting: list[tuple[tuple[int, int], SimSequence]] = []
@@ -163,6 +174,19 @@ class Scheduler:
         """Prompt tokens of accepted sequences that are still to be computed."""
         queued = sum(sequence.length for _, sequence in self._waiting)
         return queued + sum(sequence.length - sequence.computed for sequence in self.running if not sequence.generated)
+
+    @property
+    def tier_totals(self) -> dict[str, TierTotals]:
+        """What each tier did, the GPU's cache first."""
+        return {GPU: self._gpu_totals, **({} if self.tiers is None else self.tiers.totals)}
+
+    def clear(self) -> None:
+        """Drop what is cached in GPU and host memory and not used by a sequence. No step reports that."""
+        self.blocks.clear()
+        self.blocks.removed.clear()
+        if self.tiers is not None:
+            self.tiers.clear()
+            self.tiers.take_changes()
 
     def add(self, sequence: SimSequence, now: float) -> None:
         """Queue a sequence. Raises InvalidRequest if it can never run."""
@@ -210,7 +234,7 @@ class Scheduler:
         if batch:
             result.duration_s = self.config.timing.step_s(result.prefill_tokens, result.decoding)
         elif self.running:
-            result.duration_s = max(0.0, min(sequence.ready_at for sequence in self.running) - now)
+            result.duration_s = max(0.0, min(_POLL_S, min(sequence.ready_at for sequence in self.running) - now))
         blocks = self.blocks
         active_blocks = blocks.active
         self._compute(batch, now + result.duration_s, result)
@@ -220,6 +244,9 @@ class Scheduler:
             result.removed, blocks.removed = blocks.removed, []
         if blocks.stored:
             result.stored, blocks.stored = blocks.stored, []
+        if self.tiers is not None:
+            self.tiers.computed(result.stored)
+            result.tiers = self.tiers.take_changes()
         return result
 
     def _count(self, result: StepResult, blocks: int) -> None:
@@ -267,17 +294,26 @@ class Scheduler:
         return True
 
     def _admit(self, now: float, budget: int, batch: list[tuple[SimSequence, int]]) -> None:
-        config, waiting = self.config, self._waiting
+        config, waiting, tiers = self.config, self._waiting, self.tiers
         while waiting and budget and len(self.running) < config.max_num_seqs:
             sequence = waiting[0][1]
             # The last token is always computed, or there would be no next one.
-            hit = self.blocks.cached_prefix(sequence.hashes[: (sequence.length - 1) // config.block_size])
+            wanted = sequence.hashes[: (sequence.length - 1) // config.block_size]
+            hit = self.blocks.cached_prefix(wanted)
             more = -(-sequence.length // config.block_size) - hit
+            found = () if tiers is None or sequence.fetched else tiers.find(wanted[hit:])
             if not self.blocks.take(sequence.hashes[:hit], more, keep_free=self._keep_free if self.running else 0):
                 return
             heapq.heappop(waiting)
             sequence.committed, sequence.private = hit, more
             sequence.computed = hit * config.block_size
+            self._gpu_totals.hits += hit
+            self._gpu_totals.misses += len(wanted) - hit
+            if tiers is not None and found:
+                fetched = sum(map(len, found))
+                sequence.computed += fetched * config.block_size
+                sequence.ready_at = max(tiers.ready_at(wanted[:hit], now), tiers.read(found, len(wanted) - hit - fetched, now))
+                self._commit(sequence)
             if sequence.scheduled_at is None:
                 sequence.scheduled_at = now
                 sequence.cached_tokens = sequence.computed
@@ -287,8 +323,8 @@ class Scheduler:
                     sequence.ready_at = now + (sequence.length - sequence.computed) / config.kv_transfer_tokens_per_s
                 sequence.computed = sequence.length - 1
                 self._commit(sequence)
-                if sequence.ready_at > now:
-                    continue
+            if sequence.ready_at > now:
+                continue
             tokens = min(sequence.length - sequence.computed, budget)
             budget -= tokens
             batch.append((sequence, tokens))

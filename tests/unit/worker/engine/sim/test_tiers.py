@@ -1,0 +1,208 @@
+"""The simulated engine's caches beside its GPU, step by step in virtual time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation import pack_tokens
+from dynamo.common.kv.hashes import sequence_hashes
+from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, SimSequence
+from dynamo.worker.engine.sim.tiers import CPU, GPU, SHARED, BlockCache, TierConfig
+from dynamo.worker.engine.sim.timing import TimingModel
+
+SIZE = 4
+TIMING = TimingModel(base_ms=1.0, ms_per_prefill_token=1.0, ms_per_decoding=0.0)
+A, B, C = (tuple(range(first, first + 17)) for first in (0, 100, 200))
+"""Prompts of four full blocks and a token."""
+
+
+def make_scheduler(store: BlockCache | None = None, *, blocks: int = 6, timing: TimingModel = TIMING, **tiers: int) -> Scheduler:
+    """Return a scheduler whose GPU holds one of the prompts and no second one."""
+    return Scheduler(
+        SchedulerConfig(
+            block_size=SIZE, total_blocks=blocks, watermark=0.0, timing=timing, tiers=TierConfig(token_bytes=10, **tiers)
+        ),
+        store,
+    )
+
+
+class Course:
+    """Runs prompts one after the other on a scheduler, and adds up what its steps say has changed."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.cached: dict[str, set[int]] = {GPU: set(), CPU: set(), SHARED: set()}
+
+    def run(self, *prompts: tuple[int, ...]) -> list[SimSequence]:
+        """Run prompts at the same time. Return their sequences."""
+        packed = [pack_tokens(prompt) for prompt in prompts]
+        sequences = [SimSequence(prompt=each, hashes=sequence_hashes(each, SIZE), limit=1) for each in packed]
+        for sequence in sequences:
+            self.scheduler.add(sequence, self.now)
+        while self.scheduler.busy:
+            result = self.scheduler.step(self.now)
+            self.now += result.duration_s
+            for tier, removed, stored in [(GPU, result.removed, result.stored), *result.tiers]:
+                self.cached[tier] -= set(removed)
+                self.cached[tier] |= set(stored)
+        return sequences
+
+    def ttft_s(self, prompt: tuple[int, ...]) -> float:
+        begin = self.now
+        (sequence,) = self.run(prompt)
+        assert sequence.prefilled_at is not None
+        return sequence.prefilled_at - begin
+
+
+def hashes(prompt: tuple[int, ...]) -> set[int]:
+    return set(sequence_hashes(pack_tokens(prompt), SIZE))
+
+
+def test_blocks_that_leave_the_gpu_are_kept_in_memory_and_come_back() -> None:
+    course = Course(make_scheduler(cpu_blocks=20))
+    course.run(A)
+    assert course.cached[CPU] == set()
+    course.run(B)
+    assert course.cached[CPU] and course.cached[CPU] == hashes(A) - course.cached[GPU]
+    (again,) = course.run(A)
+    assert again.cached_tokens == 16
+    assert hashes(A) <= course.cached[GPU]
+    assert course.cached[CPU] & hashes(A), "what was read stays in memory"
+
+
+def test_a_full_tier_drops_what_was_used_least_recently_and_leaves_first() -> None:
+    course = Course(make_scheduler(cpu_blocks=4))
+    course.run(A)
+    course.run(B)
+    course.run(C)
+    assert len(course.cached[CPU]) == 4
+    assert course.cached[CPU] == course.scheduler.tiers.cached[CPU]  # type: ignore[union-attr]
+    first, *_ = sequence_hashes(pack_tokens(A), SIZE)
+    kept = course.cached[CPU] & hashes(A)
+    assert not kept or first in kept | course.cached[GPU], "a block is kept only if the ones before it are"
+
+
+def test_reading_takes_the_time_of_its_tier() -> None:
+    course = Course(make_scheduler(cpu_blocks=20, cpu_tokens_per_s=100))
+    computed_s = course.ttft_s(A)
+    assert computed_s == pytest.approx(0.018)  # 17 tokens and the step
+    course.run(B)
+    evicted = len(course.cached[CPU])
+    assert course.ttft_s(A) == pytest.approx(evicted * SIZE / 100 + 0.002)  # the read, and a step of one token
+
+
+def test_reads_follow_one_another_and_others_run_meanwhile() -> None:
+    course = Course(make_scheduler(blocks=13, cpu_blocks=20, cpu_tokens_per_s=100))
+    for prompt in (A, B, C, tuple(range(300, 317))):
+        course.run(prompt)
+    begin = course.now
+    new = tuple(range(400, 409))
+    on_cpu = {prompt: len(hashes(prompt) - course.cached[GPU]) for prompt in (A, B)}
+    first, second, computed = course.run(A, B, new)
+    assert computed.prefilled_at is not None
+    assert computed.prefilled_at - begin < 0.02
+    for sequence, blocks in ((first, on_cpu[A]), (second, on_cpu[A] + on_cpu[B])):
+        assert sequence.prefilled_at is not None
+        assert sequence.prefilled_at - begin >= blocks * SIZE / 100
+
+
+def test_a_prefix_that_is_being_read_is_waited_for_and_not_read_twice() -> None:
+    course = Course(make_scheduler(blocks=8, cpu_blocks=20, cpu_tokens_per_s=100))
+    course.run(A)
+    course.run(B)
+    course.run(C)
+    before = course.scheduler.tier_totals[CPU].read_bytes
+    missing = len(hashes(A) - course.cached[GPU])
+    begin = course.now
+    first, second = course.run(A, (*A[:16], 7))
+    assert course.scheduler.tier_totals[CPU].read_bytes - before == missing * SIZE * 10
+    for sequence in (first, second):
+        assert sequence.cached_tokens == 16
+        assert sequence.prefilled_at is not None
+        assert sequence.prefilled_at - begin >= missing * SIZE / 100
+
+
+def test_one_instance_reads_what_another_has_written_to_the_store() -> None:
+    store = BlockCache(100)
+    writer, reader = (Course(make_scheduler(store, shared_blocks=100, shared_tokens_per_s=200)) for _ in range(2))
+    writer.run(A)
+    assert writer.cached[SHARED] == hashes(A)
+    assert reader.ttft_s(A) == pytest.approx(16 / 200 + 0.002)
+    assert reader.cached[SHARED] == set(), "what is in the store already is written and announced once"
+    assert reader.scheduler.tier_totals[SHARED].hits == 4
+    assert reader.scheduler.tier_totals[SHARED].written_bytes == 0
+
+
+def test_what_the_store_evicts_is_not_announced() -> None:
+    store = BlockCache(4)
+    course = Course(make_scheduler(store, shared_blocks=4))
+    course.run(A)
+    course.run(B)
+    assert store.cached == hashes(B)
+    assert course.cached[SHARED] == hashes(A) | hashes(B)
+
+
+def test_a_prompt_is_read_from_the_fastest_tier_that_has_each_block() -> None:
+    store = BlockCache(100)
+    course = Course(make_scheduler(store, cpu_blocks=20, cpu_tokens_per_s=1000, shared_blocks=100, shared_tokens_per_s=10))
+    course.run(A)
+    course.run(B)
+    totals = course.scheduler.tier_totals
+    before = (totals[GPU].hits, totals[CPU].hits, totals[SHARED].hits)
+    on_gpu = len(hashes(A) & course.cached[GPU])
+    assert course.ttft_s(A) < 0.05
+    totals = course.scheduler.tier_totals
+    assert (totals[GPU].hits, totals[CPU].hits, totals[SHARED].hits) == (before[0] + on_gpu, before[1] + 4 - on_gpu, before[2])
+
+
+def test_hits_and_misses_of_each_tier_add_up_to_what_was_looked_for() -> None:
+    course = Course(make_scheduler(cpu_blocks=8, shared_blocks=100))
+    drawn = random.Random(1)
+    for _ in range(50):
+        course.run(drawn.choice((A, B, C)))
+    totals = course.scheduler.tier_totals
+    assert totals[GPU].hits + totals[GPU].misses == 50 * 4
+    assert totals[CPU].hits + totals[CPU].misses == totals[GPU].misses
+    assert totals[SHARED].hits + totals[SHARED].misses == totals[CPU].misses
+    assert totals[CPU].read_bytes == totals[CPU].hits * SIZE * 10
+    assert totals[SHARED].misses == 3 * 4, "each prompt is computed once"
+
+
+def test_steps_say_everything_that_changes_in_any_tier() -> None:
+    course = Course(make_scheduler(blocks=9, cpu_blocks=10))
+    drawn = random.Random(2)
+    for _ in range(300):
+        prompts = [tuple(drawn.choice((10, 20)) for _ in range(drawn.randint(1, 30))) for _ in range(drawn.randint(1, 3))]
+        course.run(*prompts)
+        assert course.cached[GPU] == course.scheduler.blocks.cached
+        assert course.cached[CPU] == course.scheduler.tiers.cached[CPU]  # type: ignore[union-attr]
+
+
+def test_a_speedup_makes_reads_faster_and_none_take_time_at_infinite_speed() -> None:
+    for speedup, expected in ((2.0, 0.5), (0.0, 0.0)):
+        timing = TimingModel(base_ms=0.0, ms_per_prefill_token=0.0, ms_per_decoding=0.0, speedup=speedup)
+        store = BlockCache(100)
+        Course(make_scheduler(store, shared_blocks=100)).run(A)
+        reader = Course(make_scheduler(store, timing=timing, shared_blocks=100, shared_tokens_per_s=16))
+        assert reader.ttft_s(A) == pytest.approx(expected)
+
+
+def test_clearing_drops_memory_and_keeps_the_store() -> None:
+    store = BlockCache(100)
+    course = Course(make_scheduler(store, cpu_blocks=20, shared_blocks=100))
+    course.run(A)
+    course.run(B)
+    course.scheduler.clear()
+    assert course.scheduler.tiers.cached == {CPU: set(), SHARED: hashes(A) | hashes(B)}  # type: ignore[union-attr]
+    course.cached[CPU].clear()
+    course.run(C)
+    assert course.cached[CPU] == set(), "what was dropped is not reported by a later step"
+
+
+def test_sizes_and_speeds_below_zero_are_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        TierConfig(cpu_blocks=-1)

@@ -1,0 +1,228 @@
+"""Caches of a simulated engine rank beyond its GPU: memory of the host, and a store that all instances read.
+
+Blocks that the GPU evicts are written to the host's memory, computed ones to the store, unless they are there already; both evict
+what was used least recently. Where the GPU's part of a prompt ends, the following blocks are read from the fastest tier that has
+them, until one is nowhere. A read takes time beside the steps, and those of one tier follow one another, as on a bus. So the
+sequence waits for its blocks, while others run; what was read stays in the tier.
+
+vLLM's offloading connector and SGLang's hierarchical cache do the same; in one respect the simulation is simpler: writes take no
+time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.kv.events import KvChange
+from dynamo.worker.engine.base import TierTotals
+
+GPU, CPU, SHARED = "gpu", "cpu", "shared"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """Sizes are in blocks; 0: there is no such tier. Speeds are in tokens whose KV is read in a second; 0: at once."""
+
+    cpu_blocks: int = 0
+    cpu_tokens_per_s: float = 200_000.0
+    shared_blocks: int = 0
+    shared_tokens_per_s: float = 20_000.0
+    token_bytes: int = 131_072
+    """KV of a token. The default is that of Llama 3 8B in 16 bits; with it, the speeds are those of PCIe 4 and of a network of
+    25 Gbit/s.
+    """
+
+    def __post_init__(self) -> None:
+        if min(self.cpu_blocks, self.cpu_tokens_per_s, self.shared_blocks, self.shared_tokens_per_s, self.token_bytes) < 0:
+            raise InvalidRequest("sizes and speeds of the simulated engine's tiers must be at least 0")
+
+    def __bool__(self) -> bool:
+        """Whether there is a tier beside the GPU."""
+        return bool(self.cpu_blocks or self.shared_blocks)
+
+
+class TierChange(NamedTuple):
+    """A net change of one tier: blocks were removed, then others stored."""
+
+    tier: str
+    removed: Sequence[int]
+    stored: Sequence[int]
+
+
+class BlockCache:
+    """Blocks of which the least recently used ones go when there are more than `total`."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        """In order of eviction."""
+
+    def __repr__(self) -> str:
+        return f"<BlockCache, blocks={len(self._blocks)}, total={self.total}>"
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    @property
+    def cached(self) -> set[int]:
+        """The sequence hashes of all blocks."""
+        return set(self._blocks)
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Note that blocks, parents before children, were used. Those that are absent are skipped."""
+        for block in reversed(blocks):  # no block goes before one that continues it
+            if block in self._blocks:
+                self._blocks.move_to_end(block)
+
+    def add(self, blocks: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Add blocks in the order in which they are to be evicted. Return those that were absent, and those that had to go."""
+        cached = self._blocks
+        new: list[int] = []
+        for block in blocks:
+            if block in cached:
+                cached.move_to_end(block)
+            else:
+                cached[block] = None
+                new.append(block)
+        return new, [cached.popitem(last=False)[0] for _ in range(len(cached) - self.total)]
+
+    def clear(self) -> list[int]:
+        """Drop all blocks and return them."""
+        dropped = list(self._blocks)
+        self._blocks.clear()
+        return dropped
+
+
+@dataclass(slots=True)
+class _Tier:
+    name: str
+    blocks: BlockCache
+    block_s: float
+    """Seconds in which one block is read."""
+    free_at: float = 0.0
+    """When the reads that have begun will be done."""
+    totals: TierTotals = field(default_factory=TierTotals)
+    change: KvChange = field(default_factory=KvChange)
+    """What others have not been told yet."""
+
+
+class Tiers:
+    """The tiers of one rank beyond its GPU. Not for several threads."""
+
+    def __init__(self, config: TierConfig, block_size: int, speedup: float, store: BlockCache | None = None) -> None:
+        """`speedup` divides the time of reads; at 0 they take none. `store`: the one that instances share."""
+
+        def block_s(tokens_per_s: float) -> float:
+            return block_size / tokens_per_s / speedup if tokens_per_s and speedup else 0.0
+
+        self._block_bytes = block_size * config.token_bytes
+        self._cpu = _Tier(CPU, BlockCache(config.cpu_blocks), block_s(config.cpu_tokens_per_s))
+        shared = BlockCache(config.shared_blocks) if store is None else store
+        self._shared = _Tier(SHARED, shared, block_s(config.shared_tokens_per_s))
+        self._tiers = [tier for tier in (self._cpu, self._shared) if tier.blocks.total]
+        """The fastest first."""
+        self._arriving: dict[int, float] = {}
+        """Blocks that are being read → when they will be on the GPU."""
+
+    def __repr__(self) -> str:
+        return f"<Tiers, {', '.join(f'{tier.name}={len(tier.blocks)}' for tier in self._tiers)}>"
+
+    @property
+    def cached(self) -> dict[str, set[int]]:
+        """The sequence hashes in each tier."""
+        return {tier.name: tier.blocks.cached for tier in self._tiers}
+
+    @property
+    def totals(self) -> dict[str, TierTotals]:
+        return {tier.name: tier.totals for tier in self._tiers}
+
+    def find(self, blocks: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Return the leading ones of `blocks` that are in some tier, as a list for each tier."""
+        found: list[list[int]] = [[] for _ in self._tiers]
+        for block in blocks:
+            for tier, hits in zip(self._tiers, found, strict=True):
+                if block in tier.blocks:
+                    hits.append(block)
+                    break
+            else:
+                break
+        return found
+
+    def read(self, found: Sequence[Sequence[int]], missing: int, now: float) -> float:
+        """Begin to read what `find` has found of a prompt, other than `missing` blocks. Return when all of it is on the GPU."""
+        ready_at = now
+        wanted = missing + sum(map(len, found))
+        for tier, hits in zip(self._tiers, found, strict=True):
+            wanted -= len(hits)
+            totals = tier.totals
+            totals.hits += len(hits)
+            totals.misses += wanted
+            if hits:
+                totals.read_bytes += len(hits) * self._block_bytes
+                tier.blocks.touch(hits)
+                tier.free_at = max(tier.free_at, now) + len(hits) * tier.block_s
+                ready_at = max(ready_at, tier.free_at)
+                if tier.free_at > now:
+                    self._arriving.update(dict.fromkeys(hits, tier.free_at))
+        return ready_at
+
+    def ready_at(self, blocks: Sequence[int], now: float) -> float:
+        """Return when blocks that are on the GPU can be used: some of them may still be on their way."""
+        if not self._arriving:
+            return now
+        self._arriving = {block: at for block, at in self._arriving.items() if at > now}
+        return max([now, *(self._arriving[block] for block in blocks if block in self._arriving)])
+
+    def evicted(self, blocks: Sequence[int]) -> None:
+        """The GPU has evicted blocks, leaves first."""
+        if self._cpu.blocks.total:
+            self._write(self._cpu, blocks)
+
+    def computed(self, blocks: Sequence[int]) -> None:
+        """The GPU has blocks that it did not have, parents before children."""
+        if self._shared.blocks.total:
+            self._write(self._shared, reversed(blocks))
+
+    def _write(self, tier: _Tier, blocks: Iterable[int]) -> None:
+        """Write blocks, leaves first."""
+        new, gone = tier.blocks.add(blocks)
+        tier.totals.written_bytes += len(new) * self._block_bytes
+        tier.change.store(reversed(new))
+        if tier is self._cpu:
+            tier.change.remove(gone)
+
+    def clear(self) -> None:
+        """Drop the host's memory."""
+        self._cpu.change.remove(self._cpu.blocks.clear())
+
+    def take_changes(self) -> list[TierChange]:
+        """Return what has changed since the last call, tier by tier. What the store evicts is no instance's news, as with real
+        ones.
+        """
+        changes: list[TierChange] = []
+        for tier in self._tiers:
+            if tier.change:
+                changes.append(TierChange(tier.name, list(tier.change.removed), list(tier.change.stored)))
+                tier.change = KvChange()
+        return changes
+
+
+class SharedStores:
+    """The stores of one process: its simulated engines of one model share one."""
+
+    def __init__(self) -> None:
+        self._stores: dict[str, BlockCache] = {}
+
+    def __repr__(self) -> str:
+        return f"<SharedStores, models={len(self._stores)}>"
+
+    def of(self, model: str, blocks: int) -> BlockCache:
+        """Return the store of a model. The first engine that comes decides how many blocks it holds."""
+        return self._stores.setdefault(model, BlockCache(blocks))
