@@ -101,6 +101,12 @@ class ReplayConfig:
     shared_fetch: float = option(
         20_000.0, env=(), file_key=(), minimum=0, help="Tokens whose KV a worker reads from there in a second; 0: at once."
     )
+    tier_events: bool = option(
+        True,
+        env=(),
+        file_key=(),
+        help="Routers are told of blocks in the host's memory and the store, not only of those on GPUs.",
+    )
     block_size: int = option(512, env=(), file_key=(), minimum=1, help="Tokens of a block.")
     max_num_seqs: int = option(256, env=(), file_key=(), minimum=1, help="Sequences that a worker runs at once.")
     max_batched_tokens: int = option(8192, env=(), file_key=(), minimum=1, help="Tokens that a worker computes in one step.")

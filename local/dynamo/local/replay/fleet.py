@@ -335,6 +335,9 @@ class Replay:
             worker.state.remove(result.removed)
         if result.stored:
             worker.state.store(result.stored)
+        for tier, removed, stored in result.tiers if self._config.tier_events else ():
+            worker.state.remove(removed, tier=tier)
+            worker.state.store(stored, tier=tier)
         update = worker.state.take_update()
         if update is not None:
             for router in self._routers:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from dynamo.common.errors import Code, EngineError
 from dynamo.common.generation import Delta, GenerateRequest, Stop, Summary, pack_tokens, request_encoder
 from dynamo.common.kv.events import KvState
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tensors.request import TensorRequest
@@ -161,8 +162,8 @@ class Tiered(Busy):
     def __init__(self) -> None:
         self.cpu = TierTotals()
 
-    def tiers(self) -> dict[str, TierTotals]:
-        return {"gpu": TierTotals(hits=7), "cpu": self.cpu}
+    def tiers(self) -> dict[Tier, TierTotals]:
+        return {Tier.GPU: TierTotals(hits=7), Tier.CPU: self.cpu}
 
 
 async def test_a_scrape_shows_what_each_tier_of_the_cache_did(registry: CollectorRegistry, read: Read) -> None:

@@ -16,6 +16,7 @@ import msgspec
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import ModelCard
 from dynamo.common.process.lazy_event import LazyEvent
 from dynamo.common.shared_memory.sharing import SharedMemory
@@ -180,8 +181,8 @@ class TierTotals:
 class HasTiers(Protocol):
     """An engine that keeps KV blocks beyond the memory in which it computes, and counts them."""
 
-    def tiers(self) -> Mapping[str, TierTotals]:
-        """Return what each tier did, by name, the fastest first; after `start()`, always the same tiers."""
+    def tiers(self) -> Mapping[Tier, TierTotals]:
+        """Return what each tier did, the fastest first; after `start()`, always the same tiers."""
         ...
 
 

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from dynamo.common.errors import Code
 from dynamo.common.generation import Summary
 from dynamo.common.kv.events import KvState
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.observability.tally import Tally
 from dynamo.common.observability.telemetry import MAX_MODELS, OTHER_MODEL, SECONDS, LinkMetrics, SharedMemoryMetrics, error_type
@@ -193,8 +194,8 @@ class WorkerModelMetrics:
         worker = self._worker
         worker.tally.show_total(worker.unknown_media.labels(*self._labels), lambda: kv.unknown)
 
-    def _show_tier(self, tier: str, engine: HasTiers) -> None:
-        worker, labels, show = self._worker, (*self._labels, tier), self._worker.tally.show_total
+    def _show_tier(self, tier: Tier, engine: HasTiers) -> None:
+        worker, labels, show = self._worker, (*self._labels, tier.value), self._worker.tally.show_total
         show(worker.tier_hits.labels(*labels), lambda: engine.tiers()[tier].hits)
         show(worker.tier_misses.labels(*labels), lambda: engine.tiers()[tier].misses)
         show(worker.tier_bytes.labels(*labels, "read"), lambda: engine.tiers()[tier].read_bytes)

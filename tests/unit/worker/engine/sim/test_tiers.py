@@ -9,8 +9,9 @@ import pytest
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.hashes import sequence_hashes
+from dynamo.common.kv.tiers import Tier
 from dynamo.worker.engine.sim.scheduler import Scheduler, SchedulerConfig, SimSequence
-from dynamo.worker.engine.sim.tiers import CPU, GPU, SHARED, BlockCache, TierConfig
+from dynamo.worker.engine.sim.tiers import BlockCache, TierConfig
 from dynamo.worker.engine.sim.timing import TimingModel
 
 SIZE = 4
@@ -35,7 +36,7 @@ class Course:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.now = 0.0
-        self.cached: dict[str, set[int]] = {GPU: set(), CPU: set(), SHARED: set()}
+        self.cached: dict[Tier, set[int]] = {Tier.GPU: set(), Tier.CPU: set(), Tier.SHARED: set()}
 
     def run(self, *prompts: tuple[int, ...]) -> list[SimSequence]:
         """Run prompts at the same time. Return their sequences."""
@@ -46,7 +47,7 @@ class Course:
         while self.scheduler.busy:
             result = self.scheduler.step(self.now)
             self.now += result.duration_s
-            for tier, removed, stored in [(GPU, result.removed, result.stored), *result.tiers]:
+            for tier, removed, stored in [(Tier.GPU, result.removed, result.stored), *result.tiers]:
                 self.cached[tier] -= set(removed)
                 self.cached[tier] |= set(stored)
         return sequences
@@ -65,13 +66,13 @@ def hashes(prompt: tuple[int, ...]) -> set[int]:
 def test_blocks_that_leave_the_gpu_are_kept_in_memory_and_come_back() -> None:
     course = Course(make_scheduler(cpu_blocks=20))
     course.run(A)
-    assert course.cached[CPU] == set()
+    assert course.cached[Tier.CPU] == set()
     course.run(B)
-    assert course.cached[CPU] and course.cached[CPU] == hashes(A) - course.cached[GPU]
+    assert course.cached[Tier.CPU] and course.cached[Tier.CPU] == hashes(A) - course.cached[Tier.GPU]
     (again,) = course.run(A)
     assert again.cached_tokens == 16
-    assert hashes(A) <= course.cached[GPU]
-    assert course.cached[CPU] & hashes(A), "what was read stays in memory"
+    assert hashes(A) <= course.cached[Tier.GPU]
+    assert course.cached[Tier.CPU] & hashes(A), "what was read stays in memory"
 
 
 def test_a_full_tier_drops_what_was_used_least_recently_and_leaves_first() -> None:
@@ -79,11 +80,11 @@ def test_a_full_tier_drops_what_was_used_least_recently_and_leaves_first() -> No
     course.run(A)
     course.run(B)
     course.run(C)
-    assert len(course.cached[CPU]) == 4
-    assert course.cached[CPU] == course.scheduler.tiers.cached[CPU]  # type: ignore[union-attr]
+    assert len(course.cached[Tier.CPU]) == 4
+    assert course.cached[Tier.CPU] == course.scheduler.tiers.cached[Tier.CPU]  # type: ignore[union-attr]
     first, *_ = sequence_hashes(pack_tokens(A), SIZE)
-    kept = course.cached[CPU] & hashes(A)
-    assert not kept or first in kept | course.cached[GPU], "a block is kept only if the ones before it are"
+    kept = course.cached[Tier.CPU] & hashes(A)
+    assert not kept or first in kept | course.cached[Tier.GPU], "a block is kept only if the ones before it are"
 
 
 def test_reading_takes_the_time_of_its_tier() -> None:
@@ -91,7 +92,7 @@ def test_reading_takes_the_time_of_its_tier() -> None:
     computed_s = course.ttft_s(A)
     assert computed_s == pytest.approx(0.018)  # 17 tokens and the step
     course.run(B)
-    evicted = len(course.cached[CPU])
+    evicted = len(course.cached[Tier.CPU])
     assert course.ttft_s(A) == pytest.approx(evicted * SIZE / 100 + 0.002)  # the read, and a step of one token
 
 
@@ -101,7 +102,7 @@ def test_reads_follow_one_another_and_others_run_meanwhile() -> None:
         course.run(prompt)
     begin = course.now
     new = tuple(range(400, 409))
-    on_cpu = {prompt: len(hashes(prompt) - course.cached[GPU]) for prompt in (A, B)}
+    on_cpu = {prompt: len(hashes(prompt) - course.cached[Tier.GPU]) for prompt in (A, B)}
     first, second, computed = course.run(A, B, new)
     assert computed.prefilled_at is not None
     assert computed.prefilled_at - begin < 0.02
@@ -115,11 +116,11 @@ def test_a_prefix_that_is_being_read_is_waited_for_and_not_read_twice() -> None:
     course.run(A)
     course.run(B)
     course.run(C)
-    before = course.scheduler.tier_totals[CPU].read_bytes
-    missing = len(hashes(A) - course.cached[GPU])
+    before = course.scheduler.tier_totals[Tier.CPU].read_bytes
+    missing = len(hashes(A) - course.cached[Tier.GPU])
     begin = course.now
     first, second = course.run(A, (*A[:16], 7))
-    assert course.scheduler.tier_totals[CPU].read_bytes - before == missing * SIZE * 10
+    assert course.scheduler.tier_totals[Tier.CPU].read_bytes - before == missing * SIZE * 10
     for sequence in (first, second):
         assert sequence.cached_tokens == 16
         assert sequence.prefilled_at is not None
@@ -130,20 +131,28 @@ def test_one_instance_reads_what_another_has_written_to_the_store() -> None:
     store = BlockCache(100)
     writer, reader = (Course(make_scheduler(store, shared_blocks=100, shared_tokens_per_s=200)) for _ in range(2))
     writer.run(A)
-    assert writer.cached[SHARED] == hashes(A)
+    assert writer.cached[Tier.SHARED] == hashes(A)
     assert reader.ttft_s(A) == pytest.approx(16 / 200 + 0.002)
-    assert reader.cached[SHARED] == set(), "what is in the store already is written and announced once"
-    assert reader.scheduler.tier_totals[SHARED].hits == 4
-    assert reader.scheduler.tier_totals[SHARED].written_bytes == 0
+    assert reader.cached[Tier.SHARED] == set(), "what is in the store already is written and announced once"
+    assert reader.scheduler.tier_totals[Tier.SHARED].hits == 4
+    assert reader.scheduler.tier_totals[Tier.SHARED].written_bytes == 0
 
 
 def test_what_the_store_evicts_is_not_announced() -> None:
     store = BlockCache(4)
-    course = Course(make_scheduler(store, shared_blocks=4))
-    course.run(A)
-    course.run(B)
+    first, second = (Course(make_scheduler(store, shared_blocks=4)) for _ in range(2))
+    first.run(A)
+    second.run(B)
     assert store.cached == hashes(B)
-    assert course.cached[SHARED] == hashes(A) | hashes(B)
+    assert first.cached[Tier.SHARED] == hashes(A)
+    assert second.cached[Tier.SHARED] == hashes(B)
+
+
+def test_an_instance_announces_no_more_than_the_store_holds() -> None:
+    course = Course(make_scheduler(shared_blocks=4))
+    for prompt in (A, B, C):
+        course.run(prompt)
+        assert course.cached[Tier.SHARED] == hashes(prompt)
 
 
 def test_a_prompt_is_read_from_the_fastest_tier_that_has_each_block() -> None:
@@ -152,11 +161,11 @@ def test_a_prompt_is_read_from_the_fastest_tier_that_has_each_block() -> None:
     course.run(A)
     course.run(B)
     totals = course.scheduler.tier_totals
-    before = (totals[GPU].hits, totals[CPU].hits, totals[SHARED].hits)
-    on_gpu = len(hashes(A) & course.cached[GPU])
+    before = {tier: each.hits for tier, each in totals.items()}
+    on_gpu = len(hashes(A) & course.cached[Tier.GPU])
     assert course.ttft_s(A) < 0.05
-    totals = course.scheduler.tier_totals
-    assert (totals[GPU].hits, totals[CPU].hits, totals[SHARED].hits) == (before[0] + on_gpu, before[1] + 4 - on_gpu, before[2])
+    hits = {tier: each.hits - before[tier] for tier, each in course.scheduler.tier_totals.items()}
+    assert hits == {Tier.GPU: on_gpu, Tier.CPU: 4 - on_gpu, Tier.SHARED: 0}
 
 
 def test_hits_and_misses_of_each_tier_add_up_to_what_was_looked_for() -> None:
@@ -165,11 +174,11 @@ def test_hits_and_misses_of_each_tier_add_up_to_what_was_looked_for() -> None:
     for _ in range(50):
         course.run(drawn.choice((A, B, C)))
     totals = course.scheduler.tier_totals
-    assert totals[GPU].hits + totals[GPU].misses == 50 * 4
-    assert totals[CPU].hits + totals[CPU].misses == totals[GPU].misses
-    assert totals[SHARED].hits + totals[SHARED].misses == totals[CPU].misses
-    assert totals[CPU].read_bytes == totals[CPU].hits * SIZE * 10
-    assert totals[SHARED].misses == 3 * 4, "each prompt is computed once"
+    assert totals[Tier.GPU].hits + totals[Tier.GPU].misses == 50 * 4
+    assert totals[Tier.CPU].hits + totals[Tier.CPU].misses == totals[Tier.GPU].misses
+    assert totals[Tier.SHARED].hits + totals[Tier.SHARED].misses == totals[Tier.CPU].misses
+    assert totals[Tier.CPU].read_bytes == totals[Tier.CPU].hits * SIZE * 10
+    assert totals[Tier.SHARED].misses == 3 * 4, "each prompt is computed once"
 
 
 def test_steps_say_everything_that_changes_in_any_tier() -> None:
@@ -178,8 +187,8 @@ def test_steps_say_everything_that_changes_in_any_tier() -> None:
     for _ in range(300):
         prompts = [tuple(drawn.choice((10, 20)) for _ in range(drawn.randint(1, 30))) for _ in range(drawn.randint(1, 3))]
         course.run(*prompts)
-        assert course.cached[GPU] == course.scheduler.blocks.cached
-        assert course.cached[CPU] == course.scheduler.tiers.cached[CPU]  # type: ignore[union-attr]
+        assert course.cached[Tier.GPU] == course.scheduler.blocks.cached
+        assert course.cached[Tier.CPU] == course.scheduler.tiers.cached[Tier.CPU]  # type: ignore[union-attr]
 
 
 def test_a_speedup_makes_reads_faster_and_none_take_time_at_infinite_speed() -> None:
@@ -197,10 +206,10 @@ def test_clearing_drops_memory_and_keeps_the_store() -> None:
     course.run(A)
     course.run(B)
     course.scheduler.clear()
-    assert course.scheduler.tiers.cached == {CPU: set(), SHARED: hashes(A) | hashes(B)}  # type: ignore[union-attr]
-    course.cached[CPU].clear()
+    assert course.scheduler.tiers.cached == {Tier.CPU: set(), Tier.SHARED: hashes(A) | hashes(B)}  # type: ignore[union-attr]
+    course.cached[Tier.CPU].clear()
     course.run(C)
-    assert course.cached[CPU] == set(), "what was dropped is not reported by a later step"
+    assert course.cached[Tier.CPU] == set(), "what was dropped is not reported by a later step"
 
 
 def test_sizes_and_speeds_below_zero_are_refused() -> None:

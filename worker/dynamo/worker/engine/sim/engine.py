@@ -20,6 +20,7 @@ from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.generation_rules import Feature, check_features
 from dynamo.common.kv.events import NO_STEPS, KvState
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import AdapterReport, LlmInfo, ModelCard, ModelKind, Role
 from dynamo.common.process.background import start
 from dynamo.worker.engine.base import Context, EngineLoad, TierTotals
@@ -177,9 +178,9 @@ class SimEngine:
             totals = scheduler.totals if totals is NO_STEPS else totals + scheduler.totals
         return EngineLoad(waiting, running, active_blocks, total_blocks, queued_tokens, step_ms, totals)
 
-    def tiers(self) -> Mapping[str, TierTotals]:
+    def tiers(self) -> Mapping[Tier, TierTotals]:
         """Return what each tier did, on all ranks."""
-        sums: dict[str, TierTotals] = {}
+        sums: dict[Tier, TierTotals] = {}
         for rank in self._ranks:
             for name, totals in rank.scheduler.tier_totals.items():
                 sums[name] = sums[name] + totals if name in sums else totals
@@ -199,7 +200,8 @@ class SimEngine:
             if rank.error is not None:
                 raise rank.error
             rank.scheduler.clear()
-            self.kv.clear(rank.number)
+            for tier in (Tier.GPU, Tier.CPU):
+                self.kv.clear(rank.number, tier)
         for callback in self._step_callbacks:
             callback()
 
@@ -441,6 +443,9 @@ class SimEngine:
             self.kv.remove(result.removed, rank.number)
         if result.stored:
             self.kv.store(result.stored, rank.number)
+        for tier, removed, stored in result.tiers:
+            self.kv.remove(removed, rank.number, tier)
+            self.kv.store(stored, rank.number, tier)
         for callback in self._step_callbacks:
             callback()
 

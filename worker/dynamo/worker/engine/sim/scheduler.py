@@ -27,9 +27,10 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import FinishReason
 from dynamo.common.kv.events import NO_STEPS, StepTotals
 from dynamo.common.kv.hashes import TOKEN_BYTES, sequence_hashes
+from dynamo.common.kv.tiers import Tier
 from dynamo.worker.engine.base import TierTotals
 from dynamo.worker.engine.sim.blocks import BlockManager
-from dynamo.worker.engine.sim.tiers import GPU, BlockCache, TierChange, TierConfig, Tiers
+from dynamo.worker.engine.sim.tiers import BlockCache, ChangedTier, TierConfig, Tiers
 from dynamo.worker.engine.sim.timing import TimingModel
 from dynamo.worker.engine.sim.tokens import START, advance, advance_all, next_token, next_token_and_state
 
@@ -134,7 +135,7 @@ class StepResult(msgspec.Struct, eq=False):
     """Sequence hashes of blocks that were evicted."""
     stored: Sequence[int] = ()
     """Sequence hashes of blocks that were computed or fetched, after the evictions."""
-    tiers: Sequence[TierChange] = ()
+    tiers: Sequence[ChangedTier] = ()
     """What changed in tiers beside the GPU."""
 
 
@@ -176,9 +177,9 @@ class Scheduler:
         return queued + sum(sequence.length - sequence.computed for sequence in self.running if not sequence.generated)
 
     @property
-    def tier_totals(self) -> dict[str, TierTotals]:
+    def tier_totals(self) -> dict[Tier, TierTotals]:
         """What each tier did, the GPU's cache first."""
-        return {GPU: self._gpu_totals, **({} if self.tiers is None else self.tiers.totals)}
+        return {Tier.GPU: self._gpu_totals, **({} if self.tiers is None else self.tiers.totals)}
 
     def clear(self) -> None:
         """Drop what is cached in GPU and host memory and not used by a sequence. No step reports that."""

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.kv.events import KvChange
+from dynamo.common.kv.tiers import Tier
 from dynamo.worker.engine.base import TierTotals
-
-GPU, CPU, SHARED = "gpu", "cpu", "shared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +44,10 @@ class TierConfig:
         return bool(self.cpu_blocks or self.shared_blocks)
 
 
-class TierChange(NamedTuple):
+class ChangedTier(NamedTuple):
     """A net change of one tier: blocks were removed, then others stored."""
 
-    tier: str
+    tier: Tier
     removed: Sequence[int]
     stored: Sequence[int]
 
@@ -101,8 +100,8 @@ class BlockCache:
 
 
 @dataclass(slots=True)
-class _Tier:
-    name: str
+class _SimTier:
+    name: Tier
     blocks: BlockCache
     block_s: float
     """Seconds in which one block is read."""
@@ -123,9 +122,11 @@ class Tiers:
             return block_size / tokens_per_s / speedup if tokens_per_s and speedup else 0.0
 
         self._block_bytes = block_size * config.token_bytes
-        self._cpu = _Tier(CPU, BlockCache(config.cpu_blocks), block_s(config.cpu_tokens_per_s))
+        self._cpu = _SimTier(Tier.CPU, BlockCache(config.cpu_blocks), block_s(config.cpu_tokens_per_s))
         shared = BlockCache(config.shared_blocks) if store is None else store
-        self._shared = _Tier(SHARED, shared, block_s(config.shared_tokens_per_s))
+        self._shared = _SimTier(Tier.SHARED, shared, block_s(config.shared_tokens_per_s))
+        self._announced = BlockCache(shared.total)
+        """What this rank has written to the store, in so far as the store may have it yet."""
         self._tiers = [tier for tier in (self._cpu, self._shared) if tier.blocks.total]
         """The fastest first."""
         self._arriving: dict[int, float] = {}
@@ -135,12 +136,12 @@ class Tiers:
         return f"<Tiers, {', '.join(f'{tier.name}={len(tier.blocks)}' for tier in self._tiers)}>"
 
     @property
-    def cached(self) -> dict[str, set[int]]:
+    def cached(self) -> dict[Tier, set[int]]:
         """The sequence hashes in each tier."""
         return {tier.name: tier.blocks.cached for tier in self._tiers}
 
     @property
-    def totals(self) -> dict[str, TierTotals]:
+    def totals(self) -> dict[Tier, TierTotals]:
         return {tier.name: tier.totals for tier in self._tiers}
 
     def find(self, blocks: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -190,26 +191,28 @@ class Tiers:
         if self._shared.blocks.total:
             self._write(self._shared, reversed(blocks))
 
-    def _write(self, tier: _Tier, blocks: Iterable[int]) -> None:
+    def _write(self, tier: _SimTier, blocks: Iterable[int]) -> None:
         """Write blocks, leaves first."""
         new, gone = tier.blocks.add(blocks)
         tier.totals.written_bytes += len(new) * self._block_bytes
+        if tier is self._shared:
+            new, gone = self._announced.add(new)
         tier.change.store(reversed(new))
-        if tier is self._cpu:
-            tier.change.remove(gone)
+        tier.change.remove(gone)
 
     def clear(self) -> None:
         """Drop the host's memory."""
         self._cpu.change.remove(self._cpu.blocks.clear())
 
-    def take_changes(self) -> list[TierChange]:
-        """Return what has changed since the last call, tier by tier. What the store evicts is no instance's news, as with real
-        ones.
+    def take_changes(self) -> list[ChangedTier]:
+        """Return what has changed since the last call, tier by tier.
+
+        As with real ones, no rank is told what the store evicts; but none names more blocks than the store holds.
         """
-        changes: list[TierChange] = []
+        changes: list[ChangedTier] = []
         for tier in self._tiers:
             if tier.change:
-                changes.append(TierChange(tier.name, list(tier.change.removed), list(tier.change.stored)))
+                changes.append(ChangedTier(tier.name, list(tier.change.removed), list(tier.change.stored)))
                 tier.change = KvChange()
         return changes
 
