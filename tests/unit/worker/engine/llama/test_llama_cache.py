@@ -5,6 +5,7 @@ from __future__ import annotations
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes
+from dynamo.common.kv.tiers import Tier
 from dynamo.worker.engine.llama.cache import PrefixCacheMirror
 
 SIZE = 4
@@ -15,15 +16,16 @@ class Record:
 
     def __init__(self) -> None:
         self.kv = KvState()
-        self.mirror = PrefixCacheMirror(self.kv, SIZE, slots=2, aside_tokens=10 * SIZE)
+        self.mirror = PrefixCacheMirror(self.kv, SIZE, slots=2, aside_tokens=10 * SIZE, token_bytes=100)
 
     def add(self, prompt: list[int], output: list[int], cached_tokens: int = 0) -> None:
         self.mirror.add(pack_tokens(prompt), output, cached_tokens)
 
-    def cached_blocks(self, tokens: list[int]) -> int:
-        """Return how many leading blocks of `tokens` are published as cached."""
+    def cached_blocks(self, tokens: list[int], *tiers: Tier) -> int:
+        """Return how many leading blocks of `tokens` are published as cached, on these tiers or on any."""
         blocks = sequence_hashes(pack_tokens(tokens), SIZE)
-        return next((position for position, block in enumerate(blocks) if block not in self.kv), len(blocks))
+        held = {block for tier in tiers or Tier for block in self.kv.held(tier)}
+        return next((position for position, block in enumerate(blocks) if block not in held), len(blocks))
 
 
 def tokens(first: int, count: int) -> list[int]:
@@ -61,7 +63,34 @@ def test_the_oldest_leave_when_there_is_too_much_aside() -> None:
     for number in range(5):
         record.add(tokens(1000 * number, 6 * SIZE), [1])
     assert [record.cached_blocks(tokens(1000 * number, 6 * SIZE)) for number in range(5)] == [0, 0, 6, 6, 6]
-    assert len(record.kv) == 18
+    assert len(record.kv.held(Tier.GPU)) == 12
+    assert len(record.kv.held(Tier.CPU)) == 6
+
+
+def test_a_sequence_that_leaves_its_slot_is_in_the_hosts_memory_and_comes_back_when_it_is_continued() -> None:
+    record = Record()
+    for first in (0, 1000, 2000):
+        record.add(tokens(first, 6 * SIZE), [1])
+    assert [record.cached_blocks(tokens(first, 6 * SIZE), Tier.CPU) for first in (0, 1000, 2000)] == [6, 0, 0]
+    assert [record.cached_blocks(tokens(first, 6 * SIZE), Tier.GPU) for first in (0, 1000, 2000)] == [0, 6, 6]
+    record.add(tokens(0, 8 * SIZE), [1], cached_tokens=6 * SIZE)
+    assert record.cached_blocks(tokens(0, 8 * SIZE), Tier.GPU) == 8
+    assert record.cached_blocks(tokens(0, 8 * SIZE), Tier.CPU) == 0, "llama.cpp moves a sequence, and keeps no copy"
+    assert record.cached_blocks(tokens(1000, 6 * SIZE), Tier.CPU) == 6, "another one had to leave its slot for it"
+
+
+def test_hits_are_those_of_the_tier_from_which_a_prompt_was_continued() -> None:
+    record = Record()
+    gpu, cpu = record.mirror.totals[Tier.GPU], record.mirror.totals[Tier.CPU]
+    for first in (0, 1000, 2000):
+        record.add(tokens(first, 6 * SIZE), [1])
+    assert (gpu.hits, gpu.misses, cpu.hits, cpu.misses) == (0, 15, 0, 15)  # the last token of a prompt is computed in any case
+    assert (cpu.written_bytes, cpu.read_bytes) == (6 * SIZE * 100, 0)
+    record.add(tokens(0, 8 * SIZE), [1], cached_tokens=6 * SIZE)
+    assert (gpu.hits, gpu.misses, cpu.hits, cpu.misses) == (0, 22, 6, 16)
+    assert cpu.read_bytes == 6 * SIZE * 100
+    record.add(tokens(0, 9 * SIZE), [1], cached_tokens=8 * SIZE)
+    assert (gpu.hits, cpu.hits, cpu.misses) == (8, 6, 16)
 
 
 def test_a_cache_miss_removes_the_blocks_from_the_record() -> None:
@@ -82,4 +111,5 @@ def test_the_published_blocks_always_equal_the_recorded_ones() -> None:
     for number in range(60):
         prompt = tokens(0, (number * 7) % 23) + tokens(100 * (number % 9), (number * 5) % 31)
         record.add(prompt or [1], tokens(5000 + number % 3, number % 6 + 1), cached_tokens=number % 40)
-        assert set(record.kv.held()) == record.mirror.blocks
+        for tier in (Tier.GPU, Tier.CPU):
+            assert set(record.kv.held(tier)) == record.mirror.blocks(tier)

@@ -1,8 +1,9 @@
 """A mirror of llama.cpp's prefix cache, as far as it can be derived from outside.
 
 Each slot keeps the tokens of its last sequence. A sequence that is evicted from its slot moves to a memory beside them, from
-which the oldest one is dropped. A new request continues the kept sequence with which it shares most tokens: the rest of that is
-overwritten, unless it is most of the sequence; then the sequence is moved to the memory before.
+which the oldest one is dropped: a tier of its own, since it is copied back into a slot before it is continued. A new request
+continues the kept sequence with which it shares most tokens: the rest of that is overwritten, unless it is most of the sequence;
+then the sequence is moved to the memory before.
 
 llama.cpp reports none of this, only how many tokens of each prompt were cached. So the mirror follows these rules and corrects
 itself by the reported number: a wrong entry lasts until the next request for it.
@@ -13,17 +14,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from dynamo.common.generation import pack_tokens
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.hashes import sequence_hashes
+from dynamo.common.kv.tiers import Tier
+from dynamo.worker.engine.base import TierTotals
 
 
 @dataclass(slots=True, eq=False)
 class _Kept:
     hashes: list[int]
     """Sequence hashes of the full blocks of prompt and output."""
+    tier: Tier = Tier.GPU
+    """The CPU's once it has left its slot."""
 
     def shared(self, hashes: Sequence[int]) -> int:
         """Return how many leading blocks equal those of `hashes`."""
@@ -36,29 +40,35 @@ class _Kept:
 class PrefixCacheMirror:
     """Mirrors the prefix cache of one llama.cpp server and publishes its blocks in `kv`. Plain computation."""
 
-    def __init__(self, kv: KvState, block_size: int, *, slots: int, aside_tokens: int) -> None:
-        """`slots` sequences are kept whatever their length; further ones as long as they have `aside_tokens` together."""
+    def __init__(self, kv: KvState, block_size: int, *, slots: int, aside_tokens: int, token_bytes: int = 0) -> None:
+        """`slots` sequences are kept whatever their length; further ones as long as they have `aside_tokens` together.
+
+        `token_bytes` is the size of one token's KV.
+        """
         self._kv = kv
+        self._block_bytes = block_size * token_bytes
+        self.totals = {tier: TierTotals() for tier in (Tier.GPU, Tier.CPU)}
+        """What slots and the memory beside them did."""
         self._block_size = block_size
         self._slots = slots
         self._aside_blocks = aside_tokens // block_size
         self._kept: deque[_Kept] = deque()
         """The latest one is last."""
-        self._references: dict[int, int] = {}
-        """How many kept sequences have a block."""
+        self._references: dict[Tier, dict[int, int]] = {Tier.GPU: {}, Tier.CPU: {}}
+        """How many kept sequences have a block, in slots and beside them."""
 
     def __repr__(self) -> str:
-        return f"<PrefixCacheMirror, sequences={len(self._kept)}, blocks={len(self._references)}>"
+        return f"<PrefixCacheMirror, sequences={len(self._kept)}, aside={len(self._in(Tier.CPU))}>"
 
-    @property
-    def blocks(self) -> set[int]:
-        """The sequence hashes of all blocks that are kept."""
-        return {block for kept in self._kept for block in kept.hashes}
+    def blocks(self, tier: Tier) -> set[int]:
+        """Return the sequence hashes of all blocks that are kept in slots, or in the memory beside them."""
+        return {block for kept in self._in(tier) for block in kept.hashes}
 
     def add(self, prompt: bytes, output: Sequence[int], cached_tokens: int) -> None:
         """A slot generated `output`, at least one token, from `prompt`, of which `cached_tokens` were in the cache."""
         # The last token was chosen, but not computed with.
         hashes = sequence_hashes(prompt + pack_tokens(output[:-1]), self._block_size)
+        self._count(hashes, cached_tokens // self._block_size, len(prompt) // 4)
         self._correct(hashes, cached_tokens // self._block_size, len(prompt) // 4)
         if not hashes:
             return
@@ -69,37 +79,67 @@ class PrefixCacheMirror:
         self._keep(_Kept(hashes))
         for kept in overwritten:
             self._drop(kept)
-        while len(self._kept) > self._slots and self._blocks_aside() > self._aside_blocks:
-            self._drop(self._kept[0])
+        in_slots, aside = self._in(Tier.GPU), self._in(Tier.CPU)
+        for kept in in_slots[: -self._slots]:
+            self._put_aside(kept)
+            aside.append(kept)
+        too_many = sum(len(kept.hashes) for kept in aside) - self._aside_blocks
+        for kept in aside:
+            if too_many > 0:
+                too_many -= len(kept.hashes)
+                self._drop(kept)
+
+    def _count(self, hashes: Sequence[int], cached_blocks: int, prompt_tokens: int) -> None:
+        """Count what a prompt found in the tiers, before it is kept."""
+        base = max(self._kept, key=lambda kept: kept.shared(hashes), default=None)
+        missing = max(0, prompt_tokens - 1) // self._block_size  # the last token of a prompt is computed in any case
+        for tier, totals in self.totals.items():
+            hits = min(cached_blocks, missing) if base is not None and base.tier is tier else 0
+            missing -= hits
+            totals.hits += hits
+            totals.misses += missing
+            if base is not None and hits and tier is Tier.CPU:
+                totals.read_bytes += len(base.hashes) * self._block_bytes
 
     def _correct(self, hashes: Sequence[int], cached_blocks: int, prompt_tokens: int) -> None:
         """Drop the blocks after the first `cached_blocks` that should have been a cache hit but were not."""
         # The last token of a prompt is computed in any case.
         wanted = hashes[: (prompt_tokens - 1) // self._block_size]
         for kept in [kept for kept in self._kept if kept.shared(wanted) > cached_blocks]:
-            self._release(kept.hashes[cached_blocks:])
+            self._release(kept.tier, kept.hashes[cached_blocks:])
             del kept.hashes[cached_blocks:]
             if not cached_blocks:
                 self._kept.remove(kept)
 
-    def _blocks_aside(self) -> int:
-        return sum(len(kept.hashes) for kept in islice(self._kept, len(self._kept) - self._slots))
+    def _in(self, tier: Tier) -> list[_Kept]:
+        """Return the sequences in slots, or beside them, the oldest first."""
+        return [kept for kept in self._kept if kept.tier is tier]
 
     def _keep(self, kept: _Kept) -> None:
         self._kept.append(kept)
-        for block in kept.hashes:
-            self._references[block] = self._references.get(block, 0) + 1
-        self._kv.store(kept.hashes)
+        self._refer(kept)
+
+    def _put_aside(self, kept: _Kept) -> None:
+        self._release(kept.tier, kept.hashes)
+        kept.tier = Tier.CPU
+        self._refer(kept)
+        self.totals[Tier.CPU].written_bytes += len(kept.hashes) * self._block_bytes
 
     def _drop(self, kept: _Kept) -> None:
         self._kept.remove(kept)
-        self._release(kept.hashes)
+        self._release(kept.tier, kept.hashes)
 
-    def _release(self, blocks: Sequence[int]) -> None:
-        unused = []
+    def _refer(self, kept: _Kept) -> None:
+        references = self._references[kept.tier]
+        for block in kept.hashes:
+            references[block] = references.get(block, 0) + 1
+        self._kv.store(kept.hashes, tier=kept.tier)
+
+    def _release(self, tier: Tier, blocks: Sequence[int]) -> None:
+        references, unused = self._references[tier], []
         for block in reversed(blocks):  # no block goes before one that continues it
-            self._references[block] -= 1
-            if not self._references[block]:
-                del self._references[block]
+            references[block] -= 1
+            if not references[block]:
+                del references[block]
                 unused.append(block)
-        self._kv.remove(unused)
+        self._kv.remove(unused, tier=tier)

@@ -18,7 +18,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,8 +34,9 @@ import xllamacpp
 from dynamo.common.errors import Cancelled, EngineError, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.generation import GRAMMAR_OWNER, Delta, FinishReason, GenerateRequest, Summary
 from dynamo.common.kv.events import NO_STEPS, KvState, StepTotals
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.base import Context, EngineLoad, TierTotals
 from dynamo.worker.engine.llama.cache import PrefixCacheMirror
 from dynamo.worker.engine.llama.grammars.compiler import GrammarCompiler
 from dynamo.worker.engine.llama.request import Options, check_request, pass_options, sampling_options
@@ -284,7 +285,9 @@ class LlamaEngine:
         self._pool = ThreadPoolExecutor(self._slots, thread_name_prefix="llama")
         token_bytes = model.kv_values_per_token * _KV_VALUE_BYTES
         aside_tokens = (PREFIX_CACHE_MIB << 20) // token_bytes if token_bytes else 0
-        self._kept = PrefixCacheMirror(self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=aside_tokens)
+        self._kept = PrefixCacheMirror(
+            self.kv, BLOCK_TOKENS, slots=self._slots, aside_tokens=aside_tokens, token_bytes=token_bytes
+        )
         return ModelCard(
             name=self._name,
             kind=ModelKind.LLM,
@@ -438,6 +441,10 @@ class LlamaEngine:
             queued_prefill_tokens=sum(choice.request.prompt_tokens for choice in unprefilled),
             totals=self._totals,
         )
+
+    def tiers(self) -> Mapping[Tier, TierTotals]:
+        """Return what slots and the memory beside them did, as the mirror of llama.cpp's cache has it."""
+        return self._kept.totals
 
     @property
     def _total_blocks(self) -> int:
