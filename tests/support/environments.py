@@ -11,6 +11,7 @@ PACKAGES = {
     "unit/worker/repository/sessions/test_torch_backend.py": "torch",
     "unit/worker/engine/vllm/test_vllm_engine.py": "vllm",
     "unit/worker/engine/vllm/test_vllm_images.py": "vllm",
+    "unit/worker/engine/vllm/test_vllm_offload.py": "vllm",
 }
 """The package that a file of tests needs, by its path."""
 

@@ -163,6 +163,9 @@ UNTOLD = {
     "medium": "CPU",
 }
 
+SALTED = BASE | {"extra_keys": [["tenant"], None]}
+SALTED_HASHES = sequence_hashes(pack_tokens(TOKENS), 4, space_hash("", "tenant"))
+
 # (what is seen, the events, the tier, the sequence hashes there)
 SLOW: list[tuple[str, list[object], Tier, list[int]]] = [
     ("host memory", [CPU], Tier.CPU, HASHES),
@@ -215,6 +218,23 @@ SLOW: list[tuple[str, list[object], Tier, list[int]]] = [
         [],
     ),
     ("a block with the tokens of one and a half", [BASE, CPU | {"block_hashes": [2], "block_size": 6}], Tier.CPU, []),
+    ("offload of salted blocks, without their salt", [SALTED, CPU], Tier.CPU, SALTED_HASHES),
+    (
+        "offload of salted blocks that the GPU dropped, without their salt",
+        [SALTED, ["BlockRemoved", [1, 2]], CPU],
+        Tier.CPU,
+        [],
+    ),
+    (
+        "offload of the second of two blocks before the first",
+        [
+            BASE,
+            CPU | {"block_hashes": [2], "parent_block_hash": 1, "token_ids": TOKENS[4:]},
+            CPU | {"block_hashes": [1], "token_ids": TOKENS[:4]},
+        ],
+        Tier.CPU,
+        HASHES,
+    ),
     ("all cleared", [BASE, CPU, ["AllBlocksCleared"]], Tier.CPU, []),
     ("host memory of another attention group", [CPU | {"kv_cache_spec_kind": "sliding_window"}], Tier.CPU, []),
 ]

@@ -253,6 +253,8 @@ class Translator:
         self._max_stored = max_stored
         self._block_size = 0
         """Tokens of a block in the GPU's memory; 0: not known yet."""
+        self._has_keys = False
+        """Whether blocks in the GPU's memory had keys besides tokens, such as salts and images."""
         self._group: int | None = None
         self.orphans = 0
         """Blocks left out because their parent is unknown, as after lost events."""
@@ -287,11 +289,14 @@ class Translator:
             return result
         if tier is Tier.GPU:
             self._block_size = event.block_size
+            self._has_keys = self._has_keys or any(event.extra_keys)
         if tier is not Tier.GPU and not event.token_ids:
             hashes = self._announced(event)
         elif len(event.token_ids) < count * event.block_size:
             hashes = []
             self.ignored += count
+        elif tier is not Tier.GPU and not event.extra_keys and event.block_size == self._block_size:
+            hashes = self._without_keys(event, tier)
         else:
             hashes = self._sequence_hashes(event, tier)
         blocks = self._tiers.setdefault(tier, {})
@@ -311,6 +316,20 @@ class Translator:
         while len(blocks) > self._max_stored and tier is not Tier.GPU:
             result.removed += blocks.pop(next(iter(blocks))).sequence_hashes
         return result
+
+    def _without_keys(self, event: BlocksStored, tier: Tier) -> list[list[int] | None]:
+        """Return the sequence hashes of blocks whose event may have left out keys besides tokens, as those of vLLM 0.32's
+        OffloadingConnector do: a salted block must not look like one without salt.
+
+        They also come in any order, children before parents. A handle that is known answers both.
+        """
+        hashes = [self._known(handle) for handle in event.hashes]
+        if None not in hashes:
+            return hashes
+        if not self._has_keys:
+            return self._sequence_hashes(event, tier)
+        self.orphans += hashes.count(None)
+        return hashes
 
     def _announced(self, event: BlocksStored) -> list[list[int] | None]:
         """Return the sequence hashes of blocks that come without tokens: those of an earlier event, on whichever tier."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from enum import Enum
 from types import SimpleNamespace
 
 import pytest
 
 from dynamo.common.errors import EngineError
+from dynamo.common.kv.tiers import Tier
 from dynamo.worker.app import split_ranks
 from dynamo.worker.engine.echo import EchoTokens
 from dynamo.worker.engine.vllm.ranks import LoadedAdapter, RankStats, Shared, SharedAdapters, SharedSleep, adapter_name
@@ -133,6 +135,14 @@ async def test_adapters_from_the_start_are_those_of_all_ranks(vllm: FakeVllm) ->
     assert adapter is not None and adapter.number == 1
 
 
+class Source(Enum):
+    """Sources of cached tokens, as vLLM names them."""
+
+    HOST = "host"
+    DISK = "disk"
+    ELSEWHERE = "external_unspecified"
+
+
 def step(running: int, blocks: float = 0.0) -> SimpleNamespace:
     return SimpleNamespace(
         num_running_reqs=running,
@@ -163,6 +173,34 @@ def test_statistics_count_the_steps_of_a_rank() -> None:
     stats.request_sent()
     stats.record(step(1), ended)
     assert (stats.totals.steps, stats.totals.prefill_tokens) == (3, 18), "the first step after a pause computes a prompt"
+
+
+def test_what_the_connector_found_was_not_computed_and_is_counted_by_tier() -> None:
+    stats = RankStats()
+    stats.offloads(4)
+    sources = {Source.HOST: 8, Source.DISK: 4, Source.ELSEWHERE: 12}
+    moved = {"data": {"vllm:kv_offload_load_bytes": {(): 300, ("x",): 20}, "vllm:kv_offload_store_bytes": {(): 7}}}
+    offloading = step(1)
+    offloading.prefix_cache_stats.queries = 44
+    offloading.connector_prefix_cache_stats = SimpleNamespace(queries=40, hits=24, hits_by_source=sources)
+    offloading.kv_connector_stats = moved
+    ended = SimpleNamespace(num_prompt_tokens=44, num_generation_tokens=0, finished_requests=[])
+    stats.request_sent()
+    stats.record(offloading, ended)
+    assert stats.totals.prefill_tokens == 44 - 4 - 24
+    assert {tier: (each.hits, each.misses) for tier, each in stats.tiers.items()} == {
+        Tier.GPU: (1, 10),
+        Tier.CPU: (2, 8),
+        Tier.DISK: (1, 7),
+        Tier.SHARED: (3, 4),
+    }
+    assert (stats.tiers[Tier.CPU].read_bytes, stats.tiers[Tier.CPU].written_bytes) == (320, 7)
+
+
+def test_without_offloading_there_are_no_tiers() -> None:
+    stats = RankStats()
+    stats.record(step(1), None)
+    assert stats.tiers == {}
 
 
 def test_a_request_that_is_gone_before_its_first_step_begins_none() -> None:

@@ -18,7 +18,7 @@ import logging
 import multiprocessing
 import os
 import shlex
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -43,9 +43,10 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, NotFound, Overloaded, Unavailable, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Summary
 from dynamo.common.kv.events import KvState
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import AdapterReport, LlmInfo, ModelCard, ModelKind, Role
 from dynamo.common.process.ports import first_of_free_ports
-from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.base import Context, EngineLoad, TierTotals
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.vllm.ranks import LoadedAdapter, RankStats, Shared, SharedAdapters, SharedSleep, adapter_name
 from dynamo.worker.engine.vllm.request import MAX_LOGPROBS, OutputReader, check_request, sampling_settings, structured_settings
@@ -55,6 +56,8 @@ from dynamo.worker.tokenizers.hugging_face import tokenizer_files
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_OFFLOADING = "OffloadingConnector"
+"""vLLM's connector that keeps blocks beside the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,11 @@ class SharedVllm:
             config = arguments.create_engine_config()
         except (ValueError, OSError) as error:  # pydantic's, and that of a model that is not there
             raise InvalidRequest(f"vLLM cannot serve {arguments.model}: {error}") from error
+        if config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector == _OFFLOADING:
+            # Without it, the events of its tiers do not say which tokens a block has.
+            config.kv_transfer_config.kv_connector_extra_config.setdefault("self_describing_kv_events", True)
+            for stats in self.stats:
+                stats.offloads(config.cache_config.block_size)
         try:
             return AsyncLLM.from_vllm_config(
                 config, stat_loggers=[self._stat_logger], disable_log_stats=arguments.disable_log_stats
@@ -366,6 +374,10 @@ class VllmEngine:
             step_ms=stats.step_ms,
             totals=stats.totals,
         )
+
+    def tiers(self) -> Mapping[Tier, TierTotals]:
+        """Return what each tier did, which vLLM counts in tokens; nothing unless it offloads blocks."""
+        return self._stats.tiers
 
     def on_step(self, callback: Callable[[], None]) -> None:
         self._stats.callbacks.append(callback)

@@ -15,6 +15,8 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 from dynamo.common.kv.events import NO_STEPS, StepTotals
+from dynamo.common.kv.tiers import Tier
+from dynamo.worker.engine.base import TierTotals
 
 T = TypeVar("T")
 
@@ -57,6 +59,14 @@ class Shared(Generic[T]):
                 await self._stack.aclose()
 
 
+_SOURCES = {Tier.CPU: ("host",), Tier.DISK: ("disk",), Tier.SHARED: ("p2p", "external_unspecified")}
+"""vLLM's names of where cached tokens came from."""
+
+
+def _sum(values: Mapping[str, Mapping[Any, float]], name: str) -> int:
+    return int(sum(values.get(name, {}).values()))
+
+
 class RankStats:
     """vLLM's statistics of one rank, which its engine process reports after each step: a stat logger, which vLLM calls."""
 
@@ -69,9 +79,17 @@ class RankStats:
         self.totals = NO_STEPS
         self.callbacks: list[Callable[[], None]] = []
         """Called after each step."""
+        self.tiers: dict[Tier, TierTotals] = {}
+        """What each tier of the cache did; empty unless vLLM offloads blocks."""
+        self._block_size = 0
         self._stepped_at: float | None = None
         """When the current step began; None while the rank has nothing to do."""
         self._clock = clock
+
+    def offloads(self, block_size: int) -> None:
+        """Count what tiers do, in blocks of so many tokens: vLLM keeps blocks beside the GPU."""
+        self._block_size = block_size
+        self.tiers = {tier: TierTotals() for tier in (Tier.GPU, Tier.CPU, Tier.DISK, Tier.SHARED)}
 
     def stepped(self) -> None:
         for callback in self.callbacks:
@@ -88,6 +106,8 @@ class RankStats:
         self.running = scheduler_stats.num_running_reqs
         self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
         self.kv_usage = scheduler_stats.kv_cache_usage
+        if self.tiers:
+            self._count_tiers(scheduler_stats)
         now = self._clock()
         if self._stepped_at is not None:
             self.step_ms = (now - self._stepped_at) * 1e3
@@ -97,17 +117,41 @@ class RankStats:
         self.stepped()
 
     def _count(self, seconds: float, scheduler_stats: Any, iteration_stats: Any) -> None:
-        cached = scheduler_stats.prefix_cache_stats
+        caches = (scheduler_stats.prefix_cache_stats, getattr(scheduler_stats, "connector_prefix_cache_stats", None))
         self.totals += StepTotals(
             steps=1,
             seconds=seconds,
             # vLLM counts cached tokens when a prompt is scheduled, and the prompt when all of it is computed.
-            prefill_tokens=iteration_stats.num_prompt_tokens - (cached.hits if cached is not None else 0),
+            prefill_tokens=iteration_stats.num_prompt_tokens - sum(cached.hits for cached in caches if cached is not None),
             sequences=iteration_stats.num_generation_tokens,
             blocks=round(self.kv_usage * self.total_blocks),
             finished=len(iteration_stats.finished_requests),
             generated=sum(request.num_generation_tokens for request in iteration_stats.finished_requests),
         )
+
+    def _count_tiers(self, scheduler_stats: Any) -> None:
+        """Add what one step says: tokens that were looked for and found, and bytes that were moved."""
+        cached, offloaded = scheduler_stats.prefix_cache_stats, scheduler_stats.connector_prefix_cache_stats
+        if cached is not None:
+            self._add_hits(Tier.GPU, cached.hits, cached.queries - cached.hits)
+        if offloaded is not None:
+            missing = offloaded.queries
+            sources = {source.value: tokens for source, tokens in offloaded.hits_by_source.items()}
+            for tier, names in _SOURCES.items():
+                hits = sum(sources.get(name, 0) for name in names)
+                missing -= hits
+                self._add_hits(tier, hits, missing)
+        values = (scheduler_stats.kv_connector_stats or {}).get("data", {})
+        # All that is moved goes through the host's memory.
+        cpu = self.tiers[Tier.CPU]
+        cpu.read_bytes += _sum(values, "vllm:kv_offload_load_bytes")
+        cpu.written_bytes += _sum(values, "vllm:kv_offload_store_bytes")
+        cpu.failed_writes += _sum(values, "vllm:kv_offload_allocation_failure")
+
+    def _add_hits(self, tier: Tier, hits: int, misses: int) -> None:
+        totals = self.tiers[tier]
+        totals.hits += hits // self._block_size
+        totals.misses += misses // self._block_size
 
     def log_engine_initialized(self) -> None:
         """Does nothing: load reports say it."""
