@@ -10,5 +10,6 @@
 | `load` | the load of an engine server, from its `/metrics` |
 | `sglang` | SGLang's own `/generate`, with token ids in both directions |
 | `text` | chat and text completions as any server has them |
+| `tiers` | what the tiers of a vLLM server's cache did, from its `/metrics` |
 | `tokens` | what the protocols have in common that take token ids and send them |
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from hashlib import sha256
 from pathlib import Path
@@ -20,9 +20,10 @@ from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, NotFo
 from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
 from dynamo.common.http.client import HttpClient
 from dynamo.common.kv.events import KvState
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import TAKES_TEXT, AdapterReport, LlmInfo, ModelCard, ModelKind
 from dynamo.common.process.background import running
-from dynamo.worker.engine.base import Context, EngineLoad
+from dynamo.worker.engine.base import Context, EngineLoad, TierTotals
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
 from dynamo.worker.engine.remote.adapters import ServerAdapters, SglangAdapters, VllmAdapters
 from dynamo.worker.engine.remote.completions import TensorRtDialect, VllmDialect
@@ -301,6 +302,10 @@ class RemoteEngine:
 
     def load(self) -> EngineLoad:
         return self._load.load()
+
+    def tiers(self) -> Mapping[Tier, TierTotals]:
+        """Return what each tier of a vLLM server's cache did, as its metrics said at the last look; nothing of others."""
+        return self._load.tiers.totals()
 
     def on_step(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)

@@ -12,6 +12,7 @@ from dynamo.common.errors import EngineError, Unavailable
 from dynamo.common.http.client import HttpClient
 from dynamo.worker.engine.base import EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests
+from dynamo.worker.engine.remote.tiers import ServerTiers
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,8 @@ class LoadFollower:
     def __init__(self, client: HttpClient, requests: OpenRequests, max_num_seqs: int | None, rank: Rank | None = None) -> None:
         """`rank`: the one whose load it is; None: that of the whole server."""
         self._rank = rank
+        self.tiers = ServerTiers(None if rank is None else str(rank.number))
+        """What the tiers of the server's cache did, up to the last look."""
         self._client = client
         self._requests = requests
         self._max_num_seqs = max_num_seqs
@@ -104,8 +107,10 @@ class LoadFollower:
                 status, body = await self._client.fetch("GET", "/metrics")
         except TimeoutError:
             raise Unavailable(f"the server at {self._client} sent no metrics in time") from None
-        load = read_load(body.decode(errors="replace"), self._rank) if status == 200 else None
+        page = body.decode(errors="replace") if status == 200 else ""
+        load = read_load(page, self._rank)
         if load is not None:
+            self.tiers.read(page, load.block_size)
             self._polled = load
             self._others = max(0, load.running + load.waiting - self._requests.choices)
         return load

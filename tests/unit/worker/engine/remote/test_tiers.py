@@ -1,0 +1,57 @@
+"""What the tiers of a vLLM server did, from pages of metrics as vLLM 0.32 with its OffloadingConnector has them."""
+
+from __future__ import annotations
+
+from dynamo.common.kv.tiers import Tier
+from dynamo.worker.engine.base import TierTotals
+from dynamo.worker.engine.remote.tiers import ServerTiers
+
+PAGE = """\
+vllm:prefix_cache_queries_total{engine="0",model_name="tiny"} 1040.0
+vllm:prefix_cache_hits_total{engine="0",model_name="tiny"} 128.0
+vllm:external_prefix_cache_queries_total{engine="0",model_name="tiny"} 912.0
+vllm:external_prefix_cache_hits_total{engine="0",model_name="tiny"} 320.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="tiny",source="device"} 128.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="tiny",source="host"} 256.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="tiny",source="disk"} 32.0
+vllm:prompt_tokens_cached_by_source_total{engine="0",model_name="tiny",source="p2p"} 32.0
+vllm:kv_offload_load_bytes_total{engine="0",model_name="tiny"} 524288.0
+vllm:kv_offload_store_bytes_total{engine="0",model_name="tiny"} 1.31072e+06
+vllm:kv_offload_allocation_failure_total{engine="0",model_name="tiny"} 2.0
+"""
+TOTALS = {
+    Tier.GPU: TierTotals(hits=4, misses=28),
+    Tier.CPU: TierTotals(hits=8, misses=20, read_bytes=524_288, written_bytes=1_310_720, failed_writes=2),
+    Tier.DISK: TierTotals(hits=1, misses=19),
+    Tier.SHARED: TierTotals(hits=1, misses=18),
+}
+
+
+def test_tokens_of_each_source_are_blocks_of_a_tier() -> None:
+    tiers = ServerTiers()
+    tiers.read(PAGE, 32)
+    assert tiers.totals() == TOTALS
+
+
+def test_a_page_that_is_read_again_changes_nothing_and_a_restart_of_the_server_loses_nothing() -> None:
+    tiers = ServerTiers()
+    for _ in range(2):
+        tiers.read(PAGE, 32)
+    tiers.read('vllm:kv_offload_load_bytes_total{engine="0",model_name="tiny"} 100.0\n', 0)
+    assert tiers.totals()[Tier.CPU].read_bytes == 524_288 + 100
+    assert tiers.totals()[Tier.CPU].hits == 8
+
+
+def test_of_a_server_with_data_parallel_ranks_one_rank_counts() -> None:
+    tiers = ServerTiers("0")
+    tiers.read(PAGE + PAGE.replace('engine="0"', 'engine="1"'), 32)
+    assert tiers.totals() == TOTALS
+    both = ServerTiers()
+    both.read(PAGE + PAGE.replace('engine="0"', 'engine="1"'), 32)
+    assert both.totals()[Tier.CPU].hits == 16
+
+
+def test_a_server_without_such_counts_has_no_tiers() -> None:
+    tiers = ServerTiers()
+    tiers.read("vllm:num_requests_running 3.0\n", 32)
+    assert tiers.totals() == {}
