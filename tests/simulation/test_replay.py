@@ -298,3 +298,11 @@ def test_goodput_over_several_rates_is_printed_and_drawn(capsys: pytest.CaptureF
     slow, fast = by_rate["1"]["kv"], by_rate["3"]["kv"]
     assert fast["requests_per_s"] == pytest.approx(3 * slow["requests_per_s"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tiers_save_prefills_and_more_so_if_routers_are_told_of_them() -> None:
+    scarce = replace(FLEET, blocks=120)
+    tiered = replace(scarce, cpu_blocks=1000)
+    without, untold, told = (run(each).hit_blocks for each in (scarce, replace(tiered, tier_events=False), tiered))
+    assert without < untold < told
+    assert run(replace(scarce, shared_blocks=4000)).hit_blocks > told, "a store has what any of them has computed"

@@ -22,7 +22,7 @@ from dynamo.common.kv.hashes import TOKEN_BYTES, pack_hashes
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.frontend.config import QueuePolicy, RouterMode, RouterOptions
-from dynamo.frontend.router.base import Router, RouteRequest, TooLate
+from dynamo.frontend.router.base import Router, RouteRequest, RoutingDecision, TooLate
 from dynamo.frontend.router.cache.hashing import PromptHashes
 from dynamo.frontend.router.cost_terms import COST_TERMS, CostTerms
 from dynamo.frontend.router.kv import KvRouter
@@ -107,8 +107,7 @@ class _Live:
 
     arrival: Arrival
     placed_at: float
-    predicted_s: float | None
-    """The TTFT that its router predicted."""
+    decision: RoutingDecision
     first_at: float | None = None
     last_at: float = 0.0
 
@@ -316,7 +315,7 @@ class Replay:
             router.finished(request.booking_id)
             self._refuse(arrival)
             return True
-        self._live[sequence] = _Live(arrival, self.now, choice.ttft_s)
+        self._live[sequence] = _Live(arrival, self.now, choice)
         if self._observer is not None:
             self._observer.placed(arrival, choice.instance.id, choice.overlap_blocks * self._config.block_size)
         figures.prompt_blocks += len(hashes)
@@ -353,11 +352,12 @@ class Replay:
             request.first_at = now
             ttft_s = now - request.arrival.arrived_at
             figures.ttft_s.append(ttft_s)
-            if request.predicted_s is not None:
+            predicted_s = request.decision.ttft_s
+            if predicted_s is not None:
                 measured_s = now - request.placed_at
-                figures.ttft_error_s.append(abs(request.predicted_s - measured_s))
-                if request.predicted_s > 0.0:
-                    figures.ttft_ratio.append(measured_s / request.predicted_s)
+                figures.ttft_error_s.append(abs(predicted_s - measured_s))
+                if predicted_s > 0.0:
+                    figures.ttft_ratio.append(measured_s / predicted_s)
             figures.hit_blocks += sequence.cached_tokens // self._config.block_size
             request.arrival.router.first_token(request.arrival.request.booking_id)
         else:
@@ -367,6 +367,8 @@ class Replay:
     def _end(self, sequence: SimSequence) -> None:
         request, figures = self._live.pop(sequence), self.figures
         arrival = request.arrival
+        if request.decision.fetch is not None:
+            arrival.router.found_cached(arrival.request, request.decision, sequence.cached_tokens)
         arrival.router.finished(arrival.request.booking_id)
         if request.first_at is not None:
             figures.e2e_s.append(request.last_at - arrival.arrived_at)

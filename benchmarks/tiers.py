@@ -1,0 +1,140 @@
+"""What it gains that the router counts caches beyond the GPU, at their learned prices: traces in virtual time.
+
+    python -m benchmarks.tiers --traces conversation.jsonl,synthetic.jsonl
+    python -m benchmarks.tiers --tiers "slow cpu" --rates 1,2
+
+Eight workers, whose GPUs together hold a tenth of the blocks of the trace. The rest is in one of these:
+
+- `cpu`: the hosts' memories, which hold all blocks together, and read 200,000 tokens per second. Computing makes 8,000.
+- `shared`: a store of all blocks, from which each worker reads 20,000 tokens per second.
+- `slow cpu`: the hosts' memories, read at 4,000 tokens per second, so that computing is faster. Engines read such blocks
+  nevertheless.
+
+Each is replayed three times: with a router that knows nothing of it (`ignored`), with one that takes a block there for as large a
+part of a block on the GPU as NVIDIA Dynamo does (`constants`: 0.75 on a host, 0.5 in a store), and with one that learns the price
+of a block in seconds (`learned`). Shown are TTFT and goodput (within 10 s, and 100 ms between tokens) of the first, and how many
+times better the last is than each of the others; above 1 it is better. The last line of each is about the highest goodput of all
+rates. Without `--traces`, one is made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.measuring import table
+from dynamo.common.kv.tiers import Tier
+from dynamo.frontend.config import KvRouterOptions, RouterOptions
+from dynamo.local.replay.config import ReplayConfig, ReplayMode
+from dynamo.local.replay.figures import Summary, summary
+from dynamo.local.replay.fleet import Replay
+from dynamo.local.replay.trace import BLOCK_TOKENS, Row, read_trace, synthesise
+from dynamo.worker.engine.sim.timing import TimingModel
+
+WORKERS = 8
+GPU_SHARE = 0.1
+"""Share of the blocks of a trace that all GPUs hold together."""
+RATES = (1.0, 1.5, 2.0, 3.0)
+TIERS = ("cpu", "shared", "slow cpu")
+POLICIES = ("ignored", "constants", "learned")
+_MADE_UP_REQUESTS = 2000
+_LONGEST_PROMPTS = 1.2
+"""Prompts like the longest one of the trace that the cache of a GPU holds at least."""
+_DYNAMO_WEIGHTS = {Tier.CPU: 0.75, Tier.SHARED: 0.5}
+"""What a block there is worth, where one on the GPU is worth 1: its defaults for hosts and shared caches."""
+
+
+class Case(NamedTuple):
+    trace: str
+    """Path; empty: a trace is made up."""
+    tier: str
+    rate: float
+    """How much faster than in the trace requests arrive."""
+    policy: str
+
+
+def read_rows(trace: str, requests: int) -> list[Row]:
+    return read_trace(Path(trace), requests) if trace else synthesise(requests or _MADE_UP_REQUESTS, 0)
+
+
+def make_config(rows: Sequence[Row], case: Case) -> ReplayConfig:
+    """Return the fleet of a case: caches are as large as the working set of the trace demands."""
+    working_set = len({block for row in rows for block in row.hash_ids})
+    longest = max(len(row.hash_ids) for row in rows)
+    blocks = max(int(working_set * GPU_SHARE) // WORKERS, int(longest * _LONGEST_PROMPTS))
+    config = ReplayConfig(workers=WORKERS, blocks=blocks, rate=case.rate, tier_events=case.policy != "ignored")
+    match case.tier:
+        case "cpu":
+            config = dataclasses.replace(config, cpu_blocks=working_set // WORKERS, cpu_fetch=200_000.0)
+        case "shared":
+            config = dataclasses.replace(config, shared_blocks=working_set, shared_fetch=20_000.0)
+        case "slow cpu":
+            config = dataclasses.replace(config, cpu_blocks=working_set // WORKERS, cpu_fetch=4_000.0)
+    if case.policy != "constants":
+        return config
+    # As large a part of the time to compute a block as by Dynamo's weights.
+    computed_s = TimingModel().ms_per_prefill_token * BLOCK_TOKENS / 1e3
+    prices = tuple((tier, (1.0 - weight) * computed_s) for tier, weight in _DYNAMO_WEIGHTS.items())
+    return dataclasses.replace(config, router=RouterOptions(kv=KvRouterOptions(tier_price=prices)))
+
+
+def replayed(case: Case, requests: int) -> Summary:
+    rows = read_rows(case.trace, requests)
+    return summary(Replay(rows, ReplayMode.KV, make_config(rows, case)).run())
+
+
+def shown(results: Mapping[Case, Summary], trace: str, tier: str, rates: Sequence[float]) -> Iterator[tuple[str, ...]]:
+    """Yield the lines of one trace and tier."""
+    for rate in rates:
+        ignored, constants, learned = (results[Case(trace, tier, rate, policy)] for policy in POLICIES)
+        yield (
+            Path(trace).stem or "made up",
+            tier,
+            f"{rate:g}",
+            f"{ignored.block_hit_rate:.0%} → {learned.block_hit_rate:.0%}",
+            f"{ignored.ttft_p50_ms / 1e3:.2f}, {ignored.ttft_p90_ms / 1e3:.2f}, {ignored.goodput_rps:.2f}",
+            *(
+                f"{_times(other.ttft_p50_ms, learned.ttft_p50_ms)}, {_times(other.ttft_p90_ms, learned.ttft_p90_ms)}, "
+                f"{_times(learned.goodput_rps, other.goodput_rps)}"
+                for other in (ignored, constants)
+            ),
+        )
+    most = {policy: max(results[Case(trace, tier, rate, policy)].goodput_rps for rate in rates) for policy in POLICIES}
+    yield (
+        Path(trace).stem or "made up",
+        tier,
+        "best",
+        "",
+        f"goodput {most['ignored']:.2f}",
+        *(_times(most["learned"], most[other]) for other in ("ignored", "constants")),
+    )
+
+
+def _times(value: float, other: float) -> str:
+    return f"{value / other:.2f}" if other else "–"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--traces", default="", help="files in Mooncake's format, with commas")
+    parser.add_argument("--tiers", default=",".join(TIERS), help=f"of {', '.join(TIERS)}")
+    parser.add_argument("--rates", default=",".join(f"{rate:g}" for rate in RATES), help="times the rate of the trace")
+    parser.add_argument("--requests", type=int, default=0, help="only so many from the start of each trace; 0: all")
+    options = parser.parse_args()
+    traces, tiers = options.traces.split(","), options.tiers.split(",")
+    rates = [float(rate) for rate in options.rates.split(",")]
+    cases = [Case(*case) for case in product(traces, tiers, rates, POLICIES)]
+    with ProcessPoolExecutor(2) as pool:
+        results = dict(zip(cases, pool.map(partial(replayed, requests=options.requests), cases), strict=True))
+    head = ("trace", "tier", "rate", "hits", "ignored: TTFT p50, p90 s, goodput/s", "learned to ignored", "learned to constants")
+    print(table(head, [line for trace, tier in product(traces, tiers) for line in shown(results, trace, tier, rates)]))
+
+
+if __name__ == "__main__":
+    main()
