@@ -10,12 +10,16 @@ from tokenizers import Tokenizer
 
 from dynamo.common.config import ConfigError, load
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation import GenerateRequest, Stop, pack_tokens
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import Role
 from dynamo.common.names import Endpoint
 from dynamo.worker.config import EngineKind, WorkerConfig
+from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.echo import EchoTensors, EchoTokens, byte_tokenizer
 from dynamo.worker.engine.python import PythonEngine
 from dynamo.worker.engine.sim.engine import SimEngine
+from dynamo.worker.engine.sim.tiers import SharedStores, TierConfig
 from dynamo.worker.process.engine_factory import choose_engine, make_engine, read_tokenizer
 
 
@@ -95,9 +99,29 @@ def test_a_simulated_engine_is_set_up_by_its_model_and_by_flags(tmp_path: Path) 
     assert (config.role, config.data_parallel_size, config.seed) == (Role.DECODE, 2, 3)
     assert (config.scheduler.kv_transfer_tokens_per_s, config.scheduler.total_blocks) == (1000, 10)
     assert config.scheduler.timing.step_s(100, 11) == pytest.approx(0.035 / 4), "fitted to the table"
+    tiered = make_engine("sim:cpu_blocks=50,cpu_fetch=100,shared_blocks=70,shared_fetch=10,token_bytes=8")
+    assert isinstance(tiered, SimEngine)
+    assert tiered.config.scheduler.tiers == TierConfig(
+        cpu_blocks=50, cpu_tokens_per_s=100, shared_blocks=70, shared_tokens_per_s=10, token_bytes=8
+    )
     overruled = make_engine("sim:speedup=4,role=decode", role=Role.PREFILL, speedup_ratio=0.0)
     assert isinstance(overruled, SimEngine)
     assert (overruled.config.role, overruled.config.scheduler.timing.step_s(100, 1)) == (Role.PREFILL, 0)
+
+
+async def test_simulated_engines_of_one_model_share_its_store() -> None:
+    stores = SharedStores()
+    engines = [make_engine("sim:shared_blocks=50,speedup=0", name=name, stores=stores) for name in ("a", "a", "b")]
+    prompt, hits = pack_tokens(range(64)), []
+    for engine in engines:
+        assert isinstance(engine, SimEngine)
+        await engine.start()
+        request = GenerateRequest(model="sim", prompt=prompt, stop=Stop(max_tokens=1))
+        async for _ in engine.generate(request, Context("r")):
+            pass
+        hits.append(engine.tiers()[Tier.SHARED].hits)
+        await engine.close()
+    assert hits == [0, 3, 0]
 
 
 async def test_engines_are_made_with_the_name_that_was_given(tmp_path: Path) -> None:

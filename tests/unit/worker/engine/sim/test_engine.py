@@ -12,10 +12,12 @@ import pytest
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import ModelKind
-from dynamo.worker.engine.base import Context, Engine, HasFiles, Sleeps
+from dynamo.worker.engine.base import Context, Engine, HasFiles, HasTiers, Sleeps
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
+from dynamo.worker.engine.sim.tiers import BlockCache, TierConfig
 from dynamo.worker.engine.sim.timing import TimingModel
 
 FAST = TimingModel(speedup=0)
@@ -331,3 +333,52 @@ async def test_many_streams_at_once_get_all_their_tokens() -> None:
         results = await asyncio.gather(*(collect(engine, make_request(first=7 * number, max_tokens=30)) for number in range(60)))
         assert [len(tokens_of(deltas)) for deltas, _ in results] == [30] * 60
         assert engine.load().active_blocks == 0
+
+
+TIERED = {"total_blocks": 12, "watermark": 0.0, "tiers": TierConfig(cpu_blocks=20, shared_blocks=100)}
+"""The settings of an engine whose GPU holds one prompt of ten blocks."""
+
+
+async def test_blocks_of_each_tier_are_published_and_counted() -> None:
+    async with started(TIERED) as engine:
+        for first in (0, 100, 0):
+            await collect(engine, make_request(40, first=first))
+        kv = engine.kv
+        assert kv.held(Tier.GPU) and kv.held(Tier.CPU)
+        assert set(sequence_hashes(pack_tokens(range(40)), SIZE)) <= {*kv.held(Tier.GPU), *kv.held(Tier.CPU)}
+        assert len(kv.held(Tier.SHARED)) >= 20, "all that was computed"
+        assert isinstance(engine, HasTiers)
+        totals = engine.tiers()
+        assert [*totals] == [Tier.GPU, Tier.CPU, Tier.SHARED]
+        assert totals[Tier.CPU].hits > 0
+        assert totals[Tier.CPU].read_bytes == totals[Tier.CPU].hits * SIZE * 131_072
+
+
+async def test_sleep_drops_gpu_and_host_and_leaves_the_store() -> None:
+    async with started(TIERED) as engine:
+        for first in (0, 100):
+            await collect(engine, make_request(40, first=first))
+        stored = set(engine.kv.held(Tier.SHARED))
+        await engine.sleep()
+        assert not engine.kv.held(Tier.GPU)
+        assert not engine.kv.held(Tier.CPU)
+        assert set(engine.kv.held(Tier.SHARED)) == stored
+        await engine.wake()
+        _, summary = await collect(engine, make_request(40))
+        assert summary.cached_tokens > 0, "from the store"
+
+
+async def test_engines_with_one_store_read_what_the_other_has_written() -> None:
+    store = BlockCache(100)
+    config = SimConfig(
+        scheduler=SchedulerConfig(block_size=SIZE, timing=FAST, tiers=TierConfig(shared_blocks=100)), data_parallel_size=2
+    )
+    writer, reader = SimEngine(config, store), SimEngine(config, store)
+    for engine in (writer, reader):
+        await engine.start()
+    await collect(writer, make_request(40))
+    _, summary = await collect(reader, make_request(40))
+    assert summary.cached_tokens == 36
+    assert reader.tiers()[Tier.SHARED].hits == 9
+    for engine in (writer, reader):
+        await engine.close()
