@@ -95,6 +95,17 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.tokenizer == TAKES_TEXT
 
 
+class HttpEndpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the engine server of an instance serves HTTP by itself, so that a gateway may send it requests."""
+
+    address: str
+    """`IP:port`, as gateways reach it."""
+    model: str
+    """The server's own name of the model."""
+    headers: dict[str, str] = {}
+    """Headers without which a request would reach another instance at the same address."""
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One model as one instance serves it."""
 
@@ -120,6 +131,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Other names under which requests may name this model."""
     labels: dict[str, str] = {}
     """Free key-value pairs, shown in metadata as `properties`."""
+    http: HttpEndpoint | None = None
+    """None: requests reach the instance by NATS alone."""
 
     def adapter_report(self, name: str) -> AdapterReport | None:
         """Return what the instance says about a LoRA adapter; None: nothing."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,7 @@ from dynamo.frontend.wiring.grpc import open_grpc
 from dynamo.frontend.wiring.http import open_http
 from dynamo.frontend.wiring.metrics import Metrics
 from dynamo.frontend.wiring.parts import PortParts
+from dynamo.frontend.wiring.picker import open_picker
 from dynamo.frontend.wiring.plane import open_links, open_plane
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class Frontend:
     """None without the gRPC side."""
     metrics_port: int | None
     """None without `--prometheus-port`."""
+    picker_port: int | None
+    """None without `--endpoint-picker`."""
     plane: DataPlane
     readiness: Readiness
 
@@ -116,19 +119,22 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             await stack.enter_async_context(metrics.following(links, limits))
             reached = await stack.enter_async_context(open_plane(config, links, metrics, accounts))
             grpc = await stack.enter_async_context(open_grpc(parts, grpc_guard, reached, drain))
+            picker = await stack.enter_async_context(open_picker(parts, http_guard, reached, drain))
             api = http.attach(reached)
             parts.readiness.attach(reached.plane)
             batches = start(api.batches.run(), "batches")
-            stack.push_async_callback(_drain, parts, drain, http.server, grpc, api.background, batches)
+            servers = [server for server in (grpc, picker) if server is not None]
+            stack.push_async_callback(_drain, parts, drain, http.server, servers, api.background, batches)
             grpc_port = None if grpc is None else grpc.port
-            yield Frontend(http.server.port, grpc_port, http.metrics_port, reached.plane, parts.readiness)
+            picker_port = None if picker is None else picker.port
+            yield Frontend(http.server.port, grpc_port, http.metrics_port, picker_port, reached.plane, parts.readiness)
 
 
 async def _drain(
     parts: PortParts,
     drain: StreamDrain,
     http: HttpServer,
-    grpc: GrpcServer | None,
+    servers: Sequence[GrpcServer],
     background: BackgroundResponses,
     batches: asyncio.Task[None],
 ) -> None:
@@ -144,8 +150,8 @@ async def _drain(
     drain.start()
     async with asyncio.TaskGroup() as stops:
         stops.create_task(http.stop(config.drain_timeout_s))
-        if grpc is not None:
-            stops.create_task(grpc.stop(config.drain_timeout_s))
+        for server in servers:
+            stops.create_task(server.stop(config.drain_timeout_s))
     await background.drain(max(0.0, drained_by - loop.time()))
 
 

@@ -21,6 +21,7 @@ from dynamo.common.names import parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
 from dynamo.common.security.tls import TlsFiles
 from dynamo.common.tensors.message_limits import MessageLimits
+from dynamo.frontend.security.keys import MAX_PRIORITY
 from dynamo.frontend.security.surfaces import Restriction, Surface, parse_restrictions
 
 MIB = 2**20
@@ -683,6 +684,54 @@ class GrpcOptions:
         return self.section or self.port is not None
 
 
+def _parse_objective(text: str) -> tuple[str, int]:
+    name, separator, number = text.rpartition("=")
+    try:
+        priority = int(number)
+    except ValueError:
+        priority = MAX_PRIORITY + 1
+    if not name or not separator or abs(priority) > MAX_PRIORITY:
+        raise ValueError(f"must be NAME=PRIORITY, with a priority from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {text!r}")
+    return name, priority
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickerOptions:
+    """The endpoint picker, which tells gateways where to send their requests."""
+
+    enabled: bool = option(
+        False,
+        flags=("--endpoint-picker",),
+        env=("DYN_ENDPOINT_PICKER",),
+        help="Choose endpoints for gateways that ask by Envoy's external processing, as those of the Gateway API do.",
+    )
+    host: str = option("127.0.0.1", help="Address that it listens on.")
+    port: int = option(9002, parse=parse_port, help="Port that it listens on; 0 lets the system choose.")
+    endpoints: int = option(
+        1,
+        minimum=1,
+        maximum=8,
+        help="How many endpoints a gateway is given, the best first, so that it can retry at the next: more than one is for "
+        "gateways that read a list.",
+    )
+    objectives: tuple[tuple[str, int], ...] = option(
+        (),
+        parse=_parse_objective,
+        flags=("--endpoint-picker-objective",),
+        repeatable=True,
+        metavar="NAME=PRIORITY",
+        help="Priority of requests whose header x-gateway-inference-objective is NAME; below 0 they are shed rather than queued.",
+    )
+    port_tls: PortTlsOptions = group("Endpoint picker", prefix="endpoint_picker", default=PortTlsOptions)
+
+    def __post_init__(self) -> None:
+        self.port_tls.check("endpoint-picker")
+
+    @property
+    def is_local(self) -> bool:
+        return is_local(self.host)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrometheusOptions:
     """Who reads the metrics, and where."""
@@ -1234,6 +1283,7 @@ class FrontendConfig:
     capacity: CapacityOptions = group("Capacity", default=CapacityOptions)
     kserve: KserveOptions = group("KServe", default=KserveOptions)
     grpc: GrpcOptions = group("KServe gRPC", prefix="grpc", default=GrpcOptions)
+    endpoint_picker: PickerOptions = group("Endpoint picker", prefix="endpoint_picker", default=PickerOptions)
     prometheus: PrometheusOptions = group("Prometheus", prefix="prometheus", default=PrometheusOptions)
     grafana: GrafanaOptions = group("Grafana", prefix="grafana", default=GrafanaOptions)
     tls: TlsOptions = group("TLS", prefix="tls", default=TlsOptions)
@@ -1252,6 +1302,8 @@ class FrontendConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "http", replace(self.http, port_tls=self.http.port_tls.completed(self.tls)))
         object.__setattr__(self, "grpc", replace(self.grpc, port_tls=self.grpc.port_tls.completed(self.tls)))
+        picker = replace(self.endpoint_picker, port_tls=self.endpoint_picker.port_tls.completed(self.tls))
+        object.__setattr__(self, "endpoint_picker", picker)
         if self.tls.required and (self.http.tls is None or (self.grpc.wanted and self.grpc.tls is None)):
             raise ValueError("--use-tls needs --cert-file and --key-file")
         if self.tls.client_ca_file is not None and self.http.tls is None and self.grpc.tls is None:

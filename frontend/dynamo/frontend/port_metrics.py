@@ -1,4 +1,4 @@
-"""What the ports of a frontend say of their connections, and `grpc_server_*` of their calls."""
+"""What the ports of a frontend say of their connections, `grpc_server_*` of their calls, and what its endpoint picker does."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from dynamo.common.observability.tally import Amount, Tally
 from dynamo.common.observability.telemetry import SECONDS
 
+_PICKER_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.25, 1.0, 10.0)
 _AGES_S = (0.1, 1, 10, 60, 600, 3600, 6 * 3600, 24 * 3600)
 
 
@@ -110,3 +111,34 @@ class GrpcMethodMetrics:
             amount = self._codes[code] = self._server.tally.amount(self._server.handled.labels(*self._labels, code))
         amount.value += 1
         self.duration.observe(duration_s)
+
+
+class PickerMetrics:
+    """What the endpoint picker counts; the requests themselves are in the metrics of all requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        requests = Counter(
+            "dynamo_frontend_picker_requests",
+            "Requests of gateways by what became of them: routed by their prompt, sent where the load is least, or refused.",
+            ("outcome",),
+            registry=registry,
+        )
+        self._requests = {outcome: requests.labels(outcome) for outcome in ("routed", "least_loaded", "refused")}
+        self._seconds = Histogram(
+            "dynamo_frontend_picker_seconds",
+            "From the end of a gateway's request to the choice of its endpoint.",
+            registry=registry,
+            buckets=_PICKER_SECONDS,
+        )
+        self._served_elsewhere = Counter(
+            "dynamo_frontend_picker_served_elsewhere",
+            "Responses that came from another endpoint than the picked one, as after a retry of the gateway.",
+            registry=registry,
+        )
+
+    def picked(self, outcome: str, seconds: float) -> None:
+        self._requests[outcome].inc()
+        self._seconds.observe(seconds)
+
+    def served_elsewhere(self) -> None:
+        self._served_elsewhere.inc()

@@ -17,7 +17,7 @@ MAX_FILES = 20
 MAX_FOLDER_LINES = 4000
 MAX_FILE_LINES = 550
 LARGE = {
-    "frontend/dynamo/frontend/config.py": 1275,  # a list of options
+    "frontend/dynamo/frontend/config.py": 1360,  # a list of options
     "frontend/dynamo/frontend/api/rpc/http2/connection.py": 705,  # one class of 575 lines
 }
 """Files that may be longer, and how long."""

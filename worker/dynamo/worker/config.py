@@ -17,7 +17,7 @@ from dynamo.common.names import Endpoint, parse_name
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions, TraceOptions
 from dynamo.common.output_formats import AUTO, parse_reasoning_parser, parse_tool_parser
 from dynamo.common.repository import ControlMode
-from dynamo.worker.engine.remote.dialect import RemoteKind
+from dynamo.worker.engine.remote.options import RemoteOptions
 from dynamo.worker.observability.triton_metrics import MetricsConfig
 from dynamo.worker.repository.scheduling.rate_limiter import ProvidedResource, RateLimit
 
@@ -322,69 +322,6 @@ class AdapterOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteOptions:
-    """Engine servers that run elsewhere, for the remote engine."""
-
-    urls: tuple[str, ...] = option(
-        (),
-        flags=("--url",),
-        env=("DYN_REMOTE_URL",),
-        repeatable=True,
-        metavar="URL",
-        help="An engine server such as `vllm serve`, instead of --model; given several times, each gets an instance of its own.",
-    )
-    kind: RemoteKind | None = option(
-        None,
-        parse=RemoteKind,
-        help="What the servers speak; default: as they say. `text`: OpenAI's chat and text completions, of any server.",
-    )
-    tokenizer: Path | None = option(
-        None,
-        flags=("--tokenizer",),
-        metavar="PATH",
-        help="The model's folder, or its tokenizer.json, .model or .gguf file; default: the folder that the server names.",
-    )
-    kv_events: tuple[str, ...] = option(
-        (),
-        repeatable=True,
-        metavar="ADDRESS",
-        help="Where a server publishes KV events, such as tcp://gpu-7:5557, for routing by cache; one for each --url.",
-    )
-    kv_replay: tuple[str, ...] = option(
-        (),
-        repeatable=True,
-        metavar="ADDRESS",
-        help="Where it repeats lost KV events; one for each --url.",
-    )
-    data_parallel_size: int = option(
-        1,
-        minimum=1,
-        maximum=1024,
-        help="Data-parallel ranks of each server, which is one of vLLM: each rank gets an instance of its own, with its load and "
-        "its KV events, which are published from the given port upwards.",
-    )
-    api_key: str | None = option(None, secret=True, help="Key that the servers demand.")
-    timeout_s: float = option(
-        120.0,
-        minimum=1,
-        maximum=86_400,
-        help="Longest silence of a server during a response; after it the request continues elsewhere.",
-    )
-
-    def __post_init__(self) -> None:
-        if self.data_parallel_size > 1:
-            for address in (*self.kv_events, *self.kv_replay):
-                host, _, port = address.rpartition(":")
-                if not host.startswith("tcp://") or not port.isdecimal():
-                    raise ValueError(f"--remote-data-parallel-size needs KV events at tcp://HOST:PORT, got {address}")
-
-    @property
-    def instances(self) -> int:
-        """One for each rank of each server."""
-        return len(self.urls) * self.data_parallel_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """A worker: loads models and serves them to all frontends of its namespace."""
 
@@ -516,9 +453,13 @@ class WorkerConfig:
             raise ValueError("--model-name gives one name twice")
         if self.remote.urls and (self.models or self.num_workers > 1 or self.engine not in (None, EngineKind.REMOTE)):
             raise ValueError("--url takes the place of --model and --num-workers, and needs --engine remote or none")
-        for name, addresses in (("events", self.remote.kv_events), ("replay", self.remote.kv_replay)):
+        for name, addresses in (
+            ("kv-events", self.remote.kv_events),
+            ("kv-replay", self.remote.kv_replay),
+            ("endpoint", self.remote.endpoints),
+        ):
             if addresses and len(addresses) != len(self.remote.urls):
-                raise ValueError(f"--remote-kv-{name} is given {len(addresses)} times for {len(self.remote.urls)} --url")
+                raise ValueError(f"--remote-{name} is given {len(addresses)} times for {len(self.remote.urls)} --url")
         if self.remote.kv_replay and not self.remote.kv_events:
             raise ValueError("--remote-kv-replay needs --remote-kv-events")
         if self.engine is EngineKind.REMOTE and not self.remote.urls:

@@ -13,6 +13,7 @@
 | `kserve` | KServe v2 with Triton's extensions, over gRPC and, in `rest`, HTTP |
 | `openai` | the OpenAI API, and what `vllm serve` adds to it |
 | `operations` | the HTTP operations that need the data plane alone |
+| `picker` | the endpoint picker of gateways: Envoy's external processing |
 | `rpc` | what protocols over gRPC share: the servers and their operations |
 | `statuses` | the one table from errors to the statuses of gRPC and HTTP |
 | `text` | the rules of text requests, whatever their protocol |

@@ -74,3 +74,17 @@ class WithoutRequests(SameAccount):
 
     def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
         raise EngineError("this operation makes a request to a model, with which it does not declare to be charged")
+
+
+class FairAccount(SameAccount):
+    """The account of a key, for one of those whose requests it makes: where requests wait, each has turns of its own."""
+
+    __slots__ = ("_for_whom",)
+
+    def __init__(self, account: Account, for_whom: str) -> None:
+        super().__init__(account)
+        self._for_whom = for_whom
+
+    @property
+    def name(self) -> str:
+        return f"{self._account.name}/{self._for_whom}"

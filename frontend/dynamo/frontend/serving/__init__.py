@@ -3,6 +3,7 @@
 | module | holds |
 |---|---|
 | `call` | what a request is here: `Call` (who sent it) and `Work` (what has to be done) |
+| `carried` | requests that a gateway carries: placed and booked as all others |
 | `data_plane` | what every protocol edge calls |
 | `dispatch` | requests to instances, and to other ones when that is safe |
 | `model_catalog` | the models that requests can name |

@@ -22,6 +22,7 @@ from dynamo.frontend.metrics import ModelMetrics, RequestType
 from dynamo.frontend.router.base import RouteRequest
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.carried import CarriedRequest
 
 _TRITON_LEVELS = 1 << 20
 
@@ -37,6 +38,8 @@ class Progress(msgspec.Struct, eq=False):
     """The data plane has begun the request and counts how it ends; until then a failure is for the edge to count."""
     responded: bool = False
     """The first part of the response has arrived."""
+    carried: CarriedRequest | None = None
+    """Set if a gateway carries the request to its instance, and the response back; None: NATS does."""
 
 
 def priority_of_level(level: int) -> int:
@@ -113,6 +116,8 @@ class Work(RouteRequest, kw_only=True):
     """Equal for requests with the same schema or grammar, which instances may die of; empty: it has none."""
     role: Role | None = None
     """Only instances of this role; None: any role but `prefill`, which does not respond to callers."""
+    carried: CarriedRequest | None = None
+    """The request that a gateway carries to the instance, which it must be able to reach; None: NATS carries it."""
     otherwise: Work | None = None
     """What is done instead once an instance has failed, or if there is none."""
 

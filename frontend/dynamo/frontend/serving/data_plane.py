@@ -60,7 +60,7 @@ from dynamo.frontend.serving.queue.admission import AdmissionQueue
 from dynamo.frontend.serving.queue.fair_share import FairShares
 from dynamo.frontend.serving.queue.starting import NoStandby, StandbyModels, StartQueue
 from dynamo.frontend.serving.request_scope import RequestScope
-from dynamo.frontend.serving.shadows import Shadows
+from dynamo.frontend.serving.shadows import Shadows, content_length
 from dynamo.frontend.serving.text.generation import Generation
 from dynamo.frontend.serving.text.text_models import TextLoader, TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
@@ -254,9 +254,14 @@ class DataPlane:
                 request = msgspec.structs.replace(request, cache_salt=salt)
         scope = RequestScope(model, call, self._tracing, request.n, copy)
         may_be_apart = model.has_prefill or call.prefill_instance is not None or self._settings.disaggregation.enforce
-        disaggregation = self._disaggregation if may_be_apart and request.kv_transfer is None else None
+        is_whole = request.kv_transfer is None and call.progress.carried is None
+        disaggregation = self._disaggregation if may_be_apart and is_whole else None
         limit = self._settings.retry.migration_limit
         return Generation(self._dispatcher, disaggregation, self._texts, limit, model, request, scope)
+
+    def stream(self, work: Work, call: Call) -> DispatchedStream:
+        """Work that is dispatched as it is, for a scope that the caller has entered."""
+        return self._dispatcher.stream(work, call)
 
     def _copy_tensors(self, request: TensorRequest, call: Call) -> None:
         async def send(name: str, call: Call) -> None:
@@ -275,7 +280,7 @@ class DataPlane:
                 while await generation.read():
                     pass
 
-        size_bytes = len(request.prompt or ()) + sum(_length(message.get("content")) for message in request.messages or ())
+        size_bytes = len(request.prompt or ()) + sum(content_length(message.get("content")) for message in request.messages or ())
         for model in call.shadows:
             self.shadows.copy(model, size_bytes, call, send)
 
@@ -450,14 +455,6 @@ def _with_estimate(call: Call, request: TensorRequest, source: TensorSource | No
         return call
     size = len(request.raw) if source is None else source.size_bytes
     return msgspec.structs.replace(call, expected_tokens=1 + size // BYTES_PER_TOKEN)
-
-
-def _length(content: object, depth: int = 3) -> int:
-    """Return about how many characters a message's content has, the parts and the URLs in these included."""
-    if isinstance(content, str):
-        return len(content)
-    values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
-    return sum(_length(value, depth - 1) for value in values) if depth else 0
 
 
 @asynccontextmanager

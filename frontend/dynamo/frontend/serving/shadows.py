@@ -79,3 +79,11 @@ def _of_operator(call: Call) -> Call:
         progress=Progress(),
         span=None,
     )
+
+
+def content_length(content: object, depth: int = 3) -> int:
+    """Return about how many characters a message's content has, the parts and the URLs in these included."""
+    if isinstance(content, str):
+        return len(content)
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return sum(content_length(value, depth - 1) for value in values) if depth else 0

@@ -6,6 +6,7 @@
 | `http` | the HTTP port |
 | `metrics` | the metrics of a frontend process |
 | `parts` | what the ports share |
+| `picker` | the port of the endpoint picker |
 | `plane` | the data plane and what it stands on |
 | `routing` | the router |
 """

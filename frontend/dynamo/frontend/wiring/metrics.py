@@ -13,7 +13,7 @@ from dynamo.common.observability.telemetry import LinkMetrics, RuntimeMetrics, S
 from dynamo.common.process.background import running
 from dynamo.frontend.api.http.management.server import Links, LinkState
 from dynamo.frontend.metrics import EventMetrics, FrontendMetrics
-from dynamo.frontend.port_metrics import GrpcServerMetrics, connection_metrics
+from dynamo.frontend.port_metrics import GrpcServerMetrics, PickerMetrics, connection_metrics
 from dynamo.frontend.router_metrics import RouterMetrics
 from dynamo.frontend.security.sharing import Fleet
 
@@ -34,6 +34,7 @@ class Metrics:
         self.grpc = GrpcServerMetrics(self._registry)
         self.http_connections, self.grpc_connections = connection_metrics(self._registry)
         self.router = RouterMetrics(self.frontend)
+        self.picker = PickerMetrics(self._registry)
         self.link = LinkMetrics(self._registry, "dynamo_frontend")
         self.memory = SharedMemoryMetrics(self._registry, "dynamo_frontend")
         self.events = EventMetrics(self._registry)

@@ -20,8 +20,9 @@ from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, Sampling, Stop, Summary, pack_tokens
 from dynamo.common.kv.hashes import sequence_hashes, space_hash
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
-from dynamo.worker.config import EngineKind, RemoteOptions
+from dynamo.worker.config import EngineKind
 from dynamo.worker.engine.base import Context, Engine, EngineLoad, HasFiles, TracksKv
+from dynamo.worker.engine.remote.options import RemoteOptions
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import make_engine, make_remote
 from tests.support.engine_server import EngineServer, serving

@@ -28,14 +28,16 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.http.client import HttpClient
 from dynamo.common.model_card import Role
 from dynamo.common.repository import ControlMode
-from dynamo.worker.config import EngineKind, RemoteOptions, RepositoryOptions
+from dynamo.worker.config import EngineKind, RepositoryOptions
 from dynamo.worker.engine.base import Engine, TensorEngine
 from dynamo.worker.engine.declaration import PBTXT_SUFFIX, YAML_SUFFIXES, Declaration, read_declaration
 from dynamo.worker.engine.echo import CHAT_TEMPLATE, EchoTensors, EchoTokens, byte_tokenizer, echo_declaration, parse_tensors
 from dynamo.worker.engine.python import PythonEngine
 from dynamo.worker.engine.python_text import PythonTextEngine, generates_text
 from dynamo.worker.engine.remote.engine import RemoteEngine
+from dynamo.worker.engine.remote.gateway import GatewayAddress
 from dynamo.worker.engine.remote.load import Rank
+from dynamo.worker.engine.remote.options import RemoteOptions
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
 from dynamo.worker.engine.sim.script import CALLS_TEMPLATE
@@ -179,6 +181,7 @@ def make_remote(
         max_num_seqs=max_num_seqs,
         events=events,
         rank=rank,
+        gateway=GatewayAddress(url, options.endpoints[server] if options.endpoints else "", options.pod_ip),
     )
 
 

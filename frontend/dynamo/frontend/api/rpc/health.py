@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 
@@ -41,9 +41,11 @@ class ServingStatus(IntEnum):
 class HealthService:
     """Check and Watch. The `service` is the server (empty, or the name of a gRPC service) or a model's name."""
 
-    def __init__(self, plane: DataPlane, readiness: Readiness) -> None:
+    def __init__(self, plane: DataPlane, readiness: Readiness, services: Mapping[str, Callable[[], bool]] | None = None) -> None:
+        """`services`: further names, and what says whether each is served."""
         self._plane = plane
         self._readiness = readiness
+        self._services = services or {}
         self._watches = Watches(self._status, lambda: readiness.draining)
         readiness.on_change(self._watches.look_soon)
 
@@ -55,7 +57,9 @@ class HealthService:
         ]
 
     def _status(self, service: str) -> ServingStatus:
-        if service in ("", INFERENCE_SERVICE):
+        if (is_served := self._services.get(service)) is not None:
+            ready = is_served()
+        elif service in ("", INFERENCE_SERVICE):
             ready = self._readiness.is_server_ready()
         elif service in (HEALTH_SERVICE, *REFLECTION_SERVICES):
             ready = True

@@ -98,6 +98,7 @@ async def serve_grpc(
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
     observer: ConnectionObserver | None = None,
     descriptors: Descriptors | None = None,
+    flag: str = "--grpc-port",
 ) -> AsyncIterator[GrpcServer]:
     """Serve `operations` until the context is left, which cancels running calls.
 
@@ -119,7 +120,7 @@ async def serve_grpc(
             observer=observer,
             descriptors=descriptors,
         )
-        server = await _start_http2(http2, options, share_port=share_port)
+        server = await _start_http2(http2, options, share_port=share_port, flag=flag)
     name = GrpcServerChoice.HTTP2 if options.server is GrpcServerChoice.AUTO else options.server
     secured = "no TLS" if options.tls is None else "TLS"
     _log.info("gRPC on %s:%d by the %s server, %s", options.host, server.port, name, secured)
@@ -129,11 +130,11 @@ async def serve_grpc(
         await server.stop(0.0)
 
 
-async def _start_http2(server: Http2Server, options: GrpcOptions, *, share_port: bool) -> GrpcServer:
+async def _start_http2(server: Http2Server, options: GrpcOptions, *, share_port: bool, flag: str) -> GrpcServer:
     context: ssl.SSLContext | None = None
     if options.tls is not None:
         context = server_context(options.tls, protocols=("h2",))
-    listener = open_listener(options.host, options.listen_port, flag="--grpc-port", reuse_port=share_port)
+    listener = open_listener(options.host, options.listen_port, flag=flag, reuse_port=share_port)
     await server.listen(listener, context)
     return GrpcServer(server.port, server)
 

@@ -101,13 +101,17 @@ class Booker:
             headers[SEQUENCE_OWNER] = work.sequence_owner
         if work.grammar_owner:
             headers[GRAMMAR_OWNER] = work.grammar_owner
+        stream: Stream
         try:
-            stream = self._client.open(
-                *(instance.id, instance.subject, work.verb, work.body),
-                headers=headers,
-                deadline=deadline,
-                arena=instance.arena,
-            )
+            if work.carried is not None:
+                stream = work.carried.place(work, decision, work.verb, work.body)
+            else:
+                stream = self._client.open(
+                    *(instance.id, instance.subject, work.verb, work.body),
+                    headers=headers,
+                    deadline=deadline,
+                    arena=instance.arena,
+                )
         except BaseException as error:
             failure = error if isinstance(error, DynamoError) else DynamoError("the request could not be sent")
             self.release(booking_id, instance.id, failure)

@@ -66,6 +66,8 @@ class Candidates:
     def select(self, work: Work, failed: Sequence[InstanceId] = ()) -> Sequence[Instance]:
         """Return the instances that a request may be sent to, without those in `failed`."""
         able = self.able_to_serve(work.name or work.model, work.version, work.tokenizer, work.role)
+        if work.carried is not None:
+            able = work.carried.reached_of(able)
         if work.pinned is not None:
             return [instance for instance in able if instance.id == work.pinned]
         if self._circuits.are_open:

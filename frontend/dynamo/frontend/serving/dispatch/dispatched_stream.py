@@ -29,6 +29,7 @@ from dynamo.common.names import InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.router.base import RoutingDecision, TooLate
 from dynamo.frontend.router.cache.hashing import LONG_PROMPT_BYTES
+from dynamo.frontend.router.loads.busy import all_busy
 from dynamo.frontend.serving.call import Call, Stream, Work
 from dynamo.frontend.serving.dispatch.booking import Booking
 from dynamo.frontend.serving.dispatch.parts import DispatchParts
@@ -382,6 +383,8 @@ class DispatchedStream:
                 if not must_wait and (booking := self._book_unless_busy(candidates)) is not None:
                     queue.sent_at_once(work.model, work.role, call.account, _cost(work))
                     return booking
+                if work.carried is not None and work.priority < 0:
+                    raise all_busy(work.model)  # to gateways, a negative priority says that a request is shed rather than queued
                 if (in_turn := await self._booked_in_turn(queue)) is not None:
                     return in_turn
                 continue

@@ -112,6 +112,7 @@ class Dispatcher:
         """
         if work.fingerprint:
             self._shared.suspects.check(work.fingerprint, self._clock())
+        work.carried = call.progress.carried
         deadline = call.deadline if self._timeout_s is None else self.deadline(call)
         return DispatchedStream(self._shared, work, call, deadline, Attempts())
 

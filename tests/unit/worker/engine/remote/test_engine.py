@@ -36,11 +36,12 @@ from dynamo.common.generation import (
 )
 from dynamo.common.http.client import HttpClient
 from dynamo.common.model_card import AdapterReport, LlmInfo
-from dynamo.worker.config import RemoteOptions, WorkerConfig
+from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.remote.completions import StreamReader, TensorRtDialect, VllmDialect
 from dynamo.worker.engine.remote.engine import RemoteEngine
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
+from dynamo.worker.engine.remote.options import RemoteOptions
 from dynamo.worker.engine.remote.sglang import SglangDialect, SglangReader
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import make_remote, sim_config

@@ -11,10 +11,12 @@ from dynamo.common.config import ConfigError, load
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import GenerateRequest, Stop, pack_tokens
 from dynamo.common.http.client import HttpClient
-from dynamo.worker.config import RemoteKind, RemoteOptions, WorkerConfig
+from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.open_requests import OpenRequests
+from dynamo.worker.engine.remote.dialect import RemoteKind
 from dynamo.worker.engine.remote.load import LoadFollower, Rank, ServerLoad, read_load
+from dynamo.worker.engine.remote.options import RemoteOptions
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import make_remote, sim_config
 from tests.support.vllm_server import serve_vllm

@@ -7,7 +7,9 @@
 | `dialect` | what the remote engine requires of the protocol of a kind of engine server |
 | `engine` | `RemoteEngine`: what all kinds of servers share |
 | `errors` | errors of engine servers as errors of ours |
+| `gateway` | where gateways reach an engine server |
 | `load` | the load of an engine server, from its `/metrics` |
+| `options` | the options of the remote engine |
 | `sglang` | SGLang's own `/generate`, with token ids in both directions |
 | `text` | chat and text completions as any server has them |
 | `tiers` | what the tiers of a vLLM server's cache did, from its `/metrics` |

@@ -29,6 +29,7 @@ from dynamo.worker.engine.remote.adapters import ServerAdapters, SglangAdapters,
 from dynamo.worker.engine.remote.completions import TensorRtDialect, VllmDialect
 from dynamo.worker.engine.remote.dialect import Dialect, RemoteKind
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
+from dynamo.worker.engine.remote.gateway import GatewayAddress
 from dynamo.worker.engine.remote.load import LoadFollower, Rank, ServerLoad
 from dynamo.worker.engine.remote.sglang import SglangDialect
 from dynamo.worker.engine.remote.text import REASONING_PARSER, TOOL_PARSER, TextDialect
@@ -113,13 +114,16 @@ class RemoteEngine:
         max_num_seqs: int | None = None,
         events: KvSource | None = None,
         rank: Rank | None = None,
+        gateway: GatewayAddress | None = None,
     ) -> None:
         """`kind`: default, what the server says. `name` also chooses among several models of the server, by default its first.
 
         `files`: default, those of the folder that the server names. `max_num_seqs`: sequences that the server runs at once.
         `events`: where it publishes what its KV cache holds. `rank`: the data-parallel rank of a vLLM server that serves.
+        `gateway`: where gateways reach the server; None: they do not.
         """
         self._rank = rank
+        self._gateway = gateway
         self._client = client
         self._kind = kind
         self._name = name
@@ -164,9 +168,11 @@ class RemoteEngine:
         await self._when_ready(self._check)
         blocks = await self._follow()
         adapters = _adapters(models, served.id)
+        headers = {} if self._rank is None else {_RANK_HEADER: str(self._rank.number)}
         return ModelCard(
             name=self._name,
             kind=ModelKind.LLM,
+            http=None if self._gateway is None else await self._gateway.endpoint(self._model, headers),
             backend=served.owned_by or "remote",
             llm=msgspec.structs.replace(
                 info,

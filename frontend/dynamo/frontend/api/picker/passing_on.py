@@ -1,0 +1,81 @@
+"""Requests that no operation can place by their prompt: to the endpoint with the least load of those that serve their model.
+
+Such a request is admitted, counted and booked as others are, with an estimate of its tokens. A key that may use some models only
+has none of them: what is not understood may be for any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from dynamo.common.errors import Forbidden, ModelNotFound, NoInstances
+from dynamo.common.repository import ALL_MODELS
+from dynamo.frontend.api.declaration import TEXT, Declaration
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.serving.call import Work
+from dynamo.frontend.serving.data_plane import DataPlane
+from dynamo.frontend.serving.model_catalog import NamedModel
+from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN
+from dynamo.frontend.serving.request_scope import RequestScope
+
+PASSED_ON: Final[Declaration] = TEXT
+ENDPOINT: Final = "passed_on"
+"""Name in metrics of the API that the request came by."""
+
+
+class PassingOn:
+    """The handler of such a request."""
+
+    def __init__(self, plane: DataPlane, model: str, size_bytes: Callable[[], int]) -> None:
+        """`model`: the one that the request seems to name, or an empty string. `size_bytes`: of what has come of its body."""
+        self._plane = plane
+        self._model = model
+        self._size_bytes = size_bytes
+
+    async def __call__(self, exchange: Exchange) -> None:
+        plane, account = self._plane, exchange.account
+        call = exchange.call()
+        if account.models != ALL_MODELS:
+            raise Forbidden(f"the API key '{account.name}' may use some models, and which one this request is for is not known")
+        model = self._find(account)
+        call = msgspec.structs.replace(call, expected_tokens=1 + self._size_bytes() // BYTES_PER_TOKEN)
+        with RequestScope(model, call, None) as scope:
+            work = Work(
+                model=model.card.name,
+                verb="",
+                body=b"",
+                metrics=model.metrics,
+                name=model.name,
+                priority=call.priority,
+                overrides={},
+                request_id=call.request_id,
+                explanation=call.explanation,
+            )
+            async with plane.stream(work, scope.call) as stream:
+                while await stream.read():
+                    pass
+                scope.succeed()
+        await exchange.respond(b"")
+
+    def _find(self, account: Account) -> NamedModel:
+        """Return the model that the request names or, if that is not served, the one with the most endpoints."""
+        plane = self._plane
+        if self._model:
+            try:
+                named = plane.model(account, plane.names.representative(account, self._model))
+                if named.is_served:
+                    return named
+            except ModelNotFound:
+                pass
+        counts = {
+            card.name: sum(instance.card.http is not None for instance in plane.models.instances(card.name))
+            for card in plane.cards(account)
+        }
+        name = max(counts, key=lambda name: counts[name], default="")
+        if not name or not counts[name]:
+            raise NoInstances(self._model or "any")
+        return plane.model(account, name)

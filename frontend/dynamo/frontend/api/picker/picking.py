@@ -1,0 +1,312 @@
+"""One request of a gateway, from its headers to the endpoint that it is sent to, or to its refusal.
+
+1. A request for an operation that generates text is served by that operation, with all that it declares. It is placed when the
+   data plane has booked it, and the operation goes on until the response has ended.
+2. What the operation refuses as invalid or unknown, and requests for all other paths, go to an endpoint with little load: the
+   engine server there says what is wrong, or understands more. Refusals for lack of rights, limits or endpoints stand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Final, Self
+
+import msgspec
+
+from dynamo.common.errors import (
+    DynamoError,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    PayloadTooLarge,
+    Unauthenticated,
+    Unavailable,
+)
+from dynamo.common.http.served import Header
+from dynamo.common.process.background import awaited
+from dynamo.frontend.api.calls import EXPLAIN
+from dynamo.frontend.api.declaration import Declaration, Reads
+from dynamo.frontend.api.guard import Guard
+from dynamo.frontend.api.http.compression import decompress, encoding_of
+from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorForm
+from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.frontend.api.http.operation import Handler, Operation, within_declared
+from dynamo.frontend.api.http.paths import PathTable
+from dynamo.frontend.api.picker.bodies import changed_body, model_in
+from dynamo.frontend.api.picker.gateway_request import GatewayBody, GatewayRequest
+from dynamo.frontend.api.picker.headers import PLACEMENT, fairness_id, objective_headers, rewritten_model, value_of
+from dynamo.frontend.api.picker.passing_on import ENDPOINT, PASSED_ON, PassingOn
+from dynamo.frontend.api.statuses import http_status
+from dynamo.frontend.config import PickerOptions
+from dynamo.frontend.port_metrics import PickerMetrics
+from dynamo.frontend.router.base import RouteRequest, RoutingDecision
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
+from dynamo.frontend.security.derived_accounts import FairAccount
+from dynamo.frontend.serving.carried import CarriedRequest
+from dynamo.frontend.serving.data_plane import DataPlane
+
+_PASSED_ON_STATUSES: Final = frozenset({400, 404, 405, 415, 422, 500, 501})
+_UNREACHABLE: Final = frozenset({502, 503, 504})
+_EXPLAINED: Final[Header] = (EXPLAIN.encode(), b"true")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickerParts:
+    """What all requests of a picker have in common."""
+
+    plane: DataPlane
+    operations: PathTable[Operation]
+    """The operations that generate text, by which requests are placed."""
+    guard: Guard
+    settings: HttpSettings
+    options: PickerOptions
+    priorities: Mapping[str, int]
+    """Priorities of the objectives that requests may name."""
+    metrics: PickerMetrics
+    refused: Callable[[str, BaseException], None]
+    """Counts the failure of a request that the data plane has not begun, by the API that it came by."""
+
+
+class Picked(msgspec.Struct, frozen=True):
+    """Where a request goes."""
+
+    endpoints: str
+    """Addresses, the best first, separated by commas."""
+    headers: Mapping[str, str]
+    """Headers that the request gets."""
+    is_routed: bool
+    """Whether it was placed by its prompt."""
+    request: RouteRequest
+    decision: RoutingDecision
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """The response to a request that goes nowhere."""
+
+    status: int
+    headers: Sequence[Header]
+    body: bytes
+
+
+class Picking:
+    """A context manager: leaving it ends the request here, if its response has not ended."""
+
+    def __init__(
+        self,
+        parts: PickerParts,
+        headers: tuple[Header, ...],
+        peer: str,
+        subset: frozenset[str] | None,
+        *,
+        has_body: bool,
+    ) -> None:
+        """`has_body`: the body comes before the request is placed."""
+        self._parts = parts
+        self._peer = peer
+        self._subset = subset
+        self._method = value_of(headers, b":method")
+        self._path = value_of(headers, b":path")
+        self._rewrite = rewritten_model(headers)
+        host = value_of(headers, b":authority")
+        self._headers: tuple[Header, ...] = (
+            *((name, value) for name, value in headers if not name.startswith(b":")),
+            *(((b"host", host.encode("latin-1")),) if host else ()),
+            *objective_headers(headers, parts.priorities),
+            *((_EXPLAINED,) if parts.options.endpoints > 1 else ()),
+        )
+        self._fairness_id = fairness_id(headers)
+        self._operation, self._parameters = self._find() if has_body else (None, {})
+        self.body = GatewayBody()
+        self.outcome: asyncio.Future[Picked | Refused] = asyncio.get_running_loop().create_future()
+        self.removed: tuple[str, ...] = ()
+        """Headers that the request loses."""
+        self._carried: CarriedRequest | None = None
+        self._request: GatewayRequest | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def reads_body(self) -> bool:
+        """Whether the body decides where the request goes."""
+        return self._operation is not None
+
+    def _find(self) -> tuple[Operation | None, Mapping[str, str]]:
+        try:
+            match = self._parts.operations.find(self._path.partition("?")[0].encode("latin-1"))
+        except InvalidRequest:
+            match = None
+        return match if match is not None and self._method == "POST" else (None, {})
+
+    async def __aenter__(self) -> Self:
+        self._task = awaited(self._run())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        task, request = self._task, self._request
+        assert task is not None
+        if not task.done() and (self._carried is None or not self._carried.has_ended):
+            if request is not None and request.watch.on_leave is not None:
+                request.watch.leave()
+            else:
+                task.cancel()
+        await asyncio.wait([task])
+
+    # The response
+
+    def begin(self) -> None:
+        """The first token of the response has come."""
+        if self._carried is not None:
+            self._carried.begin()
+
+    def end(self, status: int = 200) -> None:
+        """The response has ended, or another endpoint than the picked one responds. Calls after the first have no effect."""
+        if self._carried is None:
+            return
+        failure: DynamoError | None = None
+        if status in _UNREACHABLE:
+            failure = Unavailable(f"the endpoint responded with status {status}")
+        elif status >= 500:
+            failure = EngineError(f"the endpoint responded with status {status}")
+        self._carried.end(failure)
+
+    # The request
+
+    async def _run(self) -> None:
+        try:
+            await self._place()
+        except Exception as error:
+            if not self.outcome.done():
+                self.outcome.set_exception(error)
+            else:
+                raise
+
+    async def _place(self) -> None:
+        operation, first = self._operation, None
+        if operation is not None:
+            if self._rewrite and (problem := await self._rewrite_model()) is not None:
+                return self._refuse(problem)
+            handle = within_declared(operation)
+            first = await self._serve(operation.declared, operation.errors, operation.endpoint, handle, is_routed=True)
+            if self.outcome.done():
+                return
+            if first.status not in _PASSED_ON_STATUSES:
+                return self._refuse(first)
+        model = self._parameters.get("model") or (model_in(self.body.joined()) if operation is not None else "")
+        handler = PassingOn(self._parts.plane, model, lambda: sum(map(len, self.body.parts)))
+        errors = OPENAI_ERRORS if operation is None else operation.errors
+        last = await self._serve(PASSED_ON, errors, ENDPOINT, handler, is_routed=False)
+        if not self.outcome.done():
+            self._refuse(first if first is not None and last.status == 403 else last)
+
+    def _refuse(self, request: GatewayRequest) -> None:
+        self.outcome.set_result(Refused(request.status or 500, request.response_headers, b"".join(request.response)))
+
+    async def _serve(
+        self, declared: Declaration, errors: ErrorForm, endpoint: str, handle: Handler, *, is_routed: bool
+    ) -> GatewayRequest:
+        parts = self._parts
+        request = self._request = GatewayRequest(self._method, self._path, self._headers, self._peer, self.body)
+        self._carried = CarriedRequest(self._subset, partial(self._placed, request, is_routed))
+        exchange = Exchange(request, parts.settings)
+        exchange.progress.carried = self._carried
+        exchange.route(declared, errors, endpoint, self._parameters, partial(parts.refused, endpoint))
+        try:
+            account = self._account(exchange, declared)
+        except DynamoError as error:
+            headers = ((b"www-authenticate", b"Bearer"),) if isinstance(error, Unauthenticated) else ()
+            await exchange.refuse(error, http_status(error, parts.settings.overload), errors, headers)
+            return request
+        exchange.admit(account)
+        try:
+            occupied = exchange.occupy()
+        except Overloaded as error:
+            await exchange.fail(error)
+            return request
+        try:
+            await exchange.run(handle)
+        finally:
+            occupied.leave()
+        return request
+
+    def _account(self, exchange: Exchange, declared: Declaration) -> Account:
+        """Return the account of the caller. Raises DynamoError for one that may not make the request now."""
+        guard = self._parts.guard
+        account: Account = ANONYMOUS
+        if guard.guards(declared.surface):
+            guard.check_unique(exchange.header_names)
+            account = guard.enter(declared, exchange.headers)
+            account.check_limits()
+        return FairAccount(account, self._fairness_id) if self._fairness_id else account
+
+    def _placed(self, tried: GatewayRequest, is_routed: bool, request: RouteRequest, decision: RoutingDecision) -> None:
+        tried.is_wanted = False
+        http = decision.instance.card.http
+        assert http is not None, "only instances with an endpoint are candidates"
+        headers = {**http.headers, PLACEMENT: "routed" if is_routed else "least-loaded"}
+        endpoints = self._with_others(http.address, decision)
+        self.outcome.set_result(Picked(endpoints, headers, is_routed, request, decision))
+
+    def _with_others(self, address: str, decision: RoutingDecision) -> str:
+        """Return the chosen endpoint and, for gateways that retry, the next best ones."""
+        wanted = self._parts.options.endpoints
+        if wanted == 1 or self._carried is None:
+            return address
+        instances = {f"{i.id:x}": i for i in self._parts.plane.models.instances(decision.instance.card.name)}
+        ordered = [instances[str(each["instance"])] for each in decision.candidates if str(each["instance"]) in instances]
+        addresses = [address]
+        for instance in (*ordered, *instances.values()):
+            if len(addresses) == wanted:
+                break
+            if self._carried.reaches(instance) and instance.card.http is not None and instance.card.http.address not in addresses:
+                addresses.append(instance.card.http.address)
+        return ",".join(addresses)
+
+    # The body
+
+    def changed_body(self, picked: Picked) -> bytes | None:
+        """Return the body as the picked endpoint has to get it; None: as it came."""
+        if not self.reads_body or "model" in self._parameters:
+            return None
+        encoding = encoding_of(value_of(self._headers, b"content-encoding"))
+        body, http = self.body.joined(), picked.decision.instance.card.http
+        assert http is not None
+        if encoding:
+            try:
+                body = decompress(body, encoding, self._parts.settings.body_limit(Reads.JSON))
+            except DynamoError:
+                return None
+        card = picked.decision.instance.card
+        if not picked.is_routed and model_in(body) not in (card.name, *card.aliases):
+            return None
+        changed = changed_body(body, model=picked.request.adapter or http.model, cache_salt=picked.request.cache_salt)
+        if changed is not None and encoding:
+            self.removed = ("content-encoding",)
+        return changed
+
+    async def _rewrite_model(self) -> GatewayRequest | None:
+        """Replace the model in the body by the one that a header names. Return the refusal of a body that is too long."""
+        limit, size, number = self._parts.settings.body_limit(Reads.JSON), 0, 0
+        while (part := await self.body.part(number)) is not None:
+            number, size = number + 1, size + len(part)
+            if size > limit:
+                return await self._too_large(PayloadTooLarge(f"the body is larger than {limit} bytes"))
+        body, encoding = self.body.joined(), encoding_of(value_of(self._headers, b"content-encoding"))
+        try:
+            body = decompress(body, encoding, limit) if encoding else body
+        except DynamoError as error:
+            return await self._too_large(error)
+        self._headers = tuple(header for header in self._headers if header[0] not in (b"content-encoding", b"content-length"))
+        self.removed = ("content-encoding",) if encoding else ()
+        self.body.replace(changed_body(body, model=self._rewrite) or body)
+        return None
+
+    async def _too_large(self, error: DynamoError) -> GatewayRequest:
+        request = GatewayRequest(self._method, self._path, self._headers, self._peer, self.body)
+        errors = OPENAI_ERRORS if self._operation is None else self._operation.errors
+        await Exchange(request, self._parts.settings).refuse(error, http_status(error), errors)
+        return request

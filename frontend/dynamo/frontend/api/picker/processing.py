@@ -1,0 +1,178 @@
+"""One call of the gateway: the messages about one request and its response.
+
+| body of the request comes | the endpoint is said in response to |
+|---|---|
+| in full duplex, as protocol 1.0.0 has it | the headers, when the body is complete; then the body is sent back in chunks |
+| buffered | the body |
+| in pieces, or not at all | the headers, without knowledge of the body: an endpoint with little load |
+
+Once the request is placed the call ends cleanly if this process is about to stop, which leaves the response alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from time import perf_counter
+from typing import Final
+
+from dynamo.common.errors import InvalidRequest, ShuttingDown
+from dynamo.frontend.api.picker import messages
+from dynamo.frontend.api.picker.headers import DROPPED, PLACEMENT, headers_of, served_by, subset_of, value_of
+from dynamo.frontend.api.picker.messages import GO_ON, body_chunks, chosen, refused
+from dynamo.frontend.api.picker.picking import Picked, PickerParts, Picking, Refused
+from dynamo.frontend.api.rpc.operation import Context
+from dynamo.frontend.api.rpc.streams import StreamDrain
+from dynamo.protos import ext_proc_pb2 as pb
+
+_FIRST_MESSAGE_S: Final = 30.0
+"""Within which a call has to say what it is about."""
+_WHOLE: Final = (pb.BUFFERED, pb.BUFFERED_PARTIAL)
+_DROPPED_REASONS: Final = {429: b"rejected-saturated", 503: b"rejected-no-endpoints", 504: b"rejected-ttl-expired"}
+
+
+class Processing:
+    def __init__(self, parts: PickerParts, drain: StreamDrain, context: Context) -> None:
+        self._parts = parts
+        self._drain = drain
+        self._context = context
+        self._request_mode: int = pb.FULL_DUPLEX_STREAMED
+        self._response_mode: int = pb.FULL_DUPLEX_STREAMED
+        self._status = 0
+        """The status of the response; 0: it has not begun."""
+        self._is_stream = False
+
+    async def run(self) -> None:
+        """Return when the response has ended. Raises InvalidRequest for a call that is none of the protocol."""
+        async with asyncio.timeout(_FIRST_MESSAGE_S):
+            message = await self._next()
+        if message is None or message.observability_mode:
+            return
+        if message.WhichOneof("request") != "request_headers":
+            raise InvalidRequest("the first message must have the headers of a request")
+        if message.HasField("protocol_config"):
+            self._request_mode = message.protocol_config.request_body_mode
+            self._response_mode = message.protocol_config.response_body_mode
+        headers = headers_of(message.request_headers)
+        subset = subset_of(message.metadata_context.filter_metadata)
+        is_whole = self._request_mode in (pb.FULL_DUPLEX_STREAMED, *_WHOLE)
+        has_body = is_whole and not message.request_headers.end_of_stream
+        picking = Picking(self._parts, headers, self._context.peer(), subset, has_body=has_body)
+        if message.request_headers.end_of_stream:
+            picking.body.add(b"", is_last=True)
+        async with picking:
+            try:
+                if await self._place(picking):
+                    await self._follow(picking)
+            except asyncio.CancelledError:  # the gateway has reset the call, as it does at the end of a response, too
+                if self._status:
+                    picking.end(self._status)
+                raise
+            if self._status:
+                picking.end(self._status)
+
+    async def _next(self) -> pb.ProcessingRequest | None:
+        data: object = await self._context.read()
+        return messages.read(data) if isinstance(data, bytes | memoryview) else None
+
+    # The request
+
+    async def _place(self, picking: Picking) -> bool:
+        """Say where the request goes. Return False if it goes nowhere."""
+        if self._request_mode in _WHOLE and picking.reads_body:
+            return await self._place_buffered(picking)
+        has_trailers = False
+        while picking.reads_body and not picking.body.is_complete and not picking.outcome.done():
+            message = await self._next()
+            if message is None:
+                return False
+            if has_trailers := message.WhichOneof("request") == "request_trailers":
+                picking.body.add(b"", is_last=True)
+            else:
+                picking.body.add(message.request_body.body, is_last=message.request_body.end_of_stream)
+        outcome = await self._outcome(picking)
+        if not isinstance(outcome, Picked):
+            return False
+        changed = picking.changed_body(outcome)
+        await self._context.write(chosen(outcome.endpoints, outcome.headers, picking.removed))
+        if picking.reads_body:
+            parts = picking.body.parts if changed is None else [changed]
+            for chunk in body_chunks(parts, is_last=picking.body.is_complete and not has_trailers):
+                await self._context.write(chunk)
+            picking.body.clear()
+            if has_trailers:
+                await self._context.write(GO_ON["request_trailers"])
+        return True
+
+    async def _place_buffered(self, picking: Picking) -> bool:
+        await self._context.write(GO_ON["request_headers"])
+        message = await self._next()
+        if message is None:
+            return False
+        picking.body.add(message.request_body.body, is_last=True)
+        outcome = await self._outcome(picking)
+        if not isinstance(outcome, Picked):
+            return False
+        if message.WhichOneof("request") == "request_body":
+            changed = picking.changed_body(outcome)
+            if changed is None and picking.removed:
+                changed = picking.body.joined()
+            await self._context.write(chosen(outcome.endpoints, outcome.headers, picking.removed, with_body=True, body=changed))
+        else:
+            await self._context.write(GO_ON["request_trailers"])
+        picking.body.clear()
+        return True
+
+    async def _outcome(self, picking: Picking) -> Picked | Refused:
+        began = perf_counter()
+        outcome = await picking.outcome
+        if isinstance(outcome, Picked):
+            self._parts.metrics.picked("routed" if outcome.is_routed else "least_loaded", perf_counter() - began)
+            return outcome
+        self._parts.metrics.picked("refused", perf_counter() - began)
+        headers = [*outcome.headers]
+        if (reason := _DROPPED_REASONS.get(outcome.status)) is not None:
+            headers.append((DROPPED.encode(), reason))
+        await self._context.write(refused(outcome.status, headers, outcome.body))
+        return outcome
+
+    # The response
+
+    async def _follow(self, picking: Picking) -> None:
+        """Follow the request to the end of its response."""
+        while (message := await self._next_or_stop()) is not None:
+            kind = message.WhichOneof("request")
+            if kind == "response_headers":
+                await self._begin_response(picking, message)
+            elif kind in ("request_body", "response_body"):
+                body = message.request_body if kind == "request_body" else message.response_body
+                mode = self._request_mode if kind == "request_body" else self._response_mode
+                if kind == "response_body" and self._is_stream and body.body:
+                    picking.begin()
+                if mode == pb.FULL_DUPLEX_STREAMED:
+                    for chunk in body_chunks([body.body], is_last=body.end_of_stream, kind=kind):
+                        await self._context.write(chunk)
+                else:
+                    await self._context.write(GO_ON[kind])
+            elif kind is not None:
+                await self._context.write(GO_ON[kind])
+
+    async def _next_or_stop(self) -> pb.ProcessingRequest | None:
+        """Return the next message; None at the end of the call, or when this process is about to stop."""
+        with suppress(ShuttingDown):
+            data = await self._drain.read(self._context)
+            return None if data is None else messages.read(data)
+        return None
+
+    async def _begin_response(self, picking: Picking, message: pb.ProcessingRequest) -> None:
+        headers = headers_of(message.response_headers)
+        status = value_of(headers, b":status")
+        self._status = int(status) if status.isdecimal() else 200
+        self._is_stream = value_of(headers, b"content-type").startswith("text/event-stream")
+        picked = picking.outcome.result()
+        assert isinstance(picked, Picked)
+        served = served_by(message.metadata_context.filter_metadata)
+        if served and served != picked.endpoints.partition(",")[0]:
+            self._parts.metrics.served_elsewhere()
+            picking.end()
+        await self._context.write(messages.response_headers({PLACEMENT: picked.headers[PLACEMENT]}))
