@@ -117,7 +117,8 @@ class Processing:
             changed = picking.changed_body(outcome)
             if changed is None and picking.removed:
                 changed = picking.body.joined()
-            await self._context.write(chosen(outcome.endpoints, outcome.headers, picking.removed, with_body=True, body=changed))
+            headers = outcome.headers if changed is None else {**outcome.headers, "content-length": str(len(changed))}
+            await self._context.write(chosen(outcome.endpoints, headers, picking.removed, with_body=True, body=changed))
         else:
             await self._context.write(GO_ON["request_trailers"])
         picking.body.clear()

@@ -1,0 +1,202 @@
+"""Who may have requests placed, whose turn it is, and what is refused: the rules of every other entry point."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo.frontend.api.guard import Accounts, Guard, watch_keys
+from dynamo.frontend.config import (
+    CapacityOptions,
+    PickerOptions,
+    QueueOptions,
+    RouterMode,
+    RouterOptions,
+    ServingOptions,
+    Thresholds,
+)
+from dynamo.frontend.security.keys import Limits, entry_for, make_key
+from dynamo.frontend.security.surfaces import Scope
+from tests.support.picker_edge import GatewayCall, PickerEdge, headers_of, open_picker_edge, pod_card
+from tests.support.waiting import until_free
+
+DESTINATION = "x-gateway-destination-endpoint"
+BODY = b'{"model": "talker", "prompt": "once upon a time", "max_tokens": 2}'
+BUSY = RouterOptions(mode=RouterMode.LEAST_LOADED, thresholds=Thresholds(active_prefill_tokens=8))
+"""One request makes an instance busy."""
+OBJECTIVES = PickerOptions(objectives=(("batch", -1), ("chat", 5)))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, str]:
+    """Keys by name: `all` may use every model, twice; `some` those whose names begin with `talk`; `other` none of them."""
+    made = {name: make_key() for name in ("all", "some", "other")}
+    once = Limits(requests_per_s=2)
+    (tmp_path / "keys.yaml").write_text(
+        entry_for(made["all"], "all", scopes=[Scope.INFER], limits=once)
+        + entry_for(made["some"], "some", scopes=[Scope.INFER], models=["talk*"])
+        + entry_for(made["other"], "other", scopes=[Scope.INFER], models=["walk*"])
+    )
+    return {**made, "file": str(tmp_path / "keys.yaml")}
+
+
+def guard_of(keys: dict[str, str]) -> Guard:
+    return Guard(Accounts(watch_keys(Path(keys["file"])), lambda: 0.0))
+
+
+async def sent(edge: PickerEdge, body: bytes = BODY, path: str = "/v1/completions", **headers: str) -> GatewayCall:
+    call = edge.call()
+    await call.headers(path, **headers)
+    await call.body(body)
+    return call
+
+
+async def outcome(edge: PickerEdge, body: bytes = BODY, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+    """Return the status of the refusal and its body, or 200 and the headers of a request that was placed; end the call."""
+    call = await sent(edge, body, path, **headers)
+    response = await call.read()
+    await call.ended()
+    if response.HasField("immediate_response"):
+        return response.immediate_response.status.code, json.loads(response.immediate_response.body)
+    return 200, headers_of(response)
+
+
+async def test_requests_need_the_keys_that_the_frontend_has(keys: dict[str, str]) -> None:
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        status, body = await outcome(edge)
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        assert (await outcome(edge, authorization="Bearer wrong"))[0] == 401
+        assert (await outcome(edge, x_api_key=keys["some"]))[0] == 200
+        status, body = await outcome(edge, authorization=f"Bearer {keys['other']}")
+        assert (status, body["error"]["type"]) == (403, "permission_error")
+        anthropic = b'{"model": "talker", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}'
+        status, body = await outcome(edge, anthropic, "/v1/messages")
+        assert (status, body["error"]["type"]) == (401, "authentication_error")  # in the words of the protocol
+        await until_free(edge.capacity)
+
+
+async def test_what_is_not_understood_is_for_keys_that_may_use_every_model(keys: dict[str, str]) -> None:
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        unclear = b'{"model": "talker", "prompt": 17}'
+        status, body = await outcome(edge, unclear, x_api_key=keys["some"])
+        assert status == 400 and "'prompt'" in body["error"]["message"]
+        assert (await outcome(edge, b"", "/v1/other", x_api_key=keys["some"]))[0] == 403
+        assert (await outcome(edge, unclear, x_api_key=keys["all"]))[1]["x-dynamo-placement"] == "least-loaded"
+
+
+async def test_limits_of_keys_hold_behind_a_gateway(keys: dict[str, str]) -> None:
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        statuses = [(await outcome(edge, x_api_key=keys["all"]))[0] for _ in range(3)]
+        assert statuses == [200, 200, 429]
+
+
+async def test_prompts_of_a_key_are_cached_apart_at_the_endpoint_as_well(keys: dict[str, str]) -> None:
+    async with open_picker_edge(pod_card(1, takes_cache_salt=True), guard=guard_of(keys)) as edge:
+        call = await sent(edge, x_api_key=keys["some"])
+        await call.read()
+        body = (await call.read()).request_body.response.body_mutation.streamed_response.body
+        assert json.loads(body)["cache_salt"]
+        await call.ended()
+
+
+async def test_without_room_a_request_waits_its_turn_unless_its_objective_says_that_it_is_shed() -> None:
+    serving = ServingOptions(queue=QueueOptions(size=10))
+    async with open_picker_edge(pod_card(1), router=BUSY, serving=serving, options=OBJECTIVES) as edge:
+        running = await sent(edge)
+        assert headers_of(await running.read())[DESTINATION] == "10.0.0.1:8000"
+        status, body = await outcome(edge, x_gateway_inference_objective="batch")
+        assert (status, body["error"]["code"]) == (429, "overloaded")
+        waiting = await sent(edge, x_llm_d_inference_objective="chat")
+        turn = asyncio.create_task(waiting.read())
+        await running.ended()
+        assert headers_of(await turn)[DESTINATION] == "10.0.0.1:8000"
+        await waiting.ended()
+        await until_free(edge.capacity)
+
+
+async def test_without_a_queue_requests_are_shed_while_all_endpoints_are_busy() -> None:
+    async with open_picker_edge(pod_card(1), router=BUSY) as edge:
+        running = await sent(edge)
+        await running.read()
+        call = await sent(edge)
+        refused = (await call.read()).immediate_response
+        assert refused.status.code == 429
+        headers = {option.header.key: option.header.raw_value for option in refused.headers.set_headers}
+        assert headers["x-llm-d-request-dropped-reason"] == b"rejected-saturated" and "content-length" not in headers
+        await call.ended()
+        await running.ended()
+
+
+async def test_those_that_a_fairness_id_names_have_turns_of_their_own() -> None:
+    serving = ServingOptions(queue=QueueOptions(size=10))
+    async with open_picker_edge(pod_card(1), router=BUSY, serving=serving) as edge:
+        running = await sent(edge)
+        await running.read()
+        order: list[str] = []
+
+        async def wait(name: str, call: GatewayCall) -> None:
+            await call.read()
+            order.append(name)
+            await call.ended()
+
+        waiting = []
+        for name in ("many", "many", "many", "one"):  # in the order of their arrival
+            call = await sent(edge, x_gateway_inference_fairness_id=name)
+            waiting.append(asyncio.create_task(wait(name, call)))
+            while sum(queued.requests for queued in edge.plane.waiting().values()) < len(waiting):
+                await asyncio.sleep(0)
+        await running.ended()
+        await asyncio.gather(*waiting)
+        assert order.index("one") < 3
+
+
+async def test_requests_and_their_bytes_are_counted_against_the_capacity_of_the_process() -> None:
+    async with open_picker_edge(capacity=CapacityOptions(max_concurrent_requests=1)) as edge:
+        running = await sent(edge)
+        await running.read()
+        assert (await outcome(edge))[0] == 429
+        await running.ended()
+        await until_free(edge.capacity)
+    async with open_picker_edge(capacity=CapacityOptions(max_buffered_bytes=2**20)) as edge:
+        long = json.dumps({"model": "talker", "prompt": "x" * 400_000}).encode()
+        assert (await outcome(edge, long))[0] == 429
+        await until_free(edge.capacity)
+
+
+@pytest.mark.parametrize("header", ["x-gateway-model-name-rewrite", "x-llm-d-model-name-rewrite"])
+async def test_a_header_names_another_model(header: str) -> None:
+    async with open_picker_edge(pod_card(1, "other"), pod_card(2)) as edge:
+        call = await sent(edge, b'{"model": "unknown", "prompt": "a"}', **{header.replace("-", "_"): "other"})
+        assert headers_of(await call.read())[DESTINATION] == "10.0.0.1:8000"
+        body = (await call.read()).request_body.response.body_mutation.streamed_response.body
+        assert json.loads(body) == {"model": "served", "prompt": "a"}
+        await call.ended()
+
+
+async def test_adapters_keep_their_names() -> None:
+    async with open_picker_edge(pod_card(1, adapters=("legal",))) as edge:
+        call = await sent(edge, b'{"model": "legal", "prompt": "a"}')
+        await call.read()
+        body = (await call.read()).request_body.response.body_mutation.streamed_response.body
+        assert json.loads(body)["model"] == "legal"
+        await call.ended()
+
+
+async def test_nothing_is_left_when_the_gateway_leaves_while_a_request_waits() -> None:
+    serving = ServingOptions(queue=QueueOptions(size=10))
+    async with open_picker_edge(pod_card(1), router=BUSY, serving=serving) as edge:
+        running = await sent(edge)
+        await running.read()
+        waiting = await sent(edge)
+        while not edge.plane.waiting():
+            await asyncio.sleep(0)
+        waiting.call.cancel()
+        while edge.plane.waiting():
+            await asyncio.sleep(0)
+        await running.ended()
+        await until_free(edge.capacity)
+        assert not len(edge.loads)
