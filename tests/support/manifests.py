@@ -161,6 +161,8 @@ def _value(
             return pod_name
         case {"valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}}:
             return "dynamo"
+        case {"valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}:
+            return "10.0.0.9"
         case {"valueFrom": {"resourceFieldRef": {"resource": resource}}}:
             kind, _, name = resource.partition(".")
             return str(math.ceil(quantity(spec["resources"][kind][name])))
