@@ -14,10 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import httpx2
 import pytest
+import trustme
 
 from dynamo.common.process.ports import free_ports
+from tests.support.certificates import Pair, issue, write_ca
 from tests.support.envoy import Change, Envoy, cluster, extensions, manager, start_envoy
 from tests.support.pod import Pod, serve_pod
 from tests.support.processes import FrontendProcess, frontend, worker
@@ -401,3 +405,46 @@ async def test_bookings_end_when_the_gateway_is_killed(
         await gate.idle()
         await envoy.start()
         assert (await http.post("/v1/completions", json=completion())).status_code == 200
+
+
+async def test_a_picker_with_an_authority_is_used_by_gateways_that_it_has_certified_alone(
+    etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+) -> None:
+    ca = trustme.CA()
+    authority = write_ca(ca, tmp_path / "ca.pem")
+    server, gateway_pair = issue(ca, tmp_path, "server"), issue(ca, tmp_path, "gateway", "gateway@example")
+
+    def speaking_tls(pair: Pair | None, config: dict[str, Any]) -> None:
+        context: dict[str, Any] = {
+            "alpn_protocols": ["h2"],
+            "validation_context": {
+                "trusted_ca": {"filename": str(authority)},
+                "match_typed_subject_alt_names": [{"san_type": "DNS", "matcher": {"exact": "localhost"}}],
+            },
+        }
+        if pair is not None:
+            files = {"certificate_chain": {"filename": str(pair.cert)}, "private_key": {"filename": str(pair.key)}}
+            context["tls_certificates"] = [files]
+        name = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+        cluster(config, "picker")["transport_socket"] = {
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": {"@type": name, "common_tls_context": context, "sni": "localhost"},
+        }
+
+    files = {"cert": server.cert, "key": server.key, "client-ca": authority}
+    flags = [part for kind, file in files.items() for part in (f"--endpoint-picker-tls-{kind}-file", str(file))]
+    async with gateway(etcd_server, nats_server, namespace, tmp_path, *flags, pods=1) as gate:
+        for pair, status in ((gateway_pair, 200), (None, 503)):
+            async with gate.envoy(partial(speaking_tls, pair)) as envoy, client(envoy) as http:
+                assert (await http.post("/v1/completions", json=completion())).status_code == status
+        # Envoy asked for its health, too, by the name of the service.
+        async with grpc.aio.secure_channel(
+            f"127.0.0.1:{gate.picker_port}",
+            grpc.ssl_channel_credentials(authority.read_bytes(), gateway_pair.key.read_bytes(), gateway_pair.cert.read_bytes()),
+        ) as channel:
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            for service in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+                request = b"" if not service else b"\n" + bytes([len(service)]) + service.encode()
+                assert await check(request) == b"\x08\x01", service
+            with pytest.raises(grpc.aio.AioRpcError, match="service or model not found"):
+                await check(b"\n\x04none")

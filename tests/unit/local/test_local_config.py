@@ -211,3 +211,10 @@ def test_a_worker_counts_when_it_has_registered_all_its_models() -> None:
     assert ready_workers({"worker 1": seen[:2], "worker 2": seen[2:3], "worker 3": seen[3:]}, 2) == 2
     assert ready_workers({}, 2) == 0
     assert [(model.card.name, len(model.instances)) for model in served_models(seen)] == [("a", 3), ("b", 2)]
+
+
+def test_workers_that_watch_servers_have_no_models_of_their_own() -> None:
+    flags = ("--url", "http://127.0.0.1:9101", "--url=http://127.0.0.1:9102", "--model-name", "far")
+    config = load(WorkerConfig, worker_command(read(*flags), ETCD, NATS)[3:], {}, program="dynamo-worker")
+    assert config.models == () and config.model_names == ("far",)
+    assert config.remote.urls == ("http://127.0.0.1:9101", "http://127.0.0.1:9102")

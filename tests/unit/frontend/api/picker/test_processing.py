@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from dynamo.frontend.api.picker.messages import CHUNK_BYTES
-from dynamo.frontend.config import HttpOptions, PickerOptions
+from dynamo.frontend.config import HttpOptions, PickerOptions, RouterMode, RouterOptions
 from dynamo.protos import ext_proc_pb2 as pb
 from tests.support.fakes import tensor_card
 from tests.support.http_edge import chat_card
@@ -274,3 +274,25 @@ async def test_messages_that_are_none_of_the_protocol_end_the_call() -> None:
         await watching.send(request_headers=pb.HttpHeaders(), observability_mode=True)
         assert await watching.ended() is grpc.StatusCode.OK
         await until_free(edge.capacity)
+
+
+async def test_a_prompt_goes_to_the_endpoint_that_has_its_beginning_cached() -> None:
+    cards = [pod_card(number, block_size=16) for number in range(1, 6)]
+    async with open_picker_edge(*cards, router=RouterOptions(mode=RouterMode.KV)) as edge:
+
+        async def placed(path: str, body: bytes) -> str:
+            call = edge.call()
+            await call.headers(path)
+            await call.body(body)
+            place = headers_of(await call.read())[DESTINATION]
+            await call.ended()
+            await until(lambda: not len(edge.loads))
+            return place
+
+        beginning = "a long beginning, " * 30
+        first = await placed("/v1/completions", completion(beginning))
+        assert [await placed("/v1/completions", completion(f"{beginning}{end}")) for end in range(5)] == [first] * 5
+        chat = {"model": "talker", "messages": [{"role": "user", "content": beginning}], "max_tokens": 2}
+        other = await placed("/v1/chat/completions", json.dumps(chat).encode())
+        chat["messages"] += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}]
+        assert await placed("/v1/messages", json.dumps(chat).encode()) == other  # the same conversation, by another protocol

@@ -8,7 +8,7 @@ What a client may cost is bounded, with a key or without:
 | updates of the header table's size at the start of a block | 2 | GOAWAY |
 | calls at once | `max_concurrent_streams` | RST_STREAM |
 | calls at once with those that were reset and whose handlers still run | twice `max_concurrent_streams` | RST_STREAM |
-| streams that were reset, by the client or for a fault of its | `_RESETS` at once, `_RESETS_PER_S` on average | GOAWAY |
+| resets of streams by the client before a response, or for its fault | `_RESETS` at once, `_RESETS_PER_S` on average | GOAWAY |
 | SETTINGS | `_SETTINGS` at once, one a second on average | GOAWAY |
 | frames without content between two that have some | `_IDLE_FRAMES` a second | GOAWAY |
 | PINGs while nothing is sent | one in `client_ping_interval_s` or, by option, in two hours; twice more often | GOAWAY |
@@ -599,9 +599,10 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     def _reset_received(self, stream: int, code: int) -> None:
         self._check_not_idle(stream, "RST_STREAM")
-        if not self._resets.spend(monotonic()):
-            raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "streams are reset too often")
         call = self._calls.get(stream)
+        has_waited = call is not None and call.out.has_begun  # no flood does; gateways end each of their calls so
+        if not has_waited and not self._resets.spend(monotonic()):
+            raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "streams are reset too often")
         if call is not None and not call.is_cancelled:
             call.cancel()
 

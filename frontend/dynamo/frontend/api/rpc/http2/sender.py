@@ -70,9 +70,9 @@ class Outgoing:
     """The response of one stream: what of it has not been sent."""
 
     __slots__ = (
-        "_has_begun",
         "drained",
         "encoding",
+        "has_begun",
         "held_bytes",
         "is_over",
         "key",
@@ -106,7 +106,8 @@ class Outgoing:
         """Pace at which the client reads what waits; None before the first check that sees it."""
         self.is_over = False
         """The last frame has been sent, or none will be."""
-        self._has_begun = False
+        self.has_begun = False
+        """Its headers have been sent."""
 
 
 class Sender:
@@ -235,7 +236,7 @@ class Sender:
     def fail(self, out: Outgoing, status: int, text: str, metadata: Metadata, http_status: int = 200) -> None:
         """End a response by a failure, without what waits."""
         self.drop(out, is_over=False)
-        if out._has_begun:
+        if out.has_begun:
             return self.finish(out, status, text, metadata)
         block = self.encoder.failure(status, text, metadata, http_status)
         self.control(encode_header_block(out.stream, END_STREAM, block, self.max_frame_bytes))
@@ -289,8 +290,8 @@ class Sender:
                 self._add_trailers(out, frames)
 
     def _add_head(self, out: Outgoing, frames: list[Buffer]) -> None:
-        if not out._has_begun:
-            out._has_begun = True
+        if not out.has_begun:
+            out.has_begun = True
             frames.append(encode_header_block(out.stream, 0, self.encoder.response(out.encoding), self.max_frame_bytes))
 
     def _add_frame(self, out: Outgoing, frames: list[Buffer], room: int) -> int:

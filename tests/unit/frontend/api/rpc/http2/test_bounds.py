@@ -50,7 +50,7 @@ class Service:
 
     def operations(self) -> list[GrpcOperation]:
         unaries = {"Say": self.say, "Wait": self.wait, "Large": self.large, "Lend": self.lend, "Keep": self.keep}
-        streams = {"Read": self.read, "Hold": self.hold}
+        streams = {"Read": self.read, "Hold": self.hold, "Begin": self.begin}
         return [
             *(unary(f"/test.Echo/{name}", method) for name, method in unaries.items()),
             *(bidirectional(f"/test.Echo/{name}", method) for name, method in streams.items()),
@@ -93,6 +93,11 @@ class Service:
     async def read(self, unused: object, context: Context) -> None:
         while isinstance(content := await context.read(), bytes | memoryview):
             self.received.append(len(content))
+
+    async def begin(self, unused: object, context: Context) -> None:
+        """Begin a response, and go on when the gate is open."""
+        await context.write(b".")
+        await self.gate.wait()
 
     async def hold(self, unused: object, context: Context) -> None:
         await self.gate.wait()
@@ -163,6 +168,17 @@ async def test_streams_that_a_client_resets_rapidly_end_its_connection() -> None
         for stream in range(1, 2401, 2):
             client.send(headers(stream), reset(stream))
         await ends_with(client, CALM)
+        await edge.assert_serving()
+
+
+async def test_streams_that_a_client_resets_when_it_has_a_response_are_no_flood() -> None:
+    """As gateways end their calls of a picker: with a reset, however many there are."""
+    async with serving() as edge, connected(edge.server.port) as client:
+        for stream in range(1, 2401, 2):
+            client.send(headers(stream, pairs=to("Begin")))
+            assert await client.next_of(frames.DATA) is not None, "the connection was ended"
+            client.send(reset(stream))
+        assert edge.server.connections
         await edge.assert_serving()
 
 
