@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,7 @@ def _cpu(measured: Measured, part: str, rate: float) -> tuple[str, str]:
 async def main(options: argparse.Namespace) -> bool:
     """Return whether a request failed."""
     print(f"{interpreter()}, {os.cpu_count()} processors, load average {os.getloadavg()[0]:.1f}", flush=True)
-    data, cases = smollm2(), BRIEF if options.brief else CASES
+    data, cases = smollm2(), BRIEF if options.brief else [replace(case, rate=case.rate * options.share) for case in CASES]
     tokenizer = Tokenizer(data, fast=True)
     results = {case.name: {kind: Measured() for kind in (WITHOUT, WITH)} for case in cases}
     async with AsyncExitStack() as stack:
@@ -212,6 +212,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pods", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=10.0, help="per case and round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--share", type=float, default=1.0, help="share of the rates that is sent, on a machine with other work")
     parser.add_argument("--brief", action="store_true", help="a run of some seconds")
     options = parser.parse_args()
     if options.brief:

@@ -7,7 +7,6 @@ import msgspec
 
 class _Fields(msgspec.Struct):
     model: str | None = None
-    cache_salt: str | None = None
 
 
 _fields_decoder = msgspec.json.Decoder(_Fields)
@@ -23,17 +22,21 @@ def model_in(body: bytes) -> str:
 
 
 def changed_body(body: bytes, *, model: str, cache_salt: str = "") -> bytes | None:
-    """Return a JSON object with these fields; None if it has them already, or cannot be read. An empty value changes nothing."""
+    """Return a JSON object with these fields; None if it has them already, or cannot be read. An empty value changes nothing.
+
+    The other fields keep their text: they are not decoded.
+    """
     try:
-        fields = _fields_decoder.decode(body)
-        changes = {
-            name: value
-            for name, value, is_there in (("model", model, fields.model), ("cache_salt", cache_salt, fields.cache_salt))
-            if value and value != is_there
-        }
-        if not changes:
-            return None
         values = _objects.decode(body)
+        wanted = {"model": model, "cache_salt": cache_salt}
+        changes = {name: value for name, value in wanted.items() if value and value != _text(values.get(name))}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
+    if not changes:
+        return None
     return msgspec.json.encode({**values, **{name: msgspec.Raw(msgspec.json.encode(value)) for name, value in changes.items()}})
+
+
+def _text(value: msgspec.Raw | None) -> str | None:
+    """Return a field's value. Raises ValidationError for one that is not a string."""
+    return None if value is None else msgspec.json.decode(value, type=str | None)

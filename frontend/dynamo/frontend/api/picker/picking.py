@@ -31,7 +31,7 @@ from dynamo.common.process.background import awaited
 from dynamo.frontend.api.calls import EXPLAIN
 from dynamo.frontend.api.declaration import Declaration, Reads
 from dynamo.frontend.api.guard import Guard
-from dynamo.frontend.api.http.compression import decompress, encoding_of
+from dynamo.frontend.api.http.compression import BRIEF_BYTES, decompress, encoding_of
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorForm
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Handler, Operation, within_declared
@@ -50,6 +50,10 @@ from dynamo.frontend.serving.carried import CarriedRequest
 from dynamo.frontend.serving.data_plane import DataPlane
 
 _PASSED_ON_STATUSES: Final = frozenset({400, 404, 405, 415, 422, 500, 501})
+_FINISH_S: Final = 1.0
+"""After the end of the response: the operation may still wait for another of its prompts to be placed."""
+_LONG_BYTES: Final = 128 * 1024
+"""Reading a longer body takes a turn of the event loop of its own."""
 _UNREACHABLE: Final = frozenset({502, 503, 504})
 _EXPLAINED: Final[Header] = (EXPLAIN.encode(), b"true")
 
@@ -154,7 +158,10 @@ class Picking:
                 request.watch.leave()
             else:
                 task.cancel()
-        await asyncio.wait([task])
+        await asyncio.wait([task], timeout=_FINISH_S)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
 
     # The response
 
@@ -268,45 +275,56 @@ class Picking:
 
     # The body
 
-    def changed_body(self, picked: Picked) -> bytes | None:
+    async def changed_body(self, picked: Picked) -> bytes | None:
         """Return the body as the picked endpoint has to get it; None: as it came."""
         if not self.reads_body or "model" in self._parameters:
             return None
-        encoding = encoding_of(value_of(self._headers, b"content-encoding"))
-        body, http = self.body.joined(), picked.decision.instance.card.http
-        assert http is not None
-        if encoding:
-            try:
-                body = decompress(body, encoding, self._parts.settings.body_limit(Reads.JSON))
-            except DynamoError:
-                return None
+        try:
+            body, encoding = await self._plain_body()
+        except DynamoError:
+            return None
         card = picked.decision.instance.card
+        assert card.http is not None
+        if len(body) > _LONG_BYTES:
+            await asyncio.sleep(0)
         if not picked.is_routed and model_in(body) not in (card.name, *card.aliases):
             return None
-        changed = changed_body(body, model=picked.request.adapter or http.model, cache_salt=picked.request.cache_salt)
+        changed = changed_body(body, model=picked.request.adapter or card.http.model, cache_salt=picked.request.cache_salt)
         if changed is not None and encoding:
             self.removed = ("content-encoding",)
         return changed
 
+    async def _plain_body(self) -> tuple[bytes, str]:
+        """Return the body without its encoding, and that. Raises DynamoError."""
+        body, encoding = self.body.joined(), encoding_of(value_of(self._headers, b"content-encoding"))
+        if not encoding:
+            return body, ""
+        settings = self._parts.settings
+        limit, is_long = settings.body_limit(Reads.JSON), len(body) > BRIEF_BYTES
+        return await settings.offload.run_if(is_long, decompress, body, encoding, limit), encoding
+
     async def _rewrite_model(self) -> GatewayRequest | None:
         """Replace the model in the body by the one that a header names. Return the refusal of a body that is too long."""
-        limit, size, number = self._parts.settings.body_limit(Reads.JSON), 0, 0
-        while (part := await self.body.part(number)) is not None:
-            number, size = number + 1, size + len(part)
-            if size > limit:
-                return await self._too_large(PayloadTooLarge(f"the body is larger than {limit} bytes"))
-        body, encoding = self.body.joined(), encoding_of(value_of(self._headers, b"content-encoding"))
+        settings, number = self._parts.settings, 0
+        limit, encoding = settings.body_limit(Reads.JSON), ""
         try:
-            body = decompress(body, encoding, limit) if encoding else body
+            with settings.capacity.holding() as occupied:
+                while (part := await self.body.part(number)) is not None:
+                    occupied.hold(len(part))
+                    number += 1
+                    if occupied.held_bytes > limit:
+                        raise PayloadTooLarge(f"the body is larger than {limit} bytes")
+                body, encoding = await self._plain_body()
+                self.body.replace(changed_body(body, model=self._rewrite) or body)
         except DynamoError as error:
             return await self._too_large(error)
         self._headers = tuple(header for header in self._headers if header[0] not in (b"content-encoding", b"content-length"))
         self.removed = ("content-encoding",) if encoding else ()
-        self.body.replace(changed_body(body, model=self._rewrite) or body)
         return None
 
     async def _too_large(self, error: DynamoError) -> GatewayRequest:
         request = GatewayRequest(self._method, self._path, self._headers, self._peer, self.body)
         errors = OPENAI_ERRORS if self._operation is None else self._operation.errors
-        await Exchange(request, self._parts.settings).refuse(error, http_status(error), errors)
+        settings = self._parts.settings
+        await Exchange(request, settings).refuse(error, http_status(error, settings.overload), errors)
         return request

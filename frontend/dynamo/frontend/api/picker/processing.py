@@ -17,6 +17,7 @@ from time import perf_counter
 from typing import Final
 
 from dynamo.common.errors import InvalidRequest, ShuttingDown
+from dynamo.frontend.api.declaration import within
 from dynamo.frontend.api.picker import messages
 from dynamo.frontend.api.picker.headers import DROPPED, PLACEMENT, headers_of, served_by, subset_of, value_of
 from dynamo.frontend.api.picker.messages import GO_ON, body_chunks, chosen, refused
@@ -43,8 +44,8 @@ class Processing:
         self._is_stream = False
 
     async def run(self) -> None:
-        """Return when the response has ended. Raises InvalidRequest for a call that is none of the protocol."""
-        async with asyncio.timeout(_FIRST_MESSAGE_S):
+        """Return when the response has ended. Raises InvalidRequest for a call that is none of the protocol, DeadlineExceeded."""
+        async with within(_FIRST_MESSAGE_S):
             message = await self._next()
         if message is None or message.observability_mode:
             return
@@ -93,7 +94,7 @@ class Processing:
         outcome = await self._outcome(picking)
         if not isinstance(outcome, Picked):
             return False
-        changed = picking.changed_body(outcome)
+        changed = await picking.changed_body(outcome)
         await self._context.write(chosen(outcome.endpoints, outcome.headers, picking.removed))
         if picking.reads_body:
             parts = picking.body.parts if changed is None else [changed]
@@ -114,7 +115,7 @@ class Processing:
         if not isinstance(outcome, Picked):
             return False
         if message.WhichOneof("request") == "request_body":
-            changed = picking.changed_body(outcome)
+            changed = await picking.changed_body(outcome)
             if changed is None and picking.removed:
                 changed = picking.body.joined()
             headers = outcome.headers if changed is None else {**outcome.headers, "content-length": str(len(changed))}
