@@ -25,8 +25,9 @@ from dynamo.frontend.config import CapacityOptions, GrpcOptions, OverloadStatus,
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.port_metrics import GrpcServerMetrics
 from dynamo.frontend.router.simple import RoundRobin
-from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
+from dynamo.frontend.serving.queue.starting import StandbyModels
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, FakeTexts, instance
 
@@ -89,6 +90,8 @@ async def open_edge(
     overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
     capacity: CapacityOptions | None = None,
     kserve: KserveServer | None = None,
+    standby: StandbyModels | None = None,
+    account: Account = ANONYMOUS,
 ) -> AsyncIterator[Edge]:
     """An edge whose instances 1, 2, … serve one card each; `edge.client.respond` says how they answer."""
     options = replace(options or GrpcOptions(), port=0, max_stream_requests=max_stream_requests)
@@ -98,13 +101,14 @@ async def open_edge(
     registry = CollectorRegistry()
     metrics = FrontendMetrics(registry)
     settings = ServingOptions(models=declared)
-    async with open_data_plane(directory, client, FakeLink(), RoundRobin(), FakeTexts(), metrics, settings) as plane:
+    link = FakeLink()
+    async with open_data_plane(directory, client, link, RoundRobin(), FakeTexts(), metrics, settings, standby=standby) as plane:
         readiness = Readiness()
         readiness.attach(plane)
         drain = StreamDrain()
         counted = Capacity(capacity)
         operations = [
-            *KserveService(plane, readiness, drain, options, lambda: ANONYMOUS, overload, counted, kserve).operations(),
+            *KserveService(plane, readiness, drain, options, lambda: account, overload, counted, kserve).operations(),
             *HealthService(plane, readiness).operations(),
             *ReflectionService((SERVICE, HEALTH_SERVICE, *REFLECTION_SERVICES), drain).operations(),
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import msgspec
 
@@ -26,8 +26,8 @@ class Capacity:
         self.requests = 0
         self.buffered_bytes = 0
         self._waiting: Counter[str] = Counter()
-        """Bytes of `buffered_bytes` that wait, by API key: incomplete messages, responses that are not read, and requests to
-        models that start."""
+        """Bytes of `buffered_bytes` that wait, by API key: incomplete messages, responses that are not read, and requests for
+        which there is no instance yet, or none with room."""
         self._streams: Counter[str] = Counter()
         """Streams of `requests`, by API key."""
 
@@ -100,18 +100,16 @@ class Capacity:
         if not self._waiting[key]:
             del self._waiting[key]
 
-    @contextmanager
-    def waiting(self, key: str, size_bytes: int) -> Iterator[None]:
-        """Count bytes that are held as waiting while the body runs. Raises RateLimited if a key has more than its share then."""
+    def wait_for_instance(self, key: str, size_bytes: int, own_bytes: int) -> None:
+        """Count bytes that are held as waiting, until `waiting_over`: of a request of which `own_bytes` wait already.
+
+        Raises RateLimited if a key would have more than its share then.
+        """
         waiting, left = self._waiting[key], self._options.max_buffered_bytes - self.buffered_bytes
-        if key and waiting and waiting + size_bytes > left:
-            message = f"{waiting} bytes of the API key '{key}' wait for models to start; the rest is for others"
+        if key and waiting > own_bytes and waiting + size_bytes > left:
+            message = f"{waiting} bytes of the API key '{key}' wait for instances; the rest is for others"
             raise RateLimited(message, retry_after_s=_RETRY_AFTER_S)
         self._waiting[key] += size_bytes
-        try:
-            yield
-        finally:
-            self.waiting_over(key, size_bytes)
 
     @contextmanager
     def unread(self, key: str, size_bytes: int) -> Iterator[None]:
@@ -138,6 +136,10 @@ class Occupancy(msgspec.Struct, eq=False):
     _requests: int
     held_bytes: int = 0
     _has_left: bool = False
+    _waiting_parts: int = 0
+    """Parts of the request that wait for an instance, such as one prompt of several."""
+    _waiting_bytes: int = 0
+    """What is counted as waiting for all of them together."""
 
     def hold(self, size_bytes: int) -> None:
         """Count bytes that are kept for the request until its end. Raises Overloaded."""
@@ -146,9 +148,24 @@ class Occupancy(msgspec.Struct, eq=False):
         self._capacity.hold(size_bytes)
         self.held_bytes += size_bytes
 
-    def waiting(self, key: str) -> AbstractContextManager[None]:
-        """Count what is held as waiting, for an API key, until the context is left. Raises RateLimited."""
-        return self._capacity.waiting(key, self.held_bytes)
+    @contextmanager
+    def waiting(self, key: str) -> Iterator[None]:
+        """Count what is held as waiting for an instance, for an API key, while the body runs: once, however many parts of the
+        request wait. Raises RateLimited."""
+        if self._has_left:
+            yield
+            return
+        more = max(0, self.held_bytes - self._waiting_bytes)
+        self._capacity.wait_for_instance(key, more, self._waiting_bytes)
+        self._waiting_bytes += more
+        self._waiting_parts += 1
+        try:
+            yield
+        finally:
+            self._waiting_parts -= 1
+            if not self._waiting_parts:
+                over, self._waiting_bytes = self._waiting_bytes, 0
+                self._capacity.waiting_over(key, over)
 
     def handed_over(self) -> Occupancy:
         """Return the occupancy of what goes on with the bytes of this request after its end. Raises Overloaded."""

@@ -93,7 +93,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     hold: Callable[[int], None] = hold_nothing
     """Counts bytes that are kept for the request until its end. Raises Overloaded."""
     waiting: Callable[[str], AbstractContextManager[None]] = wait_uncounted
-    """Counts all of them as waiting, for an API key, until the context is left. Raises RateLimited: others need room, too."""
+    """Counts all of them as waiting for an instance, for an API key, until the context is left. Raises RateLimited: others need
+    room, too."""
 
 
 class Work(RouteRequest, kw_only=True):

@@ -16,7 +16,7 @@ from dynamo.common.errors import DynamoError
 from dynamo.common.process.background import Tasks
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.security.accounts import ANONYMOUS
-from dynamo.frontend.serving.call import Call, Progress
+from dynamo.frontend.serving.call import Call, Progress, wait_uncounted
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ def _of_operator(call: Call) -> Call:
         request_type=RequestType.UNARY,
         progress=Progress(),
         span=None,
+        waiting=wait_uncounted,
     )
 
 

@@ -14,11 +14,10 @@ from typing import NoReturn
 
 import grpc
 import grpc.aio
-import msgspec
 
 from dynamo.common.errors import DeadlineExceeded, ShuttingDown, Unsupported
 from dynamo.common.logs import request_id as logged_id
-from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.model_card import ModelCard
 from dynamo.common.observability.reception import EdgeProtocol
 from dynamo.common.tensors.known_heads import KnownHeads
 from dynamo.common.tensors.message_limits import MessageScanner, parse_message
@@ -37,7 +36,7 @@ from dynamo.frontend.api.kserve.repository_requests import check_repository, loa
 from dynamo.frontend.api.kserve.server import NO_CUDA, KserveServer, check_cuda
 from dynamo.frontend.api.kserve.stream import KserveStream
 from dynamo.frontend.api.kserve.words import check_version, kserve_message
-from dynamo.frontend.api.rpc.handlers import PendingMessage, read_buffer
+from dynamo.frontend.api.rpc.handlers import PendingMessage, call_occupancy, read_buffer
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.api.statuses import grpc_status, log_failure, retry_after_s
@@ -45,7 +44,7 @@ from dynamo.frontend.config import GrpcOptions, OverloadStatus
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
-from dynamo.frontend.serving.call import Call, Progress, TensorSource
+from dynamo.frontend.serving.call import Call, Progress
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.protos import inference_pb2 as pb
@@ -69,7 +68,7 @@ class KserveService:
         capacity: Capacity | None = None,
         server: KserveServer | None = None,
     ) -> None:
-        """`capacity` is what requests within streams, and what is read for requests, count against; calls count elsewhere."""
+        """`capacity` is what requests within streams count against; calls count elsewhere."""
         self._plane = plane
         self._readiness = readiness
         self._drain = drain
@@ -143,7 +142,7 @@ class KserveService:
         progress = Progress()
         try:
             headers, left_s = context.invocation_metadata() or (), context.time_remaining()
-            call = read_call(self._account(), headers, left_s, progress=progress)
+            call = read_call(self._account(), headers, left_s, progress=progress, occupied=call_occupancy.get())
             request_id, explanation = call.request_id, call.explanation
             waits_ns = perf_counter_ns()
             data = await message.read() if isinstance(message, PendingMessage) else message
@@ -179,20 +178,11 @@ class KserveService:
             self._known_heads.add(request)
         if request.head.model_name != model.name:
             request = request.renamed(model.name)
-        if model.card.kind is ModelKind.TENSOR:
-            return self._plane.infer(model, request, call)
-        return self._infer_held(request, model, call)
+        return infer(self._plane, model, request, call)
 
     async def _infer_placed(self, request: TensorRequest, model: NamedModel, call: Call, peer: str) -> Buffer:
         placed = self._server.find_places(request, call.account, peer)
-        return place(await self._infer_held(request, model, call, placed), placed.places)
-
-    async def _infer_held(
-        self, request: TensorRequest, model: NamedModel, call: Call, source: TensorSource | None = None
-    ) -> Buffer:
-        """Return the response to a request that counts what is read and gathered for it."""
-        with self._capacity.holding() as occupied:
-            return await infer(self._plane, model, request, msgspec.structs.replace(call, hold=occupied.hold), source)
+        return place(await infer(self._plane, model, request, call, placed), placed.places)
 
     async def _model_stream_infer(self, unused: object, context: Context) -> None:
         request_id = ""

@@ -253,7 +253,7 @@ class KserveStream:
                 logged_id.set(request_id)
                 await self._respond(named, model, call, after)
 
-            call = msgspec.structs.replace(self._call, progress=progress, hold=occupied.hold)
+            call = msgspec.structs.replace(self._call, progress=progress, hold=occupied.hold, waiting=occupied.waiting)
             if self._plane.names.has_rule(request.head.model_name):
                 await serve(self._plane, call, request, respond, lambda: progress.responded)
             else:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from dynamo.common.errors import DeadlineExceeded, DynamoError, Overloaded
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.declaration import within
-from dynamo.frontend.api.rpc.handlers import PendingMessage, key_name, refuse
+from dynamo.frontend.api.rpc.handlers import PendingMessage, call_occupancy, key_name, refuse
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation, Handler
 from dynamo.frontend.config import OverloadStatus
 from dynamo.frontend.security.surfaces import Surface
@@ -49,6 +49,7 @@ def _bounded(
         occupied: Occupancy | None = None
         try:
             occupied = capacity.enter()
+            call_occupancy.set(occupied)
             if isinstance(request, bytes | memoryview):
                 occupied.hold(copies * len(request))
             elif isinstance(request, PendingMessage):

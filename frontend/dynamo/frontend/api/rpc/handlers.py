@@ -22,12 +22,16 @@ import grpc.aio
 
 from dynamo.common.errors import DynamoError, release
 from dynamo.common.tensors.tensors import Buffer
+from dynamo.frontend.api.capacity import Occupancy
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import OverloadStatus
 
 key_name: ContextVar[str] = ContextVar("key_name", default="")
 """Name of the API key of a call's caller, set by the guard: what arrives of its messages, and its streams, have a share."""
+
+call_occupancy: ContextVar[Occupancy | None] = ContextVar("call_occupancy", default=None)
+"""What a unary call occupies of the capacity of the process, set where that is counted."""
 
 
 class MessageSource(Protocol):

@@ -429,7 +429,7 @@ class DispatchedStream:
         shared, work = self._shared, self._work
         if queue.looks_at_caches:
             await shared.booker.hash_prompt(work, shared.candidates.select(work, self._attempts.failed))
-        with self._position(queue) as position:
+        with self._call.waiting(self._call.account.name), self._position(queue) as position:
             while True:
                 await position.turn()
                 candidates = shared.candidates.select(work, self._attempts.failed)

@@ -10,12 +10,20 @@ import grpc.aio
 import pytest
 
 from dynamo.common.errors import Overloaded
+from dynamo.common.etcd import Events, KeyValue, Put
 from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, summary_encoder
+from dynamo.common.scaling.pool import Pool
+from dynamo.common.scaling.standby import Standby, encode_standby
 from dynamo.frontend.api.capacity import Occupancy
 from dynamo.frontend.config import CapacityOptions
+from dynamo.frontend.fleet.standby import StandbyView
+from dynamo.frontend.router.demand import WaitingRequests
+from dynamo.frontend.security.accounts import KeyAccount
+from dynamo.frontend.security.keys import ApiKey
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import Edge, open_edge
-from tests.support.fakes import FakeStream, echo_tensor, llm_card, tensor_card
+from tests.support.fake_etcd import FakeEtcd
+from tests.support.fakes import ENDPOINT, FakeStream, echo_tensor, llm_card, tensor_card
 from tests.support.waiting import until, until_free
 
 MIB = 2**20
@@ -139,3 +147,30 @@ async def test_what_a_whole_text_is_gathered_from_counts_while_it_grows(is_strea
                 problem = ""
             assert (words in problem, bool(words)) == (True, bool(problem))
             await until_free(edge.capacity)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_what_requests_of_a_key_hold_that_wait_for_a_start_leaves_room_for_others(is_stream: bool) -> None:
+    view, record = StandbyView(FakeEtcd(), "dynamo"), Standby(card=tensor_card(), endpoint=ENDPOINT)  # type: ignore[arg-type]
+    view.apply(Events((Put(KeyValue(record.key, encode_standby(record), 2)),), 2))
+    key = KeyAccount(ApiKey(name="heavy", salt=b"", digest=b""))
+    async with open_edge(capacity=CapacityOptions(max_buffered_bytes=10 * MIB), standby=view, account=key) as edge:
+        running, waiting = [], Pool(tensor_card().name)
+
+        async def infer() -> None:
+            if not is_stream:
+                await edge.infer(request(2 * MIB))
+                return
+            stream = edge.stream(metadata=(("triton_grpc_error", "true"),))
+            await stream.send(request(2 * MIB))
+            await stream.read()
+
+        for number in range(1, 3):
+            running.append(asyncio.create_task(infer()))
+            await until(lambda count=number: edge.plane.waiting().get(waiting) == WaitingRequests(count))  # type: ignore[misc]
+        with pytest.raises(grpc.aio.AioRpcError, match="of the API key 'heavy' wait for instances") as refusal:
+            await infer()
+        assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for each in running:
+            each.cancel()
+        await until_free(edge.capacity)

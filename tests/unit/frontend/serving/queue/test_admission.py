@@ -12,16 +12,17 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from dynamo.common.discovery import Instance
-from dynamo.common.errors import DeadlineExceeded, NoInstances, Overloaded
+from dynamo.common.errors import DeadlineExceeded, NoInstances, Overloaded, RateLimited
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.tensors.request import TensorRequest
-from dynamo.frontend.config import QueueOptions, QueuePolicy, ServingOptions
+from dynamo.frontend.api.capacity import Capacity
+from dynamo.frontend.config import CapacityOptions, QueueOptions, QueuePolicy, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision, TooLate
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.keys import ApiKey
-from dynamo.frontend.serving.call import Call, Work
+from dynamo.frontend.serving.call import Call, Work, wait_uncounted
 from dynamo.frontend.serving.data_plane import open_data_plane
 from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
@@ -81,11 +82,13 @@ class Fleet:
         self.done: list[str] = []
 
     def stream(self, name: str, *, prompt: int = 1, account: Account = ANONYMOUS, **more: object) -> DispatchedStream:
-        """`more` is the deadline, or belongs to the work."""
+        """`more` is the deadline, or how its bytes count while it waits, or belongs to the work."""
         deadline: Any = more.pop("deadline", None)
+        waiting: Any = more.pop("waiting", wait_uncounted)
         body, tokens = name.encode(), bytes(4 * prompt)
         work = Work(model="adder", verb="infer", body=body, metrics=self.metrics, prompt=tokens, cache_salt=name, **more)  # type: ignore[arg-type]
-        return self.dispatcher.stream(work, Call(account=account, request_id=name, deadline=deadline))
+        call = Call(account=account, request_id=name, deadline=deadline, waiting=waiting)
+        return self.dispatcher.stream(work, call)
 
     def send(self, name: str, **request: Any) -> asyncio.Task[None]:
         async def sent() -> None:
@@ -543,6 +546,26 @@ async def test_a_heavy_key_that_fills_the_queue_makes_room_for_a_light_one() -> 
     await serve_all(fleet, tasks)
     assert sorted(fleet.done) == ["h0", "h1", "h2", "l0", "l1"]
     assert max(fleet.waiting) == 4
+
+
+@in_virtual_time
+async def test_what_the_requests_of_a_key_hold_that_wait_in_line_leaves_room_for_others() -> None:
+    fleet, capacity, tasks = Fleet(30), Capacity(CapacityOptions(max_buffered_bytes=1000)), []
+    for number in range(5):
+        occupied = capacity.enter()
+        occupied.hold(150)
+        tasks.append(fleet.send(f"h{number}", account=key("heavy"), waiting=occupied.waiting))
+        await asyncio.sleep(0.1)
+        if tasks[-1].done():
+            occupied.leave()
+    assert [task.done() for task in tasks] == [False, False, False, True, True]
+    with pytest.raises(RateLimited, match="300 bytes of the API key 'heavy' wait for instances"):
+        await tasks.pop()
+    occupied = capacity.enter()
+    occupied.hold(400)
+    tasks[-1] = fleet.send("l0", account=key("light"), waiting=occupied.waiting)
+    await serve_all(fleet, tasks)
+    assert fleet.done == ["h0", "h1", "l0", "h2"]
 
 
 @in_virtual_time

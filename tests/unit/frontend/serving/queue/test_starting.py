@@ -378,11 +378,35 @@ async def test_what_the_requests_of_a_key_hold_that_wait_for_a_start_leaves_room
             if tasks[-1].done():
                 occupied.leave()
         assert [task.done() for task in tasks] == [False, False, True, True]
-        with pytest.raises(RateLimited, match="400 bytes of the API key 'a' wait for models to start"):
+        with pytest.raises(RateLimited, match="400 bytes of the API key 'a' wait for instances"):
             await tasks[2]
         fleet.directory.add(instance(2))
         assert await asyncio.gather(*tasks[:2]) == [b"response"] * 2
-        with capacity.waiting("a", 1000), pytest.raises(RateLimited), capacity.waiting("a", 1):
+        capacity.wait_for_instance("a", 1000, 0)  # of those that waited nothing is counted any more
+        with pytest.raises(RateLimited):
+            capacity.wait_for_instance("a", 1, 0)
+
+
+async def test_a_request_of_several_prompts_that_wait_for_a_start_counts_once() -> None:
+    capacity = Capacity(CapacityOptions(max_buffered_bytes=1000))
+    occupied = capacity.enter()
+    occupied.hold(400)
+    async with open_fleet() as fleet:
+        fleet.stand_by(tensor_card())
+        key = KeyAccount(ApiKey(name="a", salt=b"", digest=b""))
+        tasks = [fleet.send(account=key, waiting=occupied.waiting) for _ in range(3)]
+        await settled()
+        occupied.hold(100)
+        tasks.append(fleet.send(account=key, waiting=occupied.waiting))
+        await settled()
+        assert not any(task.done() for task in tasks)
+        other = capacity.enter()
+        other.hold(1)
+        with pytest.raises(RateLimited, match="500 bytes of the API key 'a'"), other.waiting("a"):
+            pass
+        fleet.directory.add(instance(2))
+        assert await asyncio.gather(*tasks) == [b"response"] * 4
+        with other.waiting("a"):
             pass
 
 
