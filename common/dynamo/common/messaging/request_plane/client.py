@@ -62,6 +62,8 @@ class RequestClient:
         self._copies: deque[tuple[RequestStream, Work[Reference | None]]] = deque()
         """Bodies that are being copied; a turn of the event loop copies a part of one."""
         self.credits = ResponseCredits(limits)
+        self.parts_bytes = 0
+        """What parts of responses take in memory that are incomplete."""
 
     @property
     def open_streams(self) -> int:
@@ -124,6 +126,17 @@ class RequestClient:
             self._copies.append((stream, steps))
         if self._copies:
             self.loop.call_soon(self._copy_part)
+
+    def hold_parts(self, size_bytes: int) -> bool:
+        """Count parts of a response that is incomplete; return False, and count nothing, if all together take too much."""
+        if self.parts_bytes + size_bytes > self.limits.max_buffered_bytes:
+            return False
+        self.parts_bytes += size_bytes
+        return True
+
+    def release_parts(self, size_bytes: int) -> None:
+        """The response is complete, or dropped."""
+        self.parts_bytes -= size_bytes
 
     def forget(self, stream: RequestStream, peer: InstancePeer) -> None:
         self._streams.pop(stream.id, None)

@@ -39,7 +39,7 @@ class PlaneLimits:
     max_body_bytes: int = 512 * MIB
     """Longer request or response bodies are refused."""
     max_buffered_bytes: int = 1024 * MIB
-    """Request bodies held by one instance; more is refused as overload."""
+    """Request bodies held by one instance, and incomplete responses held by one caller; more is refused as overload."""
     max_open_requests: int = 4096
     """Requests open at one instance; more is refused as overload."""
     beat_s: float = 0.5

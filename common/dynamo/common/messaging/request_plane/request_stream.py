@@ -43,6 +43,10 @@ _SMALL_CREDIT_BYTES = 64 * 1024
 _OVERDRAFT_BYTES = 64 * 1024
 """More than an instance can send beyond its credit by mistakes of counting."""
 _MOST_RETRY_AFTER_S = 3600.0
+_MOST_PARTS = 1_000_000
+"""Messages that a response may come in: empty ones, which no instance sends, are bounded too."""
+_PART_COST = 256
+"""Bytes that a part of a response takes in memory beside its own."""
 _SHARES_OF_WINDOW = 4
 """What was read is counted when it is such a part of a window: counting it for each token costs more than reading the token."""
 
@@ -70,6 +74,7 @@ class RequestStream:
         "_over",
         "_parts",
         "_parts_bytes",
+        "_parts_held",
         "_peer",
         "_read",
         "_responses",
@@ -143,6 +148,8 @@ class RequestStream:
         self._responses: list[Buffer] = []
         self._parts: list[memoryview] = []
         self._parts_bytes = 0
+        self._parts_held = 0
+        """What the client counts for them."""
         self._over = False
         self._failure: DynamoError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -343,15 +350,21 @@ class RequestStream:
 
     def on_chunk(self, frame: frames.Chunk) -> None:
         self._expected += 1
-        self._parts.append(frame.body)
+        # A small part is copied: else it would keep the whole message, which may be much larger.
+        self._parts.append(frame.body if frame.body.nbytes >= _PART_COST else memoryview(bytes(frame.body)))
         self._parts_bytes += frame.body.nbytes
         if frame.index != len(self._parts) - 1:
             self._on_gap()
-        elif self._parts_bytes > self._client.limits.max_body_bytes:
+        elif self._parts_bytes > self._client.limits.max_body_bytes or len(self._parts) > _MOST_PARTS:
             self._abort(PayloadTooLarge(f"the response is larger than {self._client.limits.max_body_bytes} bytes"))
+        elif not self._client.hold_parts(held := frame.body.nbytes + _PART_COST):
+            most = self._client.limits.max_buffered_bytes
+            self._abort(Overloaded(f"responses that are received in parts take {most} bytes already", retry_after_s=1.0))
         elif self._responses:
+            self._parts_held += held
             self._uncredited += frame.body.nbytes + FRAME_COST
         else:  # the reader waits for this response, which may be larger than the window
+            self._parts_held += held
             self._consumed(frame.body.nbytes + FRAME_COST)
             self._request_credit()
 
@@ -418,8 +431,13 @@ class RequestStream:
         self._useful_credit = max(self._useful_credit, self._parts_bytes + body.nbytes)
         if not self._parts:
             return body
-        parts, self._parts, self._parts_bytes = self._parts, [], 0
+        parts = self._parts
+        self._drop_parts()
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _drop_parts(self) -> None:
+        self._client.release_parts(self._parts_held)
+        self._parts, self._parts_bytes, self._parts_held = [], 0, 0
 
     def _on_gap(self) -> None:
         self._abort(InstanceGone(self._peer.instance, "lost part of its response on the way", is_alive=True))
@@ -514,6 +532,8 @@ class RequestStream:
             self._timer.cancel()
         if self._credit is not None:
             self._credit.close(self)
+        if self._parts:
+            self._drop_parts()
         if self._useful_credit >= LARGE_RESPONSE_BYTES or self._peer.response_bytes:
             self._peer.learn(self._verb, self._useful_credit)
         self._client.forget(self, self._peer)

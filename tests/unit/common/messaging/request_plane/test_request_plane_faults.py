@@ -264,6 +264,34 @@ async def test_an_instance_that_sends_without_credit_fails_its_stream(gathered: 
             await stream.read()
 
 
+@pytest.mark.parametrize("size", [0, 10_000])
+@in_virtual_time
+async def test_an_instance_that_sends_parts_of_a_response_without_end_fails_its_stream(size: int) -> None:
+    async with plane({"held": Held()}, client=PlaneLimits(max_buffered_bytes=MIB)) as p, p.open("held") as stream:
+        await asyncio.sleep(0.1)
+        for number in range(10_000):
+            publish_as_instance(p, frames.Chunk(stream.id, number, memoryview(bytes(size))))
+        with pytest.raises(Overloaded, match="in parts take 1048576 bytes already"):
+            await stream.result()
+        assert p.client.parts_bytes == 0
+
+
+@in_virtual_time
+async def test_parts_of_responses_count_until_these_are_complete_or_their_callers_leave() -> None:
+    async with plane({"held": Held()}, client=PlaneLimits(max_buffered_bytes=MIB)) as p:
+        streams = [p.open("held") for _ in range(3)]
+        await asyncio.sleep(0.1)
+        for stream in streams:
+            publish_as_instance(p, frames.Chunk(stream.id, 0, memoryview(bytes(MIB // 2 - 1000))))
+        with pytest.raises(Overloaded):
+            await streams[2].result()
+        publish_as_instance(p, frames.End(streams[0].id, 1, memoryview(b"x")))
+        assert len(await streams[0].result()) == MIB // 2 - 1000
+        assert MIB // 2 > p.client.parts_bytes > MIB // 2 - 1000
+        streams[1].cancel()
+        assert p.client.parts_bytes == 0
+
+
 @pytest.mark.parametrize("retry_after_s", [float("nan"), float("inf"), -1.0, 1e9])
 @in_virtual_time
 async def test_an_overloaded_instance_that_names_no_time_to_wait_gets_the_default(retry_after_s: float) -> None:
