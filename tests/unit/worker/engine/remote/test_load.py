@@ -70,6 +70,24 @@ def test_a_rank_has_a_load_of_its_own_and_its_share_of_the_blocks() -> None:
     assert read_load(page, Rank(2, 3)) is None
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{"9" * 5000}"}} 1',
+        f'vllm:cache_config_info{{block_size="{"9" * 3000}"}} 1',
+        f"vllm:cache_config_info{{{'a' * 200_000}}} 1",
+        "vllm:num_requests_waiting 999999999999999999e99",
+        "sglang:num_pages 9e99",
+        "vllm:kv_cache_usage_perc 9e99",
+    ],
+)
+def test_absurd_metrics_of_a_server_are_left_out_or_cut(line: str) -> None:
+    load = read_load(f"vllm:num_requests_running 2\n{line}\n")
+    assert load is not None
+    assert load.running == 2
+    assert max(load.waiting, load.block_size, load.total_blocks, round(load.cache_usage * load.total_blocks)) <= 1 << 40
+
+
 async def test_each_rank_of_a_server_is_an_instance(tmp_path: Path) -> None:
     async with serve_vllm(SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
         server.metrics = VLLM + VLLM_RANK

@@ -36,6 +36,7 @@ _VLLM_FEATURES = frozenset(
 _TENSORRT_FEATURES = frozenset({Feature.GUIDED, Feature.LOGIT_BIAS})
 _SERVER_LOGPROBS = 20
 """Logprobs that a server allows unless configured otherwise."""
+_ID_DIGITS = 10
 _ID_PREFIX = "token_id:"
 
 
@@ -286,6 +287,6 @@ class ChatReader(StreamReader):
 
 def _token_id(name: str) -> int:
     number = name.removeprefix(_ID_PREFIX)
-    if number == name or not number.isdecimal():
+    if number == name or not number.isdecimal() or len(number) > _ID_DIGITS:
         raise EngineError(f"the server names a token {name[:40]!r} although 'return_tokens_as_token_ids' is set")
     return int(number)

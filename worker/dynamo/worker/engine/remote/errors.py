@@ -7,6 +7,7 @@ import msgspec
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, PayloadTooLarge, Unavailable, Unsupported
 
 _MAX_MESSAGE_CHARS = 1000
+_STATUS_DIGITS = 3
 _STATUSES = {
     "invalid_request_error": 400,
     "rate_limit_error": 429,
@@ -59,7 +60,7 @@ def read_failure(status: int, body: bytes, retry_after: str = "") -> DynamoError
 def stream_error(error: ServerError) -> DynamoError:
     """Return our error for one that ends a stream. A server that has begun a response is not too busy for it, but lost it."""
     code = str(error.code)
-    status = int(code) if code.isdecimal() else _STATUSES.get(error.type, 500)
+    status = int(code) if code.isdecimal() and len(code) <= _STATUS_DIGITS else _STATUSES.get(error.type, 500)
     return to_error(502 if status == 503 else status, error.message)
 
 

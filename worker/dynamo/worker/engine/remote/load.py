@@ -24,6 +24,9 @@ _CACHE_USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc
 _CACHE_CONFIG = frozenset({"vllm:cache_config_info", "sglang:cache_config_info"})
 """With size and number of the blocks as labels; SGLang has gauges of their own for them since 0.5.11."""
 _SAMPLE = re.compile(r"^([a-z]+:\w+)(?:\{(.*)\})? ([0-9]{1,18}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?: \d+)?$")
+_MAX_LINE_CHARS = 4096
+_MOST = 1 << 40
+"""A larger number of requests, tokens or blocks is read as this one: load reports could not say it."""
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -53,7 +56,7 @@ def read_load(text: str, rank: Rank | None = None) -> ServerLoad | None:
     is_known = False
     engine = None if rank is None else str(rank.number)
     for line in text.splitlines():
-        match = _SAMPLE.match(line)
+        match = _SAMPLE.match(line) if len(line) <= _MAX_LINE_CHARS else None
         if match is None:
             continue
         name, labels, value = match[1], match[2] or "", float(match[3])
@@ -73,16 +76,22 @@ def read_load(text: str, rank: Rank | None = None) -> ServerLoad | None:
             # vLLM says the blocks of all ranks with each of them.
             total_blocks = max(total_blocks, blocks) if name.startswith("vllm:") else total_blocks + blocks
         elif name == "sglang:page_size":
-            block_size = round(value)
+            block_size = _whole(value)
         elif name == "sglang:num_pages":
-            total_blocks += round(value)
+            total_blocks += _whole(value)
     if rank is not None:
         total_blocks //= rank.count
-    return ServerLoad(round(running), round(waiting), usage, block_size, total_blocks) if is_known else None
+    total_blocks = min(total_blocks, _MOST)
+    return ServerLoad(_whole(running), _whole(waiting), min(usage, 1.0), block_size, total_blocks) if is_known else None
+
+
+def _whole(value: float) -> int:
+    return round(min(value, _MOST))
 
 
 def _integer(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
+    """Return the number that a label says; 0 if it says none, or an absurd one."""
+    return int(text) if text is not None and text.isdecimal() and len(text) <= len(str(_MOST)) else 0
 
 
 class LoadFollower:
