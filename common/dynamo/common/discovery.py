@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Annotated, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -33,6 +33,8 @@ _OTHER_RECORD = re.compile(rf"{ROOT}/%[a-z]")
 """Keys of records that are no registrations; no encoded namespace looks like this."""
 MAX_CARD_BYTES = MAX_REGISTRATION_BYTES - 64 * 1024
 """The largest card of a model that is loaded at run time: the rest of a registration, and operators' aliases, fit beside it."""
+MAX_PROCESS_INSTANCES = 1024
+"""Planners count processes by it: a registration with a larger number would have them end all others of its pool."""
 _SUBJECT = re.compile(r"[^\s*>]+")
 
 
@@ -51,7 +53,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = UNNAMED
     process: str = ""
     """Name of the process, given by what started it: that of its pod, for example; empty: it has none."""
-    process_instances: int = 1
+    process_instances: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROCESS_INSTANCES)] = 1
     """How many instances the process has: what ends it ends all of them."""
 
     @property

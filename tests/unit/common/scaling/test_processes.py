@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
-from dynamo.common.discovery import Instance, decode_registration, encode_registration
+from dynamo.common.discovery import MAX_PROCESS_INSTANCES, Instance, decode_registration, encode_registration
+from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, Role
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.scaling.pool import Pool
@@ -31,6 +33,13 @@ def test_registrations_of_workers_that_do_not_say_it_are_read() -> None:
     del content["process"], content["process_instances"]
     entry = decode_registration(registration(1, "").key, msgspec.json.encode(content))
     assert (entry.process, entry.process_instances) == ("", 1)
+
+
+@pytest.mark.parametrize("number", [0, -1, MAX_PROCESS_INSTANCES + 1, 10**9])
+def test_a_registration_cannot_say_that_one_process_has_a_whole_fleet(number: int) -> None:
+    content = msgspec.json.decode(encode_registration(registration(1, "pod-a")))
+    with pytest.raises(InvalidRequest, match="process_instances"):
+        decode_registration(registration(1, "").key, msgspec.json.encode(content | {"process_instances": number}))
 
 
 def test_the_instances_of_a_process_are_those_that_it_says_in_this_pool() -> None:
