@@ -152,10 +152,13 @@ def image_part(data: bytes) -> dict[str, Any]:
     return {"type": "image", "sha256": sha256(data).digest(), "data": data}
 
 
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What one engine step added to one choice. Trailing fields at their default are not sent."""
 
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[TokenId, ...] = ()
     index: int = 0
     """Which of the request's `n` choices."""
     finish_reason: FinishReason | None = None

@@ -48,7 +48,7 @@ from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.request_scope import RequestScope
-from dynamo.frontend.serving.text.reported_usage import usage_within
+from dynamo.frontend.serving.text.reported_usage import cached_within, usage_within
 from dynamo.frontend.serving.text.text_models import DeltaDecoder, TextModel, TextModels, Vocabulary
 
 _END_TOKENS = 16
@@ -120,6 +120,7 @@ class Generation:
         self._metrics = model.metrics
         self._card = card = model.card
         self._takes_text = card.llm is not None and card.llm.takes_text
+        self._context_length = 0 if card.llm is None else card.llm.context_length
         self._migration_limit = 0 if self._takes_text else migration_limit
         self._request = request
         self._call = scope.call
@@ -441,7 +442,7 @@ class Generation:
         texts = []
         count = 0
         unfinished, feed = self._unfinished, self._detokenizer.feed
-        received, budget = self._received, self._budget
+        received, budget, limit = self._received, self._budget, self._prompt.stop.max_tokens
         for delta in deltas:
             if delta.index not in unfinished:
                 raise EngineError("the engine went on with a choice that it had finished, or that was not requested")
@@ -450,6 +451,8 @@ class Generation:
             tokens = delta.tokens
             count += len(tokens) or bool(delta.text)
             received[delta.index].extend(tokens)
+            if limit is not None and (beyond := len(received[delta.index]) - limit) > 0:
+                count -= min(beyond, len(tokens))  # a key pays for no more than it wanted
             if delta.finish_reason is not None:
                 unfinished.remove(delta.index)
             if (text := feed(delta)) is not None:
@@ -476,8 +479,7 @@ class Generation:
             summary = Summary(prompt_tokens=prompt_tokens, output_tokens=self._scope.output_tokens)
         elif self._takes_text:  # its engine may not count tokens
             received = Summary(prompt_tokens=prompt_tokens, output_tokens=self._scope.output_tokens)
-            context_length = 0 if self._card.llm is None else self._card.llm.context_length
-            summary = usage_within(self._prompt, context_length, summary, received)
+            summary = usage_within(self._prompt, self._context_length, summary, received)
             self._scope.settle(summary.prompt_tokens, summary.output_tokens)
         elif self._was_resumed:  # the last instance counts tokens of the response as prompt
             summary = msgspec.structs.replace(
@@ -495,7 +497,7 @@ class Generation:
                 queue_ms=summary.queue_ms + prefill.summary.queue_ms,
                 prefill_ms=prefill.summary.prefill_ms,
             )
-        self.summary = summary
+        self.summary = summary = summary if self._takes_text else cached_within(self._prompt, summary)
         decision = self._stream.decision
         computed_at = prefill.instance if prefill is not None else None if decision is None else decision.instance.id
         if computed_at is not None:

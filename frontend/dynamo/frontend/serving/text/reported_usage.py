@@ -31,3 +31,12 @@ def usage_within(request: GenerateRequest, context_length: int, reported: Summar
         output_tokens=output_tokens or received.output_tokens,
         cached_tokens=min(reported.cached_tokens, prompt_tokens),
     )
+
+
+def cached_within(request: GenerateRequest, reported: Summary) -> Summary:
+    """Return `reported` with no more cached tokens than the prompt has, of an engine that takes tokens.
+
+    Only the engine knows how many tokens an image is.
+    """
+    most = max(request.prompt_tokens, reported.prompt_tokens) if request.media else request.prompt_tokens
+    return reported if reported.cached_tokens <= most else msgspec.structs.replace(reported, cached_tokens=most)

@@ -415,6 +415,41 @@ async def test_an_engine_that_reports_less_than_nothing_fails_the_request(field:
             await read_all(generation)
 
 
+async def test_no_more_of_a_prompt_counts_as_cached_than_there_is() -> None:
+    def respond(stream: FakeStream) -> None:
+        stream.data(delta(1, 2, finish=FinishReason.STOP))
+        stream.end(summary_encoder.encode(Summary(prompt_tokens=5, output_tokens=2, cached_tokens=1 << 53)))
+
+    async with front(respond) as f, generate(f.plane, text_request(), CALL) as generation:
+        await read_all(generation)
+        assert generation.summary == Summary(prompt_tokens=5, output_tokens=2, cached_tokens=5)
+
+
+async def test_tokens_beyond_those_that_were_requested_are_not_charged() -> None:
+    def respond(stream: FakeStream) -> None:
+        for tokens in ((1, 2), (3, 4, 5, 6), (7,)):
+            asyncio.get_running_loop().call_soon(stream.data, delta(*tokens, finish=FinishReason.STOP if 7 in tokens else None))
+        asyncio.get_running_loop().call_soon(stream.end, b"")
+
+    ledger = Ledger()
+    account = KeyAccount(ApiKey(name="team", salt=b"", digest=b""), lambda: 0.0, ledger=ledger)
+    call = msgspec.structs.replace(CALL, account=account)
+    async with front(respond) as f, generate(f.plane, text_request(max_tokens=4), call) as generation:
+        assert tokens_of(await read_all(generation)) == [1, 2, 3, 4, 5, 6, 7]
+    [row] = ledger.rows(ledger.today())
+    assert (row.prompt_tokens, row.completion_tokens) == (5, 4)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32, 1 << 63])
+async def test_a_token_that_is_none_fails_the_request(token: int) -> None:
+    def respond(stream: FakeStream) -> None:
+        stream.data(msgspec.msgpack.encode([[token], 0, "stop"]))
+
+    async with front(respond) as f, generate(f.plane, text_request(), CALL) as generation:
+        with pytest.raises(EngineError, match="response cannot be read"):
+            await read_all(generation)
+
+
 async def test_migrations_are_limited() -> None:
     engine = TokenEngine([1] * 9, lost)
     async with front(engine, settings=ServingOptions(retry=RetryOptions(migration_limit=2))) as f:
