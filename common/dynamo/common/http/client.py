@@ -196,6 +196,8 @@ class HttpResponse:
         self._keeps_alive = False
         self.has_begun = False
         """Whether a part of it has arrived."""
+        self._head_bytes = 0
+        """Received since the last part of the body: of the head, and of trailers."""
         self._body: list[bytes] = []
         self._line = bytearray()
         """The beginning of a line of events."""
@@ -208,7 +210,8 @@ class HttpResponse:
     # What the parser calls
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        if not self._has_head:  # trailers have no meaning here
+            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
@@ -222,11 +225,8 @@ class HttpResponse:
         self._keeps_alive = self._parser.should_keep_alive()
 
     async def read_head(self) -> None:
-        received = 0
         while not self._has_head:
-            received += await self._receive()
-            if received > _MAX_HEAD_BYTES and not self._has_head:
-                raise EngineError(f"the server at {self._client} sent a head of more than {_MAX_HEAD_BYTES} bytes")
+            await self._receive()
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Yield the body as it arrives. Raises Unavailable if the connection ends before it."""
@@ -279,14 +279,18 @@ class HttpResponse:
             raise EngineError(f"the server at {self._client} sent an event of more than {MAX_BODY_BYTES} bytes")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
-    async def _receive(self) -> int:
+    async def _receive(self) -> None:
         data = await self._client.read(self._reader)
         self.has_begun = True
+        parts = len(self._body)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             raise EngineError(f"the server at {self._client} does not speak HTTP/1.1: {error}") from error
-        return len(data)
+        self._head_bytes = 0 if len(self._body) > parts else self._head_bytes + len(data)
+        if self._head_bytes > _MAX_HEAD_BYTES and not (self._has_head and self._is_complete):
+            what = "trailers" if self._has_head else "a head"
+            raise EngineError(f"the server at {self._client} sent {what} of more than {_MAX_HEAD_BYTES} bytes")
 
 
 def _parse(url: str) -> SplitResult:

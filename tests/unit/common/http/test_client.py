@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from dynamo.common.errors import Unavailable
+from dynamo.common.errors import EngineError, Unavailable
 from dynamo.common.http.client import HttpClient
 from tests.support.waiting import expiring
 
@@ -109,6 +109,29 @@ async def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:
         await client.fetch("GET", "/")
         assert await client.fetch("GET", "/") == (200, b"ok"), "sent again, since nothing came of it"
         assert server.connections == 2
+
+
+@pytest.mark.parametrize(
+    ("response", "what"),
+    [
+        (b"HTTP/1.1 200 OK\r\nx: " + b"v" * 100_000, "a head"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000, "a head"),
+        (CHUNKED[:-2] + b"name: value\r\n" * 20_000, "trailers"),
+        (CHUNKED[:-2] + b"name: " + b"v" * 200_000, "trailers"),
+        (ENDLESS + b"1;" + b"v" * 200_000, "trailers"),
+    ],
+)
+async def test_heads_and_trailers_of_a_response_are_bounded(response: bytes, what: str) -> None:
+    async with Server(response).client() as client:
+        with pytest.raises(EngineError, match=f"sent {what} of more than 65536 bytes"):
+            await client.fetch("GET", "/")
+
+
+async def test_a_long_body_in_small_chunks_is_no_long_head() -> None:
+    body = b"1\r\nx\r\n" * 50_000
+    async with Server(ENDLESS + body + b"0\r\nname: value\r\n\r\n").client() as client:
+        status, content = await client.fetch("GET", "/")
+        assert (status, len(content)) == (200, 50_008)
 
 
 async def test_a_request_is_not_sent_again_to_a_server_that_is_silent() -> None:
