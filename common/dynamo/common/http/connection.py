@@ -37,6 +37,7 @@ _PROBE_S = 0.1
 _MAX_HEADERS = 256
 """A header of four bytes takes a hundred in memory. Those of one step may be more until they are refused."""
 _INVALID = 400, "Invalid HTTP request received."
+_OUT_OF_MEMORY = 503, "The server has no memory left for the request."
 _HEAD_TOO_LARGE = 431, "The head of the request is too large."
 _UNKNOWN_ENCODING = 501, "The only transfer encoding that is supported is chunked."
 
@@ -246,8 +247,9 @@ class HttpConnection(asyncio.Protocol):
                 break
             except httptools.HttpParserUpgrade as upgrade:
                 rest = self._without_upgrade(rest[upgrade.args[0] :])
-            except httptools.HttpParserError:
-                return self._fail(*self._refusal)
+            except httptools.HttpParserError as error:
+                is_full = isinstance(error.__context__, MemoryError)  # which a callback raised
+                return self._fail(*(_OUT_OF_MEMORY if is_full else self._refusal))
         if self._in_head and (self._head_bytes > self._limits.max_head_bytes or len(self._headers) > _MAX_HEADERS):
             self._fail(*_HEAD_TOO_LARGE)
 

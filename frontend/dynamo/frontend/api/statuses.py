@@ -28,30 +28,31 @@ _STATUSES: dict[Code, tuple[grpc.StatusCode, int]] = {
 MAX_MESSAGE_CHARS = 1024
 """Longer messages are cut: gRPC carries them in a header, and clients refuse headers above 8 KiB."""
 UNFORESEEN = "internal error"
+_NO_MEMORY = "the server has no memory left for the request"
 
 _log = logging.getLogger(__name__)
 
 
 def grpc_status(error: BaseException, overload: OverloadStatus = OverloadStatus.UNAVAILABLE) -> grpc.StatusCode:
-    """Return the gRPC status of an error; INTERNAL unless it is a DynamoError."""
+    """Return the gRPC status of an error; INTERNAL unless it is a DynamoError, or no memory is left."""
     if not isinstance(error, DynamoError):
-        return grpc.StatusCode.INTERNAL
+        return grpc.StatusCode.UNAVAILABLE if isinstance(error, MemoryError) else grpc.StatusCode.INTERNAL
     if error.code is Code.OVERLOADED and overload is OverloadStatus.TOO_MANY_REQUESTS:
         return grpc.StatusCode.RESOURCE_EXHAUSTED
     return _STATUSES[error.code][0]
 
 
 def http_status(error: BaseException, overload: OverloadStatus = OverloadStatus.UNAVAILABLE) -> int:
-    """Return the HTTP status of an error; 500 unless it is a DynamoError."""
+    """Return the HTTP status of an error; 500 unless it is a DynamoError, or no memory is left."""
     if not isinstance(error, DynamoError):
-        return 500
+        return 503 if isinstance(error, MemoryError) else 500
     return int(overload) if error.code is Code.OVERLOADED else _STATUSES[error.code][1]
 
 
 def public_message(error: BaseException) -> str:
     """Return what the caller may read: the sentence of a DynamoError, but no detail of a failure inside this system."""
     if not isinstance(error, DynamoError):
-        return UNFORESEEN
+        return _NO_MEMORY if isinstance(error, MemoryError) else UNFORESEEN
     if error.code is Code.INTERNAL and not isinstance(error, EngineError):
         return UNFORESEEN
     text = str(error) or UNFORESEEN

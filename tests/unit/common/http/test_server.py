@@ -324,6 +324,17 @@ async def test_streams_are_chunked_and_go_to_the_end_of_the_connection_in_http_1
             assert (await client.rest()).endswith(b"\r\n\r\none two three")
 
 
+async def test_a_body_for_which_there_is_no_memory_is_no_mistake_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(request: HttpRequest, data: bytes) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(HttpRequest, "add", add)
+    async with serving() as side, side.client() as client:
+        await client.send(post("/", 100) + bytes(50))
+        status, _, body = await client.response()
+        assert (status, body) == (503, b"The server has no memory left for the request.")
+
+
 async def test_a_response_to_head_has_no_body() -> None:
     async with serving() as side, side.client() as client:
         await client.send(b"HEAD /x HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")

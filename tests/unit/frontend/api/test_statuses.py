@@ -54,6 +54,7 @@ S = grpc.StatusCode
         (EngineError("x"), S.INTERNAL, 500),
         (DynamoError("x"), S.INTERNAL, 500),
         (ValueError("x"), S.INTERNAL, 500),
+        (MemoryError(), S.UNAVAILABLE, 503),
     ],
 )
 def test_each_failure_has_its_statuses(error: Exception, grpc_code: grpc.StatusCode, http_code: int) -> None:
