@@ -179,9 +179,11 @@ class Planning:
             self._watch.remember(pool)
             before = self._targets.get(pool)
             there = len(views[pool].instances) if pool in views else 0
-            number = max(0 if before is None else before.instances, current.get(pool, there if before is None else 0))
-            self._targets[pool] = replace(before or PoolTarget(pool=pool, instances=0), instances=number)
             most = self._config.bounds.bounds_of(pool.model).most
+            # What the key says beyond the bounds and what there is may be a slip or worse, and would be started.
+            wanted = 0 if before is None else min(before.instances, max(most, there))
+            number = max(wanted, current.get(pool, there if before is None else 0))
+            self._targets[pool] = replace(before or PoolTarget(pool=pool, instances=0), instances=number)
             if number > most:
                 when_s = self._config.bounds.cool_down_s
                 log.warning("%s has %d instances, and may have %d: the others are taken away in %g s", pool, number, most, when_s)

@@ -19,7 +19,7 @@ from dynamo.common.names import InstanceId
 from dynamo.common.process.background import running
 from dynamo.common.scaling.demand import ArrivalTotals, DemandReport, PoolDemand
 from dynamo.common.scaling.pool import Pool
-from dynamo.common.scaling.targets import PoolTarget, Targets, decode_targets, encode_targets, targets_key
+from dynamo.common.scaling.targets import MAX_INSTANCES, PoolTarget, Targets, decode_targets, encode_targets, targets_key
 from dynamo.planner.config import PlannerConfig
 from dynamo.planner.executors.base import ExecutorFailed
 from dynamo.planner.observe.bus import FleetBus
@@ -237,6 +237,17 @@ async def test_a_new_leader_begins_with_what_the_platform_is_told_where_that_is_
     made.executor.told[CHAT] = 6
     await made.rounds()
     assert made.written() == {CHAT: 6}
+
+
+@pytest.mark.parametrize("there", [1, 20])
+@in_virtual_time
+async def test_a_leader_starts_no_fleet_because_the_key_says_so(there: int) -> None:
+    made = await begun("--max-instances", "8", there=there)
+    absurd = Targets(planner="another", targets=(PoolTarget(pool=CHAT, instances=MAX_INSTANCES),))
+    for _ in range(2):  # one that begins, and one that leads already
+        await made.etcd.put(targets_key("dynamo"), encode_targets(absurd))
+        await made.rounds(2)
+        assert made.written() == made.executor.told == {CHAT: max(8, there)}
 
 
 @in_virtual_time
