@@ -277,6 +277,10 @@ def new_stoppers(stop_strings: Sequence[str], n: int) -> Sequence[Stopper | None
     return [Stopper(stops, first) for _ in range(n)]
 
 
+_LONG_TEXT_CHARS = 256
+"""Text that comes together, as of engines that take text, from which on looking for whole stop strings costs less."""
+
+
 class Stopper:
     """Searches the text of one choice, cut anywhere, for stop strings.
 
@@ -299,16 +303,39 @@ class Stopper:
         """Return text that cannot be part of a stop string. Must not be called after a hit."""
         if not self.held and self._first.search(text) is None:
             return text
-        before = len(self.held)
         whole = self.held + text
-        for end, character in enumerate(text, before + 1):
-            hit = self._advance(character)
-            if hit is not None:
-                self.hit, self.held = hit, ""
-                return whole[: end - len(hit)]
+        end, hit = self._read_long(whole, text) if len(text) > _LONG_TEXT_CHARS else self._read(text, len(self.held))
+        if hit is not None:
+            self.hit, self.held = hit, ""
+            return whole[: end - len(hit)]
         certain = len(whole) - max(self._matched)
         self.held = whole[certain:]
         return whole[:certain]
+
+    def _read(self, text: str, before: int) -> tuple[int, str | None]:
+        """Read text after `before` characters that are held. Return where a stop string ends, and which one; None: nowhere."""
+        for end, character in enumerate(text, before + 1):
+            hit = self._advance(character)
+            if hit is not None:
+                return end, hit
+        return 0, None
+
+    def _read_long(self, whole: str, text: str) -> tuple[int, str | None]:
+        """Do as `_read` does with the end of `whole`, which begins with what is held, without a look at each character."""
+        ends = [
+            (begin + len(stop.text), -len(stop.text), stop.text) for stop in self._stops if (begin := whole.find(stop.text)) >= 0
+        ]
+        if ends:
+            end, _, hit = min(ends)
+            return end, hit
+        for index, stop in enumerate(self._stops):
+            matched, tail = self._matched[index], text
+            if len(text) >= len(stop.text):  # no more than its end can be the beginning of the stop string
+                matched, tail = 0, whole[len(whole) - len(stop.text) + 1 :]
+            for character in tail:
+                matched = stop.advance(matched, character)
+            self._matched[index] = matched
+        return 0, None
 
     def _advance(self, character: str) -> str | None:
         hit: str | None = None

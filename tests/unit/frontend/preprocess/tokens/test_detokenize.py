@@ -1,4 +1,5 @@
 import random
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer as Model
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import Delta, FinishReason
 from dynamo.frontend.preprocess.text import TextDelta
-from dynamo.frontend.preprocess.tokens.detokenize import Detokenizer
+from dynamo.frontend.preprocess.tokens.detokenize import Detokenizer, new_stoppers
 from dynamo.frontend.preprocess.tokens.tokenizer import Tokenizer
 
 CORPUS = ["hello world, the quick brown fox jumps over the lazy dog. 日本語の文 🦙 é ü naïve END stop STOP\n"] * 20
@@ -317,3 +318,43 @@ def test_ids_are_checked_against_the_vocabulary() -> None:
     for wrong in (-1, BYTES.vocabulary_size):
         with pytest.raises(InvalidRequest, match=f"token id {wrong}"):
             BYTES.check_ids([0, wrong, 1])
+
+
+@settings(max_examples=300)
+@given(
+    text=st.text("ab", max_size=40),
+    stops=st.lists(st.text("ab", min_size=1, max_size=12), min_size=1, max_size=3),
+    first=st.integers(0, 20),
+    long=st.integers(250, 600),
+)
+def test_stop_strings_are_found_in_long_text_as_in_short(text: str, stops: list[str], first: int, long: int) -> None:
+    texts = [text[:first], "c" * 300 + text[first:] + "ab" * (long // 2), text]
+    for pieces in (texts, [text[:first] + "c" * 300 + text[first:]], ["ab" * (long // 2) + text, *texts]):
+        expected, at_once = new_stoppers(stops, 2)
+        assert expected is not None and at_once is not None
+        for piece in pieces:
+            one_by_one = ""
+            for character in piece:
+                one_by_one += expected.push(character)
+                if expected.hit is not None:
+                    break
+            assert (at_once.push(piece), at_once.hit, at_once.held) == (one_by_one, expected.hit, expected.held)
+            if expected.hit is not None:
+                break
+
+
+def test_long_text_is_not_looked_at_character_by_character() -> None:
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    [stopper] = new_stoppers([f"s{number}" for number in range(32)], 1)
+    assert stopper is not None
+    sys.setprofile(count)
+    try:
+        stopper.push("ssss" * 100_000)
+    finally:
+        sys.setprofile(None)
+    assert calls < 1000
