@@ -148,6 +148,11 @@ class RequestScope:
             self._ticket.charge(tokens)
         self.input_tokens = tokens
 
+    def _give_prompt_back(self) -> None:
+        if self._ticket is not None:
+            self._ticket.charge(-self.input_tokens)
+        self.input_tokens = 0
+
     def responded(self) -> None:
         """The first part of the response has arrived; `tokens` implies it."""
         self.call.progress.responded = True
@@ -182,9 +187,11 @@ class RequestScope:
         if self.is_over:
             return
         self.is_over = True
-        expected = self.call.expected_tokens
-        if expected and not self.input_tokens and self.call.progress.sent > self._sent_before:
+        expected, was_sent = self.call.expected_tokens, self.call.progress.sent > self._sent_before
+        if expected and not self.input_tokens and was_sent:
             self._take_prompt(expected)  # an instance has had the work, although no response says of how many tokens
+        elif error is not None and self.input_tokens and not was_sent:
+            self._give_prompt_back()  # no instance has had it
         if self._is_logged:
             log.debug("request ends: %s", "success" if error is None else repr(error))
         self._timer.finish(error, input_tokens=self.input_tokens, cached_tokens=cached_tokens)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, RateLimited
+from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, NoInstances, RateLimited
 from dynamo.common.tensors.check import RequestChecker
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
@@ -198,6 +198,22 @@ def test_an_estimate_is_charged_once_sent_unless_the_model_counts(sent: int, cou
     assert [row.prompt_tokens for row in ledger.rows(ledger.today())] == [charged]
     metric = requests.registry.get_sample_value("dynamo_frontend_input_sequence_tokens_sum", {"model": "m"})
     assert (metric or 0) == charged
+
+
+@pytest.mark.parametrize("sent", [0, 1])
+def test_a_prompt_that_no_instance_was_sent_is_not_charged(sent: int) -> None:
+    ledger = Ledger()
+    requests, account = Requests(), limited(ledger, tokens_per_minute=100)
+    made = call(account)
+    made.progress.sent = 5  # to a model that a rule tried before
+    with requests.scope(made) as scope:
+        scope.prompt(60, 40)
+        assert account.rate_limits()[0].remaining == 0
+        scope.call.progress.sent += sent
+        scope.fail(NoInstances("m"))
+    assert account.rate_limits()[0].remaining == 100 - 60 * sent
+    [row] = ledger.rows(ledger.today())
+    assert (row.requests, row.errors, row.prompt_tokens) == (1, 1, 60 * sent)
 
 
 def test_a_request_that_may_use_more_tokens_than_are_left_is_refused() -> None:
