@@ -35,7 +35,6 @@ MAX_CARD_BYTES = MAX_REGISTRATION_BYTES - 64 * 1024
 """The largest card of a model that is loaded at run time: the rest of a registration, and operators' aliases, fit beside it."""
 MAX_PROCESS_INSTANCES = 1024
 """Planners count processes by it: a registration with a larger number would have them end all others of its pool."""
-_SUBJECT = re.compile(r"[^\s*>]+")
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +104,8 @@ def decode_registration(key: str, value: bytes) -> Instance:
     instance.card.check()
     if instance.key != key:
         raise InvalidRequest(f"its content belongs under {instance.key}")
-    if not _SUBJECT.fullmatch(instance.subject):
-        raise InvalidRequest(f"{instance.subject!r} is not a subject to send requests to")
+    if instance.subject != instance.endpoint.rpc_subject(instance.id):  # callers publish there with permissions that workers lack
+        raise InvalidRequest(f"{instance.subject[:200]!r} is not the subject that takes its requests")
     return instance
 
 

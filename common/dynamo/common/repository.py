@@ -6,7 +6,6 @@ RepositoryIndex, and send `repository_load` and `repository_unload` to all of th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -28,7 +27,6 @@ NOT_LOADED = "not loaded"
 UNLOADED = "unloaded"
 """The reason of a model that was unloaded on request."""
 MAX_INDEX_BYTES = 1024 * 1024
-_SUBJECT = re.compile(r"[^\s*>]+")
 
 
 class ControlMode(StrEnum):
@@ -104,8 +102,8 @@ def decode_repository(key: str, value: bytes) -> RepositoryInstance:
     check_protocol(instance.protocol)
     if instance.key != key:
         raise InvalidRequest(f"its content belongs under {instance.key}")
-    if not _SUBJECT.fullmatch(instance.subject):
-        raise InvalidRequest(f"{instance.subject!r} is not a subject to send requests to")
+    if instance.subject != instance.endpoint.rpc_subject(instance.id):  # see `discovery.decode_registration`
+        raise InvalidRequest(f"{instance.subject[:200]!r} is not the subject that takes its requests")
     return instance
 
 

@@ -38,6 +38,18 @@ def instance(number: int, card: ModelCard | None = None, started_at: float | Non
     )
 
 
+FOREIGN_SUBJECTS = (
+    "",
+    "$KV.dynamo-batches.space.file.e3b0.file-1",
+    "$JS.API.STREAM.PURGE.OBJ_dynamo-responses-large",
+    "dynamo.space.limits",
+    "dynamo.space.backend.2.rpc",
+    "dynamo.other.backend.1.rpc",
+    "dynamo.space.backend.*.rpc",
+)
+"""Where frontends may publish, by their permissions in NATS, and a worker may not have them do so."""
+
+
 def put(*instances: Instance) -> dict[str, bytes | None]:
     return {instance.key: encode_registration(instance) for instance in instances}
 
@@ -68,8 +80,8 @@ def test_fields_of_a_newer_worker_are_no_obstacle() -> None:
     ("change", "words"),
     [
         ({"id": 7}, "belongs under"),
-        ({"subject": "dynamo.>"}, "not a subject"),
-        ({"subject": ""}, "not a subject"),
+        ({"subject": "dynamo.>"}, "not the subject"),
+        ({"subject": ""}, "not the subject"),
         ({"id": -1}, "belongs under"),
         ({"started_at": "noon"}, "cannot be read"),
         ({"endpoint": {"namespace": "other", "component": "backend", "name": "generate"}}, "belongs under"),
@@ -289,3 +301,11 @@ def test_a_registration_of_a_version_further_apart_is_left_out_and_named_until_i
     assert not view.registered()
     view.apply({key: None})
     assert view.other_protocols == {}
+
+
+@pytest.mark.parametrize("subject", FOREIGN_SUBJECTS)
+def test_a_registration_has_no_requests_sent_to_the_subject_of_something_else(subject: str) -> None:
+    value = encode_registration(msgspec.structs.replace(instance(1), subject=subject))
+    with pytest.raises(InvalidRequest, match="not the subject that takes its requests"):
+        decode_registration(instance(1).key, value)
+    assert not View().apply({instance(1).key: value})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from dynamo.common.errors import InvalidRequest
@@ -32,6 +33,13 @@ def test_a_registration_is_read_as_it_was_written_and_only_where_it_belongs() ->
     for key, value in ((instance(6).key, given.encode()), (given.key, b"{}"), (given.key, b"\xff")):
         with pytest.raises(InvalidRequest):
             decode_repository(key, value)
+
+
+@pytest.mark.parametrize("subject", ["", "$KV.dynamo-usage.dynamo.day", "dynamo.dynamo.backend.6.rpc"])
+def test_a_repository_has_no_requests_sent_to_the_subject_of_something_else(subject: str) -> None:
+    given = msgspec.structs.replace(instance(5), subject=subject)
+    with pytest.raises(InvalidRequest, match="not the subject that takes its requests"):
+        decode_repository(given.key, given.encode())
 
 
 def test_an_index_that_is_too_long_goes_without_its_reasons() -> None:
