@@ -255,13 +255,13 @@ class View:
         self._by_key: dict[str, Instance] = {}
         self._of_instance: dict[InstanceId, dict[str, Instance]] = {}
         """The registrations of each instance, by key."""
-        self._with_names: dict[str, Instance] = {}
-        """The registrations that have aliases or adapters, by key."""
+        self._by_name: dict[str, dict[str, Instance]] = {}
+        """The registrations that have an alias or adapter, by that and by key."""
         self._down: set[InstanceId] = set()
         # Filled on demand, cleared by changes. Only registered names get in, since clients choose which names are looked up.
         self._serving: dict[str, dict[str, tuple[Instance, ...]]] = {}
         """By model, then by the name that was looked up."""
-        self._names: dict[str, _OtherName] | None = None
+        self._names: dict[str, _OtherName] = {}
         self._warned: set[str] = set()
         self._other_protocols: dict[str, int] = {}
 
@@ -285,9 +285,7 @@ class View:
         """Return the model that a name stands for; None if it is not registered."""
         if name in self._models:
             return name
-        if self._names is None:
-            self._names = self._find_names()
-        other = self._names.get(name)
+        other = self._other_name(name)
         return None if other is None else other.model
 
     def models(self) -> list[str]:
@@ -392,9 +390,9 @@ class View:
         self._by_key[key] = instance
         self._of_instance.setdefault(instance.id, {})[key] = instance
         self._models.setdefault(instance.card.name, _ModelRegistrations()).add(instance)
-        if other_names(instance.card):
-            self._with_names[key] = instance
-            self._names = None
+        for name in dict.fromkeys(other_names(instance.card)):
+            self._by_name.setdefault(name, {})[key] = instance
+            self._names.clear()
 
     def _remove(self, key: str, instance: Instance) -> None:
         del self._by_key[key]
@@ -403,8 +401,12 @@ class View:
         if not registrations:
             del self._of_instance[instance.id]
         self._models[instance.card.name].remove(instance)
-        if self._with_names.pop(key, None) is not None:
-            self._names = None
+        for name in dict.fromkeys(other_names(instance.card)):
+            holders = self._by_name[name]
+            del holders[key]
+            if not holders:
+                del self._by_name[name]
+            self._names.clear()
 
     def _settle(self, name: str, added: list[Instance], removed: list[Instance]) -> tuple[list[Instance], list[Instance]]:
         """Complete a change of one model's registrations. Return what it added to those that count, and removed from them."""
@@ -414,7 +416,7 @@ class View:
         removed = [instance for instance in removed if _contract(instance.card) == contract]
         left_out: Iterable[Instance]
         if model.choose():
-            self._names = None
+            self._names.clear()
             new = set(map(id, added))
             removed += [instance for instance in members if id(instance) not in new]
             added, left_out = list(model.agreeing.by_id.instances), model.others()
@@ -461,21 +463,20 @@ class View:
 
     def _holders(self, name: str) -> list[Instance]:
         """Return the registrations that have an alias or adapter, the oldest first."""
-        if self._names is None:
-            self._names = self._find_names()
-        other = self._names.get(name)
+        other = self._other_name(name)
         return [] if other is None else other.holders
 
-    def _find_names(self) -> dict[str, _OtherName]:
-        names: dict[str, _OtherName] = {}
-        for instance in sorted(self._with_names.values(), key=lambda instance: (_age(instance), instance.card.name)):
-            model = instance.card.name
-            if self._models[model].agrees(instance):
-                for name in dict.fromkeys(other_names(instance.card)):
-                    other = names.setdefault(name, _OtherName(model, []))
-                    if other.model == model:
-                        other.holders.append(instance)
-        return names
+    def _other_name(self, name: str) -> _OtherName | None:
+        """Return what an alias or adapter means; None for any other name. Costs as much as it has holders after a change."""
+        other = self._names.get(name)
+        if other is None:
+            agreeing = [each for each in self._by_name.get(name, {}).values() if self._models[each.card.name].agrees(each)]
+            if not agreeing:
+                return None
+            agreeing.sort(key=lambda instance: (_age(instance), instance.card.name))
+            model = agreeing[0].card.name
+            other = self._names[name] = _OtherName(model, [each for each in agreeing if each.card.name == model])
+        return other
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,13 +181,17 @@ def test_lookups_of_many_names_do_not_go_through_the_names_of_each_instance() ->
         nonlocal calls
         calls += event == "call" and frame.f_code is other_names.__code__
 
+    changed = put(instance(1, llm_card(adapters=(*names, "new"))))
     sys.setprofile(count)
     try:
         found = [(len(view.instances(name)), len(list(view.newest_first(name)))) for name in names]
+        view.apply(changed)
+        assert ids(view, "new") == [1]
+        found += [(len(view.instances(name)), len(list(view.newest_first(name)))) for name in names]
     finally:
         sys.setprofile(None)
-    assert found == [(3, 3)] * 200
-    assert calls == 3, "once for each instance, after a change"
+    assert found == [(3, 3)] * 400
+    assert calls == 2, "the names of the registration that has changed, before and after"
 
 
 def test_an_adapter_of_an_instance_marked_down_is_left_out() -> None:
