@@ -106,7 +106,7 @@ IDS = "token_ids"
 """The name of an input and of an output."""
 _INPUTS = frozenset((*_ONE_INPUTS, "text_input", "messages", "stop", IDS))
 OUTPUTS = ("text_output", "finish_reason", "logprobs")
-"""Those of text, which are BYTES."""
+"""Outputs that are BYTES."""
 MAX_TOKEN_IDS = 1 << 20
 _INTEGERS = frozenset(("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"))
 
