@@ -149,8 +149,7 @@ class Generation:
         """What it took, after `read` returned []."""
 
     def __repr__(self) -> str:
-        parts = [part.stream for part in self._parts]
-        return f"<Generation of {self._scope!r}, {len(self._unfinished)} unfinished choices at {parts}>"
+        return f"<Generation of {self._scope!r}, {len(self._unfinished)} unfinished, at {[part.stream for part in self._parts]}>"
 
     @property
     def prompt_tokens(self) -> int:
@@ -486,7 +485,6 @@ class Generation:
                 summary,
                 prompt_tokens=prompt_tokens,
                 output_tokens=self._scope.output_tokens,
-                cached_tokens=min(summary.cached_tokens, prompt_tokens),
                 prompt_logprobs=summary.prompt_logprobs and summary.prompt_logprobs[:prompt_tokens],
             )
         prefill = self._prefill
