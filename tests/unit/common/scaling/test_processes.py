@@ -19,7 +19,13 @@ def registration(number: int, process: str, *, instances: int = 1, role: Role = 
     card = ModelCard(name="m", kind=ModelKind.TENSOR, role=role)
     id = InstanceId(number)
     return Instance(
-        id=id, endpoint=Endpoint(), subject="s", card=card, started_at=0.0, process=process, process_instances=instances
+        id=id,
+        endpoint=Endpoint(),
+        subject=Endpoint().rpc_subject(id),
+        card=card,
+        started_at=0.0,
+        process=process,
+        process_instances=instances,
     )
 
 
