@@ -135,6 +135,7 @@ def place(manifests: tuple[Manifest, ...], given: Mapping[str, Files], folder: P
             hosts[f"{name}.{workload['spec'].get('serviceName')}"] = addresses[name]
             if workload["metadata"]["name"] in services:
                 hosts.setdefault(workload["metadata"]["name"], addresses[name])
+                hosts.setdefault(f"{workload['metadata']['name']}.{workload['metadata']['namespace']}", addresses[name])
     found: dict[str, tuple[Placed, str]] = {}
     for workload in workloads(manifests):
         for name in pod_names(workload):
@@ -325,6 +326,15 @@ async def test_the_tls_overlay_serves_over_three_etcd_and_three_nats(folder: Pat
         certificate = await asyncio.to_thread(ssl.get_server_certificate, address)
         assert certificate.strip() in frontend.placed.container.mounts["/etc/dynamo/tls"]["tls.crt"].strip()
         assert await is_refused_without_certificate(found.hosts["dynamo-etcd"])
+
+
+@pytest.mark.slow  # eight processes
+@pytest.mark.real_model
+async def test_the_worker_of_one_namespace_serves_the_frontend_of_the_other(folder: Path) -> None:
+    async with fleet("namespaces", folder) as found:
+        [frontend] = found.named("frontend")
+        assert await ask(frontend)
+        assert_no_login_was_refused(found)
 
 
 @pytest.mark.slow  # six processes

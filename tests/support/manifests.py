@@ -25,7 +25,7 @@ NAMESPACES = DEPLOY / "k8s" / "overlays" / "namespaces"
 OVERLAYS = tuple(
     sorted(path.parent for path in (DEPLOY / "k8s" / "overlays").glob("*/kustomization.yaml") if path.parent != NAMESPACES)
 )
-"""Those with one namespace."""
+"""The overlays with one namespace."""
 COMPONENTS = tuple(sorted(path.parent for path in (DEPLOY / "k8s" / "components").glob("*/kustomization.yaml")))
 
 Manifest: TypeAlias = dict[str, Any]

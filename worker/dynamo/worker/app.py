@@ -194,10 +194,8 @@ async def _serve_fleet(
 
 def _numbered(config: WorkerConfig, number: int, instances: int) -> WorkerConfig:
     """Return the configuration of one of the instances of this process."""
-    config = replace(config, process_instances=instances)
-    if not config.status.port:
-        return config
-    return replace(config, status=replace(config.status, port=config.status.port + number))
+    port = config.status.port and config.status.port + number
+    return replace(config, process_instances=instances, status=replace(config.status, port=port))
 
 
 async def serve_worker(
