@@ -44,7 +44,7 @@ from dynamo.frontend.wiring.grpc import open_grpc
 from dynamo.frontend.wiring.http import open_http
 from dynamo.frontend.wiring.metrics import Metrics
 from dynamo.frontend.wiring.parts import PortParts
-from dynamo.frontend.wiring.picker import open_picker
+from dynamo.frontend.wiring.picker import PORT_FLAG, open_picker
 from dynamo.frontend.wiring.plane import open_links, open_plane
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,8 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
             )
             if config.grpc.wanted:
                 check_grpc(config.grpc, share_port=parts.share_port)
+            if config.endpoint_picker.enabled:
+                check_grpc(config.picker_grpc, share_port=parts.share_port, flag=PORT_FLAG)
             links = await stack.enter_async_context(open_links(config))
             http = await stack.enter_async_context(open_http(parts, http_guard, links))
             limits = None if accounts is None else accounts.fleet

@@ -1306,6 +1306,10 @@ class FrontendConfig:
         object.__setattr__(self, "endpoint_picker", picker)
         if self.tls.required and (self.http.tls is None or (self.grpc.wanted and self.grpc.tls is None)):
             raise ValueError("--use-tls needs --cert-file and --key-file")
+        if self.tls.required and picker.enabled and picker.port_tls.files is None:
+            raise ValueError("--use-tls needs --cert-file and --key-file, or those of the endpoint picker")
+        if self.processes > 1 and picker.enabled and picker.port == 0:
+            raise ValueError("--processes shares ports between processes, so they need a fixed --endpoint-picker-port")
         if self.tls.client_ca_file is not None and self.http.tls is None and self.grpc.tls is None:
             raise ValueError("--client-ca-file needs --cert-file and --key-file")
         if self.tls.ciphers is not None and self.http.tls is None and self.grpc.tls is None:
@@ -1319,6 +1323,12 @@ class FrontendConfig:
         same = self.grpc.wanted and self.http.port == self.grpc.listen_port != 0
         if same and self.http.host == self.grpc.host:
             raise ValueError(f"--http-port and --grpc-port are both {self.http.port}")
+
+    @property
+    def picker_grpc(self) -> GrpcOptions:
+        """The options of the endpoint picker's server: those of gRPC, at its own address."""
+        picker = self.endpoint_picker
+        return replace(self.grpc, server=GrpcServerChoice.HTTP2, host=picker.host, port=picker.port, port_tls=picker.port_tls)
 
     @property
     def grafana_folder(self) -> Path | None:

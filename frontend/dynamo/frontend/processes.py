@@ -32,6 +32,7 @@ from dynamo.frontend import app
 from dynamo.frontend.api.guard import watch_keys
 from dynamo.frontend.api.rpc.server import check_grpc
 from dynamo.frontend.config import FrontendConfig
+from dynamo.frontend.wiring.picker import PORT_FLAG
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ def supervise(config: FrontendConfig, program: str) -> int:
         open_listener(config.prometheus.host, config.prometheus.port, flag="--prometheus-port").close()
     if config.grpc.wanted:
         check_grpc(config.grpc)
+    if config.endpoint_picker.enabled:
+        check_grpc(config.picker_grpc, flag=PORT_FLAG)
     if config.http.tls is not None:
         read_contents(config.http.tls)
     folder = tempfile.mkdtemp(prefix="dynamo-metrics-")

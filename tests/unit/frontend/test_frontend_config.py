@@ -187,3 +187,28 @@ def test_what_is_wrong_in_a_file_is_said_in_a_sentence(tmp_path: Path, text: str
 def test_flags_that_contradict_each_other_stop_the_start(flags: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         read(*flags)
+
+
+def test_objectives_of_the_endpoint_picker_are_names_with_priorities() -> None:
+    flags = ("--endpoint-picker-objective", "batch=-10", "--endpoint-picker-objective=a=b=3")
+    assert read("--endpoint-picker", *flags).endpoint_picker.objectives == (("batch", -10), ("a=b", 3))
+    for wrong in ("batch", "=1", "batch=", "batch=1.5", "batch=99999999999"):
+        with pytest.raises(ConfigError, match="NAME=PRIORITY"):
+            read("--endpoint-picker-objective", wrong)
+
+
+def test_the_endpoint_picker_gets_the_certificate_that_is_for_all_unless_it_has_its_own() -> None:
+    common = ("--cert-file", "c", "--key-file", "k")
+    assert read("--endpoint-picker", *common).picker_grpc.tls == TlsFiles(cert="c", key="k")
+    own = (
+        "--endpoint-picker-tls-cert-file",
+        "d",
+        "--endpoint-picker-tls-key-file",
+        "l",
+        "--endpoint-picker-tls-client-ca-file",
+        "a",
+    )
+    options = read("--endpoint-picker", "--endpoint-picker-port", "7000", *common, *own).picker_grpc
+    assert (options.tls, options.listen_port) == (TlsFiles(cert="d", key="l", client_ca="a"), 7000)
+    with pytest.raises(ConfigError, match="a fixed --endpoint-picker-port"):
+        read("--endpoint-picker", "--endpoint-picker-port", "0", "--processes", "2", "--http-port", "8000")

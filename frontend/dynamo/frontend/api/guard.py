@@ -246,6 +246,9 @@ def _log_access(config: FrontendConfig, keys: Watched[KeyRing] | None) -> None:
     ports = [("HTTP", config.http.host, config.http.is_local, config.http.tls is not None)]
     if config.grpc.wanted:
         ports.append(("gRPC", config.grpc.host, config.grpc.is_local, config.grpc.tls is not None))
+    picker = config.endpoint_picker
+    if picker.enabled:
+        ports.append(("the endpoint picker", picker.host, picker.is_local, picker.port_tls.files is not None))
     if keys is not None:
         _log.info("API keys are required; the file contains %d", len(keys.current().keys))
     for name, host, is_local, is_secure in ports:

@@ -16,9 +16,11 @@ from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, 
 from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
-from dynamo.frontend.config import GrpcServerChoice, OverloadStatus
+from dynamo.frontend.config import OverloadStatus
 from dynamo.frontend.wiring.parts import PortParts
 from dynamo.frontend.wiring.plane import Reached
+
+PORT_FLAG = "--endpoint-picker-port"
 
 
 @asynccontextmanager
@@ -52,12 +54,12 @@ async def open_picker(parts: PortParts, guard: Guard, reached: Reached, drain: S
     )
     reflection = ReflectionService((HEALTH_SERVICE, *REFLECTION_SERVICES), drain)
     async with serve_grpc(
-        replace(config.grpc, server=GrpcServerChoice.HTTP2, host=options.host, port=options.port, port_tls=options.port_tls),
+        config.picker_grpc,
         metered([*picker.operations(), *health.operations(), *reflection.operations()], metrics.grpc),
         share_port=parts.share_port,
         capacity=parts.capacity,
         observer=metrics.grpc_connections,
         descriptors=parts.descriptors,
-        flag="--endpoint-picker-port",
+        flag=PORT_FLAG,
     ) as server:
         yield server

@@ -51,12 +51,12 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
 
-def check_grpc(options: GrpcOptions, *, share_port: bool = False) -> None:
+def check_grpc(options: GrpcOptions, *, share_port: bool = False, flag: str = "--grpc-port") -> None:
     """Raise ConfigError for options with which `serve_grpc` would fail, so that a process fails before it waits for others."""
     if options.tls is not None:
         read_contents(options.tls)
     if not share_port:
-        open_listener(options.host, options.listen_port, flag="--grpc-port").close()
+        open_listener(options.host, options.listen_port, flag=flag).close()
 
 
 def channel_arguments(options: GrpcOptions, *, share_port: bool) -> list[tuple[str, int]]:
@@ -104,7 +104,7 @@ async def serve_grpc(
 
     `guarded`: callers must show credentials, so messages are read only after the handlers have
     checked the metadata. `capacity` counts what the server keeps of messages, and `memory` is where http2 receives large ones,
-    whose connections `observer` learns of and count against `descriptors`.
+    whose connections `observer` learns of and count against `descriptors`. Errors name `flag` as that of the port.
     Raises ConfigError if the port or the certificate cannot be used.
     """
     if options.server is GrpcServerChoice.GRPCIO:
