@@ -12,7 +12,7 @@ from benchmarks.plain_pods import PodConnection
 PODS = ["127.0.0.1:1001", "127.0.0.1:1002"]
 
 
-def test_the_envoy_without_a_picker_knows_the_pods_and_asks_nobody() -> None:
+def test_the_envoy_without_a_picker_knows_the_pods_and_has_no_filter_that_asks() -> None:
     asking, alone = configuration(8, 9, PODS)["static_resources"], configuration(8, None, PODS)["static_resources"]
     assert [cluster["name"] for cluster in asking["clusters"]] == ["picked", "picker"]
     [picked] = alone["clusters"]
