@@ -32,7 +32,9 @@ _PLAYED = 1500
 """Arrivals that are played at most."""
 _KEPT = 4500
 """Arrivals that are kept; those that are not played fill the caches."""
-_OLDEST_S = 900.0
+_PLAYED_S = 900.0
+"""No older arrival is played."""
+_OLDEST_S = 3600.0
 _FEWEST = 50
 """With fewer arrivals to play, chance would decide."""
 _LONGEST_PROMPT = 1 << 20
@@ -126,7 +128,8 @@ class Advisor:
 
     def _found(self, samples: _Samples, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult | None:
         """Return the least number of instances that holds the goals, as a ratio to the formula's; None: too little is known."""
-        played = samples[-_PLAYED:]
+        newest = samples[-1][0] if samples else 0.0
+        played = [each for each in samples[-_PLAYED:] if each[0] > newest - _PLAYED_S]
         if len(played) < _FEWEST or forecast_per_s <= 0.0:
             return None
         # How many requests each of them stands for: so much smaller is the fleet that they are played on.
