@@ -315,7 +315,9 @@ async def open_frontend(
     guard = Guard(accounts)
     config = FrontendConfig(http=http or HttpOptions())
     repositories = RepositoryView(etcd, "ns")
-    worker = RepositoryInstance(id=InstanceId(1), endpoint=ENDPOINT, subject="s", mode=ControlMode.EXPLICIT)
+    worker = RepositoryInstance(
+        id=InstanceId(1), endpoint=ENDPOINT, subject=ENDPOINT.rpc_subject(InstanceId(1)), mode=ControlMode.EXPLICIT
+    )
     repositories.apply(Reset((KeyValue(worker.key, worker.encode(), 1),), 1))
     adapters = Adapters(etcd, "ns", cast(Any, directory), timeout_s=WAIT_S)
     async with (
