@@ -6,7 +6,7 @@ Only for models whose instances have such tiers: others have no `TierFetch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import repeat
 
 import msgspec
 
@@ -44,29 +44,40 @@ class SlowTiers:
         `overlaps`: the blocks that its GPU has, by position; `block_s`: the time to compute one.
         """
         count = len(candidates)
+        everyone = range(count)
         reaches = [(tier, match.by_position(positions, count)) for tier, match in self._index.match_slow(prompt.hashes)]
+        columns = [list(map(found.get, everyone, repeat(0))) for found in (overlaps, *(found for _, found in reaches))]
         fetches: dict[int, TierFetch] = {}
         known: dict[tuple[int, ...], TierFetch] = {}
-        for position in set().union(*(found for _, found in reaches)):
-            ends = [overlaps.get(position, 0)]
-            for tier, found in reaches:
-                end = max(ends[-1], found.get(position, 0))
-                if self._doubts and tier in DOUBTFUL:
-                    believed = self._doubts.believed(candidates[position].id, tier, prompt.hashes, ends[-1], end)
-                    if believed < end:
-                        ends.append(believed)
-                        break
-                ends.append(end)
-            key = tuple(ends)
+        for position, key in enumerate(zip(*columns, strict=True)):  # many instances have as much as others
             fetch = known.get(key)
             if fetch is None:
-                tiers = [tier for tier, _ in reaches]
-                sizes = [end - begin for begin, end in pairwise(ends)]
-                hits = [(tier, blocks) for tier, blocks in zip(tiers, sizes, strict=False) if blocks]
-                fetch = known[key] = model.fetch(hits, block_s)
+                hits = self._hits(candidates[position].id, prompt.hashes, [tier for tier, _ in reaches], key)
+                fetch = model.fetch(hits, block_s)
+                if not self._doubts:
+                    known[key] = fetch
             if fetch.hits:
                 fetches[position] = fetch
         return fetches
+
+    def _hits(
+        self, instance: InstanceId, hashes: Sequence[int], tiers: Sequence[Tier], reaches: Sequence[int]
+    ) -> list[tuple[Tier, int]]:
+        """Return the blocks on each of `tiers`.
+
+        `reaches`: how many leading blocks of the prompt the GPU has, and each tier together with all faster ones.
+        """
+        hits: list[tuple[Tier, int]] = []
+        begin = reaches[0]
+        for tier, reach in zip(tiers, reaches[1:], strict=True):
+            end = max(begin, reach)
+            believed = self._doubts.believed(instance, tier, hashes, begin, end) if self._doubts and tier in DOUBTFUL else end
+            if believed > begin:
+                hits.append((tier, believed - begin))
+            if believed < end:
+                break
+            begin = end
+        return hits
 
     def apply(self, instance: InstanceId, update: KvUpdate) -> None:
         """Take what an instance announces into account."""

@@ -91,7 +91,7 @@ class SlowMatch(msgspec.Struct, frozen=True):
 
     match: Match
     everywhere: int
-    """Blocks that an instance has that is in no group: those of a shared store."""
+    """Blocks that instances have that are in no group: those of a shared store."""
 
     def by_position(self, positions: Positions, count: int) -> dict[int, int]:
         """Return the number of blocks by position of each of `count` candidates. Without zeros."""
@@ -121,6 +121,8 @@ class PrefixIndex:
         """Number of blocks of each slot."""
         self._free: list[int] = []
         """A heap: the lowest is used first, so that small sets stay small integers and masks short."""
+        self._slow_slots = 0
+        """Bit mask of the live slots that have, or had, blocks on slower tiers."""
         self._live = 0
         """Bit mask of the slots in use."""
         self._retired: deque[tuple[int, int]] = deque()
@@ -187,6 +189,8 @@ class PrefixIndex:
             if tier is not None:
                 self.remove(instance, change.removed_hashes, tier)
                 self.store(instance, change.stored_hashes, tier)
+                if (slot := self._slots.get(instance)) is not None:
+                    self._slow_slots |= 1 << slot
 
     def _shards_of(self, tier: Tier) -> list[dict[int, int]]:
         if tier is Tier.GPU:
@@ -284,6 +288,7 @@ class PrefixIndex:
             return
         self._owners[slot] = None
         self._live &= ~(1 << slot)
+        self._slow_slots &= ~(1 << slot)
         self._retired.append((slot, self._swept + _SHARDS))
         self._retired_bits |= 1 << slot
         self._retired_singles.add(holders.single(slot))
@@ -344,9 +349,11 @@ class PrefixIndex:
     def match_slow(self, blocks: Sequence[int]) -> Sequence[tuple[Tier, SlowMatch]]:
         """Return, for each slower tier, how many leading blocks each instance has on this tier or a faster one.
 
-        A block in a shared store counts for every instance, as long as one of those that announced it is there.
+        Instances that have nothing on slower tiers are left out. A block in a shared store counts for every instance, as long as
+        one of those that announced it is there.
         """
-        shards, mask, live = [self._shards], holders.mask, self._live
+        shards, mask, slots = [self._shards], holders.mask, self._slow_slots
+        live = self._live
         matches: list[tuple[Tier, SlowMatch]] = []
         for tier, slow in self._slow.items():
             bare = 0
@@ -358,15 +365,15 @@ class PrefixIndex:
             def held(block: int, bare: int = bare, store: list[dict[int, int]] = slow) -> int:
                 position = block >> _SHARD_SHIFT
                 if bare and mask(store[position].get(block, holders.EMPTY)) & live:
-                    return live | bare
+                    return slots | bare
                 here = 0
                 for each in shards:
                     here |= mask(each[position].get(block, holders.EMPTY))
-                return here & live
+                return here & slots
 
             groups = _runs(blocks, held)
-            everywhere = max((count for count, slots in groups if slots & bare), default=0)
-            matches.append((tier, SlowMatch(Match([(count, slots & ~bare) for count, slots in groups]), everywhere)))
+            everywhere = max((count for count, held_by in groups if held_by & bare), default=0)
+            matches.append((tier, SlowMatch(Match([(count, held_by & ~bare) for count, held_by in groups]), everywhere)))
         return matches
 
     def overlaps(self, blocks: Sequence[int]) -> dict[InstanceId, int]:

@@ -351,7 +351,8 @@ def test_the_index_equals_a_plain_model_of_all_tiers(changes: list[tuple[Instanc
                 if tier is Tier.SHARED:
                     here |= set().union(*(own[tier] for own in model.values()))
                 expected = next((at for at, block in enumerate(blocks) if block not in here), len(blocks))
-                assert found.get(at, 0) == expected
+                on_gpu = index.overlaps(blocks).get(instance, 0)  # all that one without slower tiers has
+                assert max(found.get(at, 0), on_gpu) == expected
 
 
 def is_fast(tier: Tier, slowest: Tier) -> bool:
