@@ -22,12 +22,14 @@ from dynamo.common.generation import (
     summary_encoder,
 )
 from dynamo.common.kv.hashes import sequence_hashes
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import DisaggregationOptions, KvRouterOptions, RetryOptions, ServingOptions, Thresholds
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import RouteRequest
+from dynamo.frontend.router.fetch import TierFetch
 from dynamo.frontend.router.kv import KvRouter
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call
@@ -160,6 +162,13 @@ async def test_the_instance_that_computed_the_prompt_is_credited_with_what_it_ha
     async with front(*PAIR) as f:
         await f.generate()
         assert (f.plane.reuse.hit_rate(PREFILL), f.plane.reuse.hit_rate(DECODE)) == (0.8, None)
+
+
+async def test_what_the_prefill_instance_found_cached_is_compared_with_what_routing_counted_on() -> None:
+    async with front(*PAIR) as f:
+        f.router.fetch = TierFetch(((Tier.CPU, 1),), 1, 0.0, 0.0)
+        await f.generate()
+        assert f.router.found == [4], "to the decode instance, all of the prompt is cached"
 
 
 async def test_a_prefill_instance_never_responds_to_callers() -> None:
