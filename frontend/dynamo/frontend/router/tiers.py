@@ -44,9 +44,9 @@ class SlowTiers:
         `overlaps`: the blocks that its GPU has, by position; `block_s`: the time to compute one.
         """
         count = len(candidates)
-        everyone = range(count)
+        every_position = range(count)
         reaches = [(tier, match.by_position(positions, count)) for tier, match in self._index.match_slow(prompt.hashes)]
-        columns = [list(map(found.get, everyone, repeat(0))) for found in (overlaps, *(found for _, found in reaches))]
+        columns = [list(map(found.get, every_position, repeat(0))) for found in (overlaps, *(found for _, found in reaches))]
         fetches: dict[int, TierFetch] = {}
         known: dict[tuple[int, ...], TierFetch] = {}
         for position, key in enumerate(zip(*columns, strict=True)):  # many instances have as much as others

@@ -177,8 +177,7 @@ class Disaggregation:
                 summary = summary_decoder.decode(stream.trailer)
             except msgspec.MsgspecError:
                 raise EngineError("the summary of the prefill engine cannot be read") from None
-            if stream.decision.fetch is not None:
-                stream.found_cached(summary.cached_tokens)
+            stream.found_cached(summary.cached_tokens)
             if summary.kv_transfer is None:
                 log.warning("instance %x of model '%s' has the role prefill and provides no KV transfer", instance, work.model)
                 if self._settings.enforce:

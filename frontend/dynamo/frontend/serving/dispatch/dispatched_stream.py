@@ -127,8 +127,9 @@ class DispatchedStream:
 
     def found_cached(self, tokens: int) -> None:
         """The instance in `decision` found so many tokens of the prompt cached."""
-        assert self.decision is not None
-        self._shared.booker.router.found_cached(self._work, self.decision, tokens)
+        decision = self.decision
+        if decision is not None and decision.fetch is not None and not self._work.is_prefilled:
+            self._shared.booker.router.found_cached(self._work, decision, tokens)
 
     async def read(self) -> list[Buffer]:
         """Return all frames that have arrived, at least one; [] at the end. Raises DynamoError; see `move` for what then."""

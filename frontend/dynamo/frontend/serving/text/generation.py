@@ -473,7 +473,8 @@ class Generation:
 
     def _complete(self, summary: Summary | None) -> None:
         prompt_tokens = self._scope.input_tokens
-        is_whole = summary is not None and not self._was_resumed
+        if summary is not None and not self._was_resumed:
+            self._stream.found_cached(summary.cached_tokens)
         if summary is None:  # cut off here, or lost: what only the engine knows stays unknown
             summary = Summary(prompt_tokens=prompt_tokens, output_tokens=self._scope.output_tokens)
         elif self._takes_text:  # its engine may not count tokens
@@ -497,11 +498,8 @@ class Generation:
             )
         self.summary = summary = summary if self._takes_text else cached_within(self._prompt, summary)
         decision = self._stream.decision
-        computed_at = prefill.instance if prefill is not None else None if decision is None else decision.instance.id
-        if computed_at is not None:
+        if (computed_at := prefill.instance if prefill else decision.instance.id if decision else None) is not None:
             self._dispatcher.reuse.add(computed_at, summary.prompt_tokens, summary.cached_tokens)
-        if decision is not None and decision.fetch is not None and is_whole and prefill is None:
-            self._stream.found_cached(summary.cached_tokens)
         self._scope.succeed(cached_tokens=summary.cached_tokens)
 
 
