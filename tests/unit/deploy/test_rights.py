@@ -34,6 +34,8 @@ from tests.unit.deploy.test_helm_chart import PLANNED, helm, rendering
 
 AS_ROOT = {"shared-memory"}
 """Init containers that run as root, for the only thing that they do."""
+NOT_OURS = {"vllm"}
+"""Containers of engine servers, whose images run as root and write into it."""
 WITH_TOKEN = {"dynamo-planner"}
 """Workloads whose containers all have a token of the API server."""
 FRONTEND, WORKER, ETCD, NATS = (
@@ -64,8 +66,9 @@ def check_rights(manifests: Sequence[Manifest]) -> int:
         for container in [*pod.get("initContainers", ()), *pod["containers"]]:
             context = {**pod.get("securityContext", {}), **container.get("securityContext", {})}
             is_root = container["name"] in AS_ROOT and container in pod.get("initContainers", ())
-            assert context["runAsNonRoot"] is not is_root, (name, container["name"])
-            assert context["readOnlyRootFilesystem"] is True, (name, container["name"])
+            if container["name"] not in NOT_OURS:
+                assert context["runAsNonRoot"] is not is_root, (name, container["name"])
+                assert context["readOnlyRootFilesystem"] is True, (name, container["name"])
             assert context["allowPrivilegeEscalation"] is False, (name, container["name"])
             assert context["capabilities"]["drop"] == ["ALL"], (name, container["name"])
             assert is_root or "add" not in context["capabilities"], (name, container["name"])
