@@ -1,7 +1,8 @@
 """`make bench FLAGS="[NAME] [FLAGS]"`: the tables that a change to a hot path is measured by.
 
 NAME is a benchmark, with flags of its own (`make bench FLAGS="http --help"`). Without it all but `models`, `soak`, `events`,
-`paused_frontend`, `long_prompts`, `remote_text`, `picker`, `batch` and `triton` run, one after the other; flags for all:
+`paused_frontend`, `long_prompts`, `remote_text`, `picker`, `batch`, `tiers` and `triton` run, one after the other;
+flags for all:
 `make bench FLAGS=--help`.
 `--triton PATH` runs `triton` alone.
 """
@@ -32,6 +33,7 @@ NAMES = (
     "remote_text",
     "picker",
     "batch",
+    "tiers",
     "triton",
 )
 _TIMED = ("kserve", "http", "router_peer")
