@@ -25,7 +25,7 @@ FOLDERS = ("protos", "common", "frontend", "worker", "planner", "local", "tests"
 
 FLAGS_OF_OTHERS = {
     "vLLM": "--data-parallel-rank --data-parallel-size --dtype --enforce-eager --gpu-memory-utilization"
-    " --kv-cache-memory-bytes --kv-events-config --kv-transfer-config"
+    " --kv-cache-memory-bytes --kv-events-config --kv-offloading-size --kv-transfer-config"
     " --enable-lora --enable-prompt-tokens-details --enable-sleep-mode --limit-mm-per-prompt --max-cpu-loras --max-lora-rank"
     " --max-loras --quantization --scheduling-policy --tensor-parallel-size",
     "SGLang": "--enable-deterministic-inference --enable-metrics --mem-fraction-static --tp-size",

@@ -145,6 +145,7 @@ class Generation:
         """Choices that the engine has not finished."""
         self._received: list[array[int]] = []
         """Tokens of each choice."""
+        self._chargeable_tokens = 1 << 62
         self.summary = Summary()
         """What it took, after `read` returned []."""
 
@@ -198,6 +199,8 @@ class Generation:
             limit = self._request.stop.max_tokens
             self._scope.prompt(prompt.prompt_tokens, None if limit is None else self._prompt.n * (prompt.stop.max_tokens or 0))
             self._scope.media = len(self._prompt.media)
+            if prompt.stop.max_tokens is not None:
+                self._chargeable_tokens = self._prompt.n * prompt.stop.max_tokens
             self._unfinished = set(range(self._prompt.n))
             self._received = [array("I") for _ in range(self._prompt.n)]
             self._vocabulary = text.tokenizer
@@ -438,10 +441,9 @@ class Generation:
         return None if limit is None else max(0, limit - len(self._received[choice]))
 
     def _feed(self, deltas: list[Delta]) -> list[TextDelta]:
-        texts = []
-        count = 0
+        texts, count = [], 0
         unfinished, feed = self._unfinished, self._detokenizer.feed
-        received, budget, limit = self._received, self._budget, self._prompt.stop.max_tokens
+        received, budget = self._received, self._budget
         for delta in deltas:
             if delta.index not in unfinished:
                 raise EngineError("the engine went on with a choice that it had finished, or that was not requested")
@@ -450,15 +452,15 @@ class Generation:
             tokens = delta.tokens
             count += len(tokens) or bool(delta.text)
             received[delta.index].extend(tokens)
-            if limit is not None and (beyond := len(received[delta.index]) - limit) > 0:
-                count -= min(beyond, len(tokens))  # a key pays for no more than it wanted
             if delta.finish_reason is not None:
                 unfinished.remove(delta.index)
             if (text := feed(delta)) is not None:
                 texts.append(text)
             if budget is not None and self._has_reasoned_enough:
                 break  # what follows is not part of the response
+        count = count if count <= self._chargeable_tokens else self._chargeable_tokens  # a key pays for no more than it wanted
         if count:
+            self._chargeable_tokens -= count
             self._scope.tokens(count)
         return texts
 
@@ -472,8 +474,8 @@ class Generation:
             raise EngineError("the engine's summary cannot be read") from None
 
     def _complete(self, summary: Summary | None) -> None:
-        prompt_tokens = self._scope.input_tokens
-        if summary is not None and not self._was_resumed:
+        prompt_tokens, decision = self._scope.input_tokens, self._stream.decision
+        if summary is not None and decision is not None and decision.fetch is not None and not self._was_resumed:
             self._stream.found_cached(summary.cached_tokens)
         if summary is None:  # cut off here, or lost: what only the engine knows stays unknown
             summary = Summary(prompt_tokens=prompt_tokens, output_tokens=self._scope.output_tokens)
@@ -496,8 +498,8 @@ class Generation:
                 queue_ms=summary.queue_ms + prefill.summary.queue_ms,
                 prefill_ms=prefill.summary.prefill_ms,
             )
-        self.summary = summary = summary if self._takes_text else cached_within(self._prompt, summary)
-        decision = self._stream.decision
+        has_cached = summary.cached_tokens and not self._takes_text
+        self.summary = summary = cached_within(self._prompt, summary) if has_cached else summary
         if (computed_at := prefill.instance if prefill else decision.instance.id if decision else None) is not None:
             self._dispatcher.reuse.add(computed_at, summary.prompt_tokens, summary.cached_tokens)
         self._scope.succeed(cached_tokens=summary.cached_tokens)
