@@ -28,7 +28,13 @@ def registration(number: int, process: str, model: str = "chat", instances: int 
     card = ModelCard(name=model, kind=ModelKind.TENSOR)
     id = InstanceId(number)
     return Instance(
-        id=id, endpoint=ENDPOINT, subject="s", card=card, started_at=0.0, process=process, process_instances=instances
+        id=id,
+        endpoint=ENDPOINT,
+        subject=ENDPOINT.rpc_subject(id),
+        card=card,
+        started_at=0.0,
+        process=process,
+        process_instances=instances,
     )
 
 

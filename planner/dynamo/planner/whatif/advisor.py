@@ -109,7 +109,7 @@ class Advisor:
         """Search, and keep what is found."""
         begin = self._cpu_clock()
         try:
-            result = self._found(samples, engine, goals, forecast_per_s, size)
+            result = self._found(samples, now, engine, goals, forecast_per_s, size)
         finally:
             took_s = self._cpu_clock() - begin
             self._next_at = now + max(_EVERY_S, took_s * self._sharers() / self._cpu_share)
@@ -126,10 +126,11 @@ class Advisor:
         while self._samples and self._samples[0][0] < view.now - _OLDEST_S:
             self._samples.popleft()
 
-    def _found(self, samples: _Samples, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult | None:
+    def _found(
+        self, samples: _Samples, now: float, engine: Engine, goals: Goals, forecast_per_s: float, size: Size
+    ) -> WhatIfResult | None:
         """Return the least number of instances that holds the goals, as a ratio to the formula's; None: too little is known."""
-        newest = samples[-1][0] if samples else 0.0
-        played = [each for each in samples[-_PLAYED:] if each[0] > newest - _PLAYED_S]
+        played = [each for each in samples[-_PLAYED:] if each[0] > now - _PLAYED_S]
         if len(played) < _FEWEST or forecast_per_s <= 0.0:
             return None
         # How many requests each of them stands for: so much smaller is the fleet that they are played on.

@@ -33,8 +33,8 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(bomb: str) -
 
 def test_who_sends_too_many_typed_strings_learns_how_to_send_them() -> None:
     request = pb.ModelInferRequest()
-    request.inputs.add(contents=pb.InferTensorContents(bytes_contents=[b"x"] * 100_000))
-    with pytest.raises(PayloadTooLarge, match=r"more than 65536 fields; .*raw_input_contents"):
+    request.inputs.add(contents=pb.InferTensorContents(bytes_contents=[b"x"] * 200_000))
+    with pytest.raises(PayloadTooLarge, match=r"more than 131072 fields; .*raw_input_contents"):
         TensorRequest.parse(request.SerializeToString(), SCANNER)
 
 

@@ -107,7 +107,7 @@ def test_names_of_files_may_have_any_letters(filename: str) -> None:
         ("multipart/form-data", b"", "with a boundary"),
         ('multipart/form-data; boundary="' + ";" * 60_000, b"", "content-type has more than 32 parameters"),
         ("multipart/form-data; boundary*0=x; boundary*=y", b"", "content-type has malformed parameters"),
-        (f"multipart/form-data; boundary*{'9' * 5000}=x", b"", "with a boundary"),
+        (f"multipart/form-data; boundary*{'9' * 5000}=x", b"", "with a boundary|malformed"),
         (
             "multipart/form-data; boundary=b",
             form(b"Content-Disposition: form-data; " + b";" * 1900 + b"\r\n\r\nx"),
