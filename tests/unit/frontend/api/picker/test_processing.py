@@ -208,7 +208,7 @@ async def test_a_response_of_another_endpoint_ends_the_booking_and_is_counted() 
         await call.headers()
         await call.body(completion())
         await body_of_choice(call)
-        await call.respond(served="10.0.0.2:8000")
+        await call.respond(served="10.0.0.99:8000")
         await until(lambda: not len(edge.loads))
         assert edge.value("dynamo_frontend_picker_served_elsewhere_total") == 1
         await call.ended()
