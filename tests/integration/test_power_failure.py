@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo.common.errors import DynamoError
+from dynamo.common.errors import DynamoError, Unavailable
 from dynamo.common.messaging.jetstream.records import INLINE_BYTES, open_records
 from dynamo.common.messaging.nats.connection import connect_nats
 from dynamo.common.options import NatsOptions
@@ -28,7 +28,7 @@ from dynamo.frontend.fleet.peers.response_changes import ResponseChanges
 from dynamo.frontend.metrics import FrontendMetrics
 from tests.support.power import stop_between_calls, traced
 from tests.support.servers import NatsServer, start_nats, start_nats_cluster
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 ACKNOWLEDGED = 150
 """Writes before the power goes."""
@@ -133,11 +133,21 @@ async def lost(acknowledged: list[tuple[str, str, object]], read: Callable[[str,
     missing = []
     for kind, id, content in acknowledged:
         try:
-            if await read(kind, id) != content:
+            if await read_when_available(read, kind, id) != content:
                 missing.append(id)
         except DynamoError:
             missing.append(id)
     return missing
+
+
+async def read_when_available(read: Callable[[str, str], Awaitable[Any]], kind: str, id: str) -> object:
+    """Return a record. A cluster that has just begun answers late on a busy machine, which loses nothing."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                return await read(kind, id)
+            except Unavailable:
+                await asyncio.sleep(0.1)
 
 
 @pytest.mark.slow
