@@ -15,8 +15,9 @@ from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.open_requests import OpenRequests
 from dynamo.worker.engine.remote.dialect import RemoteKind
-from dynamo.worker.engine.remote.load import LoadFollower, Rank, ServerLoad, read_load
+from dynamo.worker.engine.remote.load import LoadFollower, ServerLoad, read_load
 from dynamo.worker.engine.remote.options import RemoteOptions
+from dynamo.worker.engine.remote.samples import read_samples
 from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import make_remote, sim_config
 from tests.support.vllm_server import serve_vllm
@@ -60,14 +61,14 @@ LLAMA = "llamacpp:requests_processing 2\nllamacpp:requests_deferred 1\nllamacpp:
     ],
 )
 def test_a_page_of_metrics_says_the_load(page: str, expected: ServerLoad | None) -> None:
-    assert read_load(page) == expected
+    assert read_load(read_samples(page)) == expected
 
 
 def test_a_rank_has_a_load_of_its_own_and_its_share_of_the_blocks() -> None:
     page = VLLM + VLLM_RANK
-    assert read_load(page, Rank(0, 2)) == ServerLoad(3, 4, 0.25, 32, 256)
-    assert read_load(page, Rank(1, 2)) == ServerLoad(2, 0, 0.5, 32, 256)
-    assert read_load(page, Rank(2, 3)) is None
+    assert read_load(read_samples(page, "0"), 2) == ServerLoad(3, 4, 0.25, 32, 256)
+    assert read_load(read_samples(page, "1"), 2) == ServerLoad(2, 0, 0.5, 32, 256)
+    assert read_load(read_samples(page, "2"), 3) is None
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_rank_has_a_load_of_its_own_and_its_share_of_the_blocks() -> None:
     ],
 )
 def test_absurd_metrics_of_a_server_are_left_out_or_cut(line: str) -> None:
-    load = read_load(f"vllm:num_requests_running 2\n{line}\n")
+    load = read_load(read_samples(f"vllm:num_requests_running 2\n{line}\n"))
     assert load is not None
     assert load.running == 2
     assert max(load.waiting, load.block_size, load.total_blocks, round(load.cache_usage * load.total_blocks)) <= 1 << 40

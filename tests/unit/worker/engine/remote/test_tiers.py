@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dynamo.common.kv.tiers import Tier
 from dynamo.worker.engine.base import TierTotals
+from dynamo.worker.engine.remote.samples import read_samples
 from dynamo.worker.engine.remote.tiers import ServerTiers
 
 PAGE = """\
@@ -29,29 +30,29 @@ TOTALS = {
 
 def test_tokens_of_each_source_are_blocks_of_a_tier() -> None:
     tiers = ServerTiers()
-    tiers.read(PAGE, 32)
+    tiers.read(read_samples(PAGE), 32)
     assert tiers.totals() == TOTALS
 
 
 def test_a_page_that_is_read_again_changes_nothing_and_a_restart_of_the_server_loses_nothing() -> None:
     tiers = ServerTiers()
     for _ in range(2):
-        tiers.read(PAGE, 32)
-    tiers.read('vllm:kv_offload_load_bytes_total{engine="0",model_name="tiny"} 100.0\n', 0)
+        tiers.read(read_samples(PAGE), 32)
+    tiers.read(read_samples('vllm:kv_offload_load_bytes_total{engine="0",model_name="tiny"} 100.0\n'), 0)
     assert tiers.totals()[Tier.CPU].read_bytes == 524_288 + 100
     assert tiers.totals()[Tier.CPU].hits == 8
 
 
 def test_of_a_server_with_data_parallel_ranks_one_rank_counts() -> None:
-    tiers = ServerTiers("0")
-    tiers.read(PAGE + PAGE.replace('engine="0"', 'engine="1"'), 32)
+    tiers, page = ServerTiers(), PAGE + PAGE.replace('engine="0"', 'engine="1"')
+    tiers.read(read_samples(page, "0"), 32)
     assert tiers.totals() == TOTALS
     both = ServerTiers()
-    both.read(PAGE + PAGE.replace('engine="0"', 'engine="1"'), 32)
+    both.read(read_samples(page), 32)
     assert both.totals()[Tier.CPU].hits == 16
 
 
 def test_a_server_without_such_counts_has_no_tiers() -> None:
     tiers = ServerTiers()
-    tiers.read("vllm:num_requests_running 3.0\n", 32)
+    tiers.read(read_samples("vllm:num_requests_running 3.0\n"), 32)
     assert tiers.totals() == {}

@@ -10,6 +10,7 @@
 | `gateway` | where gateways reach an engine server |
 | `load` | the load of an engine server, from its `/metrics` |
 | `options` | the options of the remote engine |
+| `samples` | the samples on a page of metrics of an engine server |
 | `sglang` | SGLang's own `/generate`, with token ids in both directions |
 | `text` | chat and text completions as any server has them |
 | `tiers` | what the tiers of a vLLM server's cache did, from its `/metrics` |

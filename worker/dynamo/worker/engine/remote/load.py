@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dynamo.common.errors import EngineError, Unavailable
 from dynamo.common.http.client import HttpClient
 from dynamo.worker.engine.base import EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests
+from dynamo.worker.engine.remote.samples import Sample, read_samples
 from dynamo.worker.engine.remote.tiers import ServerTiers
 
 log = logging.getLogger(__name__)
@@ -23,11 +23,8 @@ _WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs", "lla
 _CACHE_USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
 _CACHE_CONFIG = frozenset({"vllm:cache_config_info", "sglang:cache_config_info"})
 """With size and number of the blocks as labels; SGLang has gauges of their own for them since 0.5.11."""
-_SAMPLE = re.compile(r"^([a-z]+:\w+)(?:\{(.*)\})? ([0-9]{1,18}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)(?: \d+)?$")
-_MAX_LINE_CHARS = 4096
 _MOST = 1 << 40
 """A larger number of requests, tokens or blocks is read as this one: load reports could not say it."""
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +47,12 @@ class Rank:
     count: int
 
 
-def read_load(text: str, rank: Rank | None = None) -> ServerLoad | None:
-    """Return what a page of metrics says, of `rank` only if there is one; None if it is of no server that is known."""
+def read_load(samples: Iterable[Sample], ranks: int = 1) -> ServerLoad | None:
+    """Return what the samples of a page say, which are those of one of `ranks`; None if it is of no server that is known."""
     running, waiting, usage, block_size, total_blocks = 0.0, 0.0, 0.0, 0, 0
     is_known = False
-    engine = None if rank is None else str(rank.number)
-    for line in text.splitlines():
-        match = _SAMPLE.match(line) if len(line) <= _MAX_LINE_CHARS else None
-        if match is None:
-            continue
-        name, labels, value = match[1], match[2] or "", float(match[3])
-        if engine is not None and dict(_LABEL.findall(labels)).get("engine") != engine:
-            continue
+    for sample in samples:
+        name, value = sample.name, sample.value
         if name in _RUNNING:
             running += value
             is_known = True
@@ -70,7 +61,7 @@ def read_load(text: str, rank: Rank | None = None) -> ServerLoad | None:
         elif name in _CACHE_USAGE:
             usage = max(usage, value)
         elif name in _CACHE_CONFIG:
-            config = dict(_LABEL.findall(labels))
+            config = sample.labels
             block_size = _integer(config.get("block_size", config.get("page_size")))
             blocks = _integer(config.get("num_gpu_blocks", config.get("num_pages")))
             # vLLM says the blocks of all ranks with each of them.
@@ -79,9 +70,7 @@ def read_load(text: str, rank: Rank | None = None) -> ServerLoad | None:
             block_size = _whole(value)
         elif name == "sglang:num_pages":
             total_blocks += _whole(value)
-    if rank is not None:
-        total_blocks //= rank.count
-    total_blocks = min(total_blocks, _MOST)
+    total_blocks = min(total_blocks // ranks, _MOST)
     return ServerLoad(_whole(running), _whole(waiting), min(usage, 1.0), block_size, total_blocks) if is_known else None
 
 
@@ -99,8 +88,9 @@ class LoadFollower:
 
     def __init__(self, client: HttpClient, requests: OpenRequests, max_num_seqs: int | None, rank: Rank | None = None) -> None:
         """`rank`: the one whose load it is; None: that of the whole server."""
-        self._rank = rank
-        self.tiers = ServerTiers(None if rank is None else str(rank.number))
+        self._engine = None if rank is None else str(rank.number)
+        self._ranks = 1 if rank is None else rank.count
+        self.tiers = ServerTiers()
         """What the tiers of the server's cache did, up to the last look."""
         self._client = client
         self._requests = requests
@@ -117,9 +107,10 @@ class LoadFollower:
         except TimeoutError:
             raise Unavailable(f"the server at {self._client} sent no metrics in time") from None
         page = body.decode(errors="replace") if status == 200 else ""
-        load = read_load(page, self._rank)
+        samples = read_samples(page, self._engine)
+        load = read_load(samples, self._ranks)
         if load is not None:
-            self.tiers.read(page, load.block_size)
+            self.tiers.read(samples, load.block_size)
             self._polled = load
             self._others = max(0, load.running + load.waiting - self._requests.choices)
         return load
