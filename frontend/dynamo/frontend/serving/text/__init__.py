@@ -3,6 +3,6 @@
 | module | holds |
 |---|---|
 | `generation` | one generation: tokenized, dispatched, moved to another instance if its own dies, detokenized |
-| `reported_usage` | what engines that take text report, within what a request allows |
+| `reported_usage` | what engines report, within what a request allows, and of a whole response |
 | `text_models` | the text side of each language model: prepared when it appears, loaded when it is used |
 """

@@ -48,7 +48,7 @@ from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.request_scope import RequestScope
-from dynamo.frontend.serving.text.reported_usage import cached_within, usage_within
+from dynamo.frontend.serving.text.reported_usage import cached_within, usage_of_all, usage_with_prefill, usage_within
 from dynamo.frontend.serving.text.text_models import DeltaDecoder, TextModel, TextModels, Vocabulary
 
 _END_TOKENS = 16
@@ -146,11 +146,13 @@ class Generation:
         self._received: list[array[int]] = []
         """Tokens of each choice."""
         self._chargeable_tokens = 1 << 62
+        """Output tokens that a key may still be charged for, of all choices; without a limit, more than there can be."""
         self.summary = Summary()
         """What it took, after `read` returned []."""
 
     def __repr__(self) -> str:
-        return f"<Generation of {self._scope!r}, {len(self._unfinished)} unfinished, at {[part.stream for part in self._parts]}>"
+        parts = [part.stream for part in self._parts]
+        return f"<Generation of {self._scope!r}, {len(self._unfinished)} unfinished choices at {parts}>"
 
     @property
     def prompt_tokens(self) -> int:
@@ -441,7 +443,8 @@ class Generation:
         return None if limit is None else max(0, limit - len(self._received[choice]))
 
     def _feed(self, deltas: list[Delta]) -> list[TextDelta]:
-        texts, count = [], 0
+        texts = []
+        count = 0
         unfinished, feed = self._unfinished, self._detokenizer.feed
         received, budget = self._received, self._budget
         for delta in deltas:
@@ -458,7 +461,8 @@ class Generation:
                 texts.append(text)
             if budget is not None and self._has_reasoned_enough:
                 break  # what follows is not part of the response
-        count = count if count <= self._chargeable_tokens else self._chargeable_tokens  # a key pays for no more than it wanted
+        if count > self._chargeable_tokens:  # a key pays for no more than it wanted
+            count = self._chargeable_tokens
         if count:
             self._chargeable_tokens -= count
             self._scope.tokens(count)
@@ -483,24 +487,16 @@ class Generation:
             received = Summary(prompt_tokens=prompt_tokens, output_tokens=self._scope.output_tokens)
             summary = usage_within(self._prompt, self._context_length, summary, received)
             self._scope.settle(summary.prompt_tokens, summary.output_tokens)
-        elif self._was_resumed:  # the last instance counts tokens of the response as prompt
-            summary = msgspec.structs.replace(
-                summary,
-                prompt_tokens=prompt_tokens,
-                output_tokens=self._scope.output_tokens,
-                prompt_logprobs=summary.prompt_logprobs and summary.prompt_logprobs[:prompt_tokens],
-            )
+        elif self._was_resumed:
+            summary = usage_of_all(summary, prompt_tokens, self._scope.output_tokens)
         prefill = self._prefill
-        if prefill is not None and not self._was_resumed:  # to the decode instance, all of the prompt was cached
-            summary = msgspec.structs.replace(
-                summary,
-                cached_tokens=prefill.summary.cached_tokens,
-                queue_ms=summary.queue_ms + prefill.summary.queue_ms,
-                prefill_ms=prefill.summary.prefill_ms,
-            )
-        has_cached = summary.cached_tokens and not self._takes_text
-        self.summary = summary = cached_within(self._prompt, summary) if has_cached else summary
-        if (computed_at := prefill.instance if prefill else decision.instance.id if decision else None) is not None:
+        if prefill is not None and not self._was_resumed:
+            summary = usage_with_prefill(summary, prefill.summary)
+        if summary.cached_tokens and not self._takes_text:
+            summary = cached_within(self._prompt, summary)
+        self.summary = summary
+        computed_at = prefill.instance if prefill is not None else None if decision is None else decision.instance.id
+        if computed_at is not None:
             self._dispatcher.reuse.add(computed_at, summary.prompt_tokens, summary.cached_tokens)
         self._scope.succeed(cached_tokens=summary.cached_tokens)
 

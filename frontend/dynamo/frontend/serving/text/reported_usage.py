@@ -1,6 +1,6 @@
-"""What an engine that takes text reports that it has read and generated, within what the request allows.
+"""What engines report that they have read and generated, within what the request allows, and of the whole response.
 
-Keys are charged by it, so that an engine server that counts wrongly must not take a key's limit for years.
+Keys are charged by what an engine that takes text reports, so that one that counts wrongly must not take a key's limit for years.
 """
 
 from __future__ import annotations
@@ -40,3 +40,26 @@ def cached_within(request: GenerateRequest, reported: Summary) -> Summary:
     """
     most = max(request.prompt_tokens, reported.prompt_tokens) if request.media else request.prompt_tokens
     return reported if reported.cached_tokens <= most else msgspec.structs.replace(reported, cached_tokens=most)
+
+
+def usage_of_all(reported: Summary, prompt_tokens: int, output_tokens: int) -> Summary:
+    """Return what the last instance of a response that moved reports, with the numbers of the whole response.
+
+    To that instance, tokens of the response that came before were part of the prompt.
+    """
+    return msgspec.structs.replace(
+        reported,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        prompt_logprobs=reported.prompt_logprobs and reported.prompt_logprobs[:prompt_tokens],
+    )
+
+
+def usage_with_prefill(reported: Summary, prefill: Summary) -> Summary:
+    """Return what a decode instance reports, to which all of the prompt was cached, with what the prefill instance did."""
+    return msgspec.structs.replace(
+        reported,
+        cached_tokens=prefill.cached_tokens,
+        queue_ms=reported.queue_ms + prefill.queue_ms,
+        prefill_ms=prefill.prefill_ms,
+    )
