@@ -63,7 +63,7 @@ class BlocksStored:
     medium: str = ""
     adapter: str = ""
     extra_keys: Sequence[Sequence[Any]] = ()
-    """Per block, the keys besides tokens that entered the engine's hash. Empty, or one entry per block."""
+    """Per block, the keys other than tokens that entered the engine's hash. Empty, or one entry per block."""
     group: int | None = None
     attention: str = ""
     locality: str = ""
@@ -254,7 +254,7 @@ class Translator:
         self._block_size = 0
         """Tokens of a block in the GPU's memory; 0: not known yet."""
         self._has_keys = False
-        """Whether blocks in the GPU's memory had keys besides tokens, such as salts and images."""
+        """Whether blocks in the GPU's memory had keys other than tokens, such as salts and images."""
         self._group: int | None = None
         self.orphans = 0
         """Blocks left out because their parent is unknown, as after lost events."""
@@ -318,7 +318,7 @@ class Translator:
         return result
 
     def _without_keys(self, event: BlocksStored, tier: Tier) -> list[list[int] | None]:
-        """Return the sequence hashes of blocks whose event may have left out keys besides tokens, as those of vLLM 0.32's
+        """Return the sequence hashes of blocks whose event may have left out keys other than tokens, as those of vLLM 0.32's
         OffloadingConnector do: a salted block must not look like one without salt.
 
         They also come in any order, children before parents. A handle that is known answers both.

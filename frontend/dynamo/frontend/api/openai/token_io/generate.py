@@ -142,7 +142,7 @@ def _of_prompt(positions: Sequence[Sequence[tuple[int, float]] | None], texts: T
 
 
 class _Form(msgspec.Struct, frozen=True):
-    """What choices have besides tokens."""
+    """Which parts each choice has in addition to its tokens."""
 
     texts: TokenTexts | None
     """For log probabilities; None: there are none."""
