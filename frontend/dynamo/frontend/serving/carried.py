@@ -42,7 +42,9 @@ class CarriedRequest:
         `on_placed` is called, synchronously, when the request is booked.
         """
         self._endpoints = endpoints
-        self._on_placed = on_placed
+        self._on_placed: OnPlaced | None = on_placed
+        """None once it was called: what it belongs to may keep the request that was placed, which keeps this object, and `Work`
+        takes no part in garbage collection."""
         self._decision: RoutingDecision | None = None
         self._changed: list[asyncio.Future[None]] = []
         self.has_begun = False
@@ -71,9 +73,10 @@ class CarriedRequest:
     def place(self, request: RouteRequest, decision: RoutingDecision, verb: str, body: Body) -> CarriedStream:
         """The request, or one of its prompts, is booked: return what stands for its stream."""
         choices = _choices_decoder.decode(body).n if verb == "generate" and isinstance(body, bytes) else 0
-        if self._decision is None:
+        on_placed, self._on_placed = self._on_placed, None
+        if on_placed is not None:
             self._decision = decision
-            self._on_placed(request, decision)
+            on_placed(request, decision)
         return CarriedStream(self, choices)
 
     def begin(self) -> None:

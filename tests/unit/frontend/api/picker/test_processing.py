@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import json
 from typing import Any
@@ -11,6 +12,7 @@ import grpc.aio
 import pytest
 
 from dynamo.frontend.api.picker.messages import CHUNK_BYTES
+from dynamo.frontend.api.picker.picking import Picking
 from dynamo.frontend.config import HttpOptions, PickerOptions, RouterMode, RouterOptions
 from dynamo.protos import ext_proc_pb2 as pb
 from tests.support.fakes import tensor_card
@@ -296,3 +298,22 @@ async def test_a_prompt_goes_to_the_endpoint_that_has_its_beginning_cached() -> 
         other = await placed("/v1/chat/completions", json.dumps(chat).encode())
         chat["messages"] += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}]
         assert await placed("/v1/messages", json.dumps(chat).encode()) == other  # the same conversation, by another protocol
+
+
+async def test_calls_that_are_over_keep_nothing_alive() -> None:
+    async with open_picker_edge() as edge:
+        for path, model in [("/v1/completions", "talker"), ("/v1/completions", "none"), ("/other", "talker")]:
+            call = edge.call()
+            await call.headers(path)
+            await call.body(completion(model=model))
+            await call.read()
+            await call.ended()
+        cut = edge.call()
+        await cut.headers()
+        cut.call.cancel()
+
+        def kept() -> list[Picking]:
+            gc.collect()
+            return [each for each in gc.get_objects() if isinstance(each, Picking)]
+
+        await until(lambda: not kept())
