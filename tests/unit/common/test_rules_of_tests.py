@@ -112,6 +112,17 @@ def quiet(): ...
     assert names == ["tets_a", "check", "test_c", "test_e", "test_f"]
 
 
+def test_every_function_with_a_marker_is_collected_as_a_test(trees: dict[str, ast.Module]) -> None:
+    functions = [(file, node) for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, Function)]
+    forgotten = {
+        f"{file}: {node.name}"
+        for file, node in functions
+        if any(ast.unparse(decorator).startswith("pytest.mark.") for decorator in node.decorator_list)
+        if not node.name.startswith("test_")
+    }
+    assert forgotten == set()
+
+
 def asserts(node: ast.AST) -> bool:
     for inner in ast.walk(node):
         match inner:
