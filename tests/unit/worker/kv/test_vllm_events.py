@@ -203,6 +203,8 @@ SLOW: list[tuple[str, list[object], Tier, list[int]]] = [
         Tier.DISK,
         HASHES,
     ),
+    ("blocks on the GPU without tokens and size", [BASE, UNTOLD | {"block_hashes": [3], "medium": "GPU"}], Tier.GPU, HASHES),
+    ("offload after blocks on the GPU without size", [BASE, UNTOLD | {"medium": "GPU"}, CPU], Tier.CPU, HASHES),
     ("offload without tokens in larger blocks", [BASE, UNTOLD | {"block_size": 8}], Tier.CPU, []),
     (
         "a child whose parent is on the GPU only",

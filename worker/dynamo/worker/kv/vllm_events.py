@@ -287,12 +287,12 @@ class Translator:
         if not self._counts(event.group, event.attention):
             self.ignored += count
             return result
-        if tier is Tier.GPU:
+        if tier is Tier.GPU and event.block_size:
             self._block_size = event.block_size
             self._has_keys = self._has_keys or any(event.extra_keys)
         if tier is not Tier.GPU and not event.token_ids:
             hashes = self._announced(event)
-        elif len(event.token_ids) < count * event.block_size:
+        elif not event.block_size or len(event.token_ids) < count * event.block_size:
             hashes = []
             self.ignored += count
         elif tier is not Tier.GPU and not event.extra_keys and event.block_size == self._block_size:
