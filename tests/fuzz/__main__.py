@@ -8,6 +8,7 @@ lines are what each such input raised, where, and the input as Python writes it.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("targets", nargs="*", metavar="TARGET", help="of tests/fuzz/targets.py; all of them by default")
     parser.add_argument("--runs", type=int, default=1_000_000, help="inputs for each target")
     parser.add_argument("--seconds", type=int, default=600, help="at most so long for each target")
+    parser.add_argument("--seed", type=int, default=0, help="of mutations; with 0 each run has others")
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time")
     parser.add_argument(
         "--collect", type=Path, help="a folder that keeps inputs that reach new code, for another run to begin with"
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--in-process", action="store_true", help="fuzz the one target that is named, in this process")
     arguments = parser.parse_args(argv)
     if arguments.in_process:
-        fuzz(arguments.targets[0], arguments.runs, arguments.seconds, arguments.collect)
+        fuzz(arguments.targets[0], arguments)
     names = arguments.targets or sorted(path.name for path in CORPUS.iterdir() if path.is_dir())
     with ThreadPoolExecutor(arguments.jobs) as pool:
         defects = [defect for defect in pool.map(lambda name: run(name, arguments), names) if defect]
@@ -45,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(name: str, arguments: argparse.Namespace) -> str:
     """Fuzz one target in a process of its own; return what was found, or no text."""
-    limits = ["--runs", str(arguments.runs), "--seconds", str(arguments.seconds)]
+    limits = [f"--{name}={getattr(arguments, name)}" for name in ("runs", "seconds", "seed")]
     collect = [] if arguments.collect is None else ["--collect", str(arguments.collect)]
     command = [sys.executable, "-m", "tests.fuzz", name, "--in-process", *limits, *collect]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    environment = os.environ | {"PYTHONHASHSEED": str(arguments.seed or "random")}  # the order of sets is a part of the way
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
     statistics = dict(re.findall(r"^stat::(\w+):\s+(\d+)$", done.stderr, re.M))
     inputs, rate = statistics.get("number_of_executed_units", "0"), statistics.get("average_exec_per_sec", "0")
     is_ok = done.returncode == 0 and inputs != "0"
@@ -80,7 +83,7 @@ def described(name: str, stdout: str, stderr: str) -> str:
     return "\n    ".join(lines)
 
 
-def fuzz(name: str, runs: int, seconds: int, collect: Path | None) -> None:
+def fuzz(name: str, arguments: argparse.Namespace) -> None:
     """Does not return."""
     import atheris
 
@@ -91,9 +94,10 @@ def fuzz(name: str, runs: int, seconds: int, collect: Path | None) -> None:
     folder = CORPUS / name
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        collected = (collect or Path(scratch)) / name
+        collected = (arguments.collect or Path(scratch)) / name
         collected.mkdir(parents=True, exist_ok=True)
-        options = [f"-runs={runs}", f"-max_total_time={seconds}", "-max_len=4096", "-timeout=10", "-rss_limit_mb=2048"]
+        options = [f"-runs={arguments.runs}", f"-max_total_time={arguments.seconds}", f"-seed={arguments.seed}"]
+        options += ["-max_len=4096", "-timeout=10", "-rss_limit_mb=2048"]
         options += [f"-artifact_prefix={folder}/", "-print_final_stats=1"]
         atheris.Setup([sys.argv[0], *options, str(collected), str(folder)], target)
         atheris.Fuzz()
