@@ -1,9 +1,9 @@
 """Batches frames: what one event-loop turn has for one peer shares NATS messages.
 
-A message leaves at the end of the turn, or earlier with the first `FRAMES` urgent frames, the next `2 * FRAMES` and so on: the
-peer begins with them while the turn goes on. With one message a turn, however long, frontend and workers would wait for each
-other; with one for each few frames, 64 short responses would cost 32 messages. A frame beside which nothing else is under way,
-such as the only request of a process, waits for nothing.
+A message leaves at the end of the turn, or earlier with as many urgent frames as half of the last turn had, `FRAMES` at least,
+then with twice as many and so on: the peer begins with them while the turn goes on. With one message a turn, however long,
+frontend and workers would wait for each other; with one for each few frames, 64 short responses would cost 32 messages. A frame
+beside which nothing else is under way, such as the only request of a process, waits for nothing.
 
 A *patient* frame, such as any but the first token of a stream, may also wait a moment: if the last message to this peer left less
 than `PATIENCE_S` ago, it leaves when that time is over, together with what has come by then. So a token of an engine that takes
@@ -52,6 +52,8 @@ class Outbox:
         self._waiting: list[Opening | list[Buffer] | bytes] = []
         self._urgent = 0
         """How many of them count towards `_most_urgent`: all but patient ones and those that `lead` has added."""
+        self._in_turn = 0
+        """How many have counted in this turn."""
         self._most_urgent = FRAMES
         """With so many a message leaves before the end of the turn."""
         self._scheduled = False
@@ -69,6 +71,7 @@ class Outbox:
             return self.flush()
         if not patient:
             self._urgent += 1
+            self._in_turn += 1
             if self._urgent >= self._most_urgent:
                 self._most_urgent *= 2
                 self.flush()
@@ -90,7 +93,8 @@ class Outbox:
 
     def _end_turn(self) -> None:
         self._scheduled = False
-        self._most_urgent = FRAMES
+        self._most_urgent = max(FRAMES, self._in_turn // 2)
+        self._in_turn = 0
         self.flush()
 
     def flush(self) -> None:

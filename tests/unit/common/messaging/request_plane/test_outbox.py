@@ -50,9 +50,30 @@ async def test_frames_of_one_turn_leave_a_few_at_a_time_and_the_rest_at_its_end(
     await turn()
     assert [len(message) for message in bus.messages] == [FRAMES, 2 * FRAMES, 1]
     assert [stream for message in bus.messages for stream in message] == list(range(3 * FRAMES + 1))
+
+
+async def test_a_turn_as_long_as_the_last_one_leaves_in_two_halves() -> None:
+    bus = Bus()
+    outbox = outbox_on(bus)
+    for _ in range(2):
+        bus.messages.clear()
+        for stream in range(6 * FRAMES):
+            outbox.add(frame(stream))
+        await turn()
+    assert [len(message) for message in bus.messages] == [3 * FRAMES, 3 * FRAMES]
+
+
+async def test_after_a_short_turn_a_message_leaves_with_few_frames_again() -> None:
+    bus = Bus()
+    outbox = outbox_on(bus)
+    for frames in (6 * FRAMES, 1):
+        for stream in range(frames):
+            outbox.add(frame(stream))
+        await turn()
+    bus.messages.clear()
     for stream in range(FRAMES):
         outbox.add(frame(stream))
-    assert len(bus.messages) == 4  # the next turn begins with few frames again
+    assert [len(message) for message in bus.messages] == [FRAMES]
 
 
 async def test_only_urgent_frames_make_a_message_leave_before_the_end_of_the_turn() -> None:
