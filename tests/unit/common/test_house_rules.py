@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,21 +21,38 @@ UNNAMED = re.compile(r"(?i)(?<![a-z])(?:some|no|any|every)body|(?<![a-z])(?:whoe
 """Words that hide who acts: a client, a frontend, a worker, an operator."""
 
 
+CONFLICT = re.compile(r"^(<<<<<<<|>>>>>>>)( |$)", re.M)
+"""Begins lines that a merge left behind."""
+
+
 def test_who_acts_is_named() -> None:
-    texts = [file for suffix in ("py", "md", "toml", "yaml") for file in ROOT.rglob(f"*.{suffix}")]
-    own = [file for file in texts if file.name != "CHANGELOG.md" and not is_generated(file) and file != Path(__file__)]
-    found = [
-        f"{file.relative_to(ROOT)}:{number}: {line.strip()}"
-        for file in own
-        for number, line in enumerate(file.read_text().splitlines(), 1)
-        if UNNAMED.search(line)
-    ]
-    assert len(own) > 500 and found == []
+    assert [place for place in places_of(UNNAMED) if not place.startswith("CHANGELOG.md")] == []
 
 
-def is_generated(file: Path) -> bool:
-    """Return whether a file belongs to an environment, a build or a run, not to the repository."""
-    return any(part.startswith((".", "node_modules", "build", "dist")) for part in file.relative_to(ROOT).parts)
+def test_no_file_has_two_sides_of_a_conflict() -> None:
+    assert places_of(CONFLICT) == [] and CONFLICT.search("one\n<<<<<<< HEAD\n")
+
+
+def places_of(pattern: re.Pattern[str]) -> list[str]:
+    """Return the lines of this repository's texts in which a pattern begins, each after where it is."""
+    found: list[str] = []
+    for file in own_files(".py", ".md", ".toml", ".yaml"):
+        text = file.read_text()
+        for match in pattern.finditer(text) if file != Path(__file__) else ():
+            number = text.count("\n", 0, match.start()) + 1
+            found.append(f"{file.relative_to(ROOT)}:{number}: {text.splitlines()[number - 1].strip()}")
+    return found
+
+
+@cache
+def own_files(*suffixes: str) -> Sequence[Path]:
+    """Return the files of this repository with these suffixes, without those of environments, builds and runs."""
+    files: list[Path] = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith((".", "node_modules", "build", "dist"))]
+        files += [Path(folder, name) for name in names if name.endswith(suffixes)]
+    assert len(files) > 500
+    return files
 
 
 PRESCRIBED = {
@@ -124,9 +143,9 @@ def without_subject(source: str) -> list[int]:
 
 
 def test_every_docstring_says_its_subject() -> None:
-    files = [file for file in ROOT.rglob("*.py") if not is_generated(file)]
+    files = own_files(".py")
     found = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in without_subject(file.read_text())]
-    assert len(files) > 500 and sorted(found) == []
+    assert sorted(found) == []
 
 
 def test_docstrings_without_a_subject_are_found() -> None:

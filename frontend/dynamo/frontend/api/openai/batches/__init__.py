@@ -10,6 +10,7 @@
 | `long_texts` | results, joined and stored in steps |
 | `multipart` | bodies of the type multipart/form-data, as clients upload files |
 | `operations` | `/v1/files` and `/v1/batches` |
+| `result_files` | the output and error file of a batch that ends |
 | `result_lines` | lines of the output and error files |
 | `result_room` | what the results of a batch may take |
 | `runner` | carries out the batches whose lease this process holds |

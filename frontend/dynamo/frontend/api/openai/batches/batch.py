@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Literal
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -282,6 +283,8 @@ class Batches:
         self._batches = OwnedRecords(storage, "batch", "batch_", _owned.decode, folder="batch")
         self._waiting = OwnedRecords(storage, "batch", "batch_", _waiting.decode, folder="waiting")
         self._index = Index(storage.records, self._batches)
+        self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By owner, while it makes batches."""
 
     @property
     def now(self) -> int:
@@ -289,6 +292,10 @@ class Batches:
 
     async def create(self, owner: str, endpoint: str, input_file: str, metadata: dict[str, str] | None) -> Batch:
         """Make a batch, which waits to be carried out. Raises RateLimited, PayloadTooLarge."""
+        async with self._creating.setdefault(owner, asyncio.Lock()):  # a burst is counted one by one
+            return await self._create(owner, endpoint, input_file, metadata)
+
+    async def _create(self, owner: str, endpoint: str, input_file: str, metadata: dict[str, str] | None) -> Batch:
         if len(await self._records.keys(self._waiting.pattern(owner))) >= MAX_WAITING:
             raise RateLimited(f"there are {MAX_WAITING} batches that have not ended; wait for some, or cancel them")
         batch = Batch(

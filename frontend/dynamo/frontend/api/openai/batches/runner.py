@@ -47,12 +47,12 @@ from dynamo.frontend.api.openai.batches.batch import (
     TakenOver,
     Waiting,
     parse_lines,
-    result_file_id,
 )
 from dynamo.frontend.api.openai.batches.batch_key import WAIT_S, BatchKey, FindAccount
 from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount, LineOutcome, LineRequest
 from dynamo.frontend.api.openai.batches.long_texts import joined
+from dynamo.frontend.api.openai.batches.result_files import NO_FILES, ResultFiles, write_results
 from dynamo.frontend.api.openai.batches.result_lines import line_id, result_line
 from dynamo.frontend.api.openai.batches.result_room import ResultRoom
 from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment, is_full
@@ -246,7 +246,7 @@ class BatchRunner:
                     try:
                         batch = await self._worked_on(owned, occupied.hold)
                     except DamagedRecord as error:  # its input or results, which will not get better
-                        batch = await self._failed(owner, batch, [Problem(str(error), code="damaged_record")])
+                        batch = await self._failed(owner, batch, Problem(str(error), code="damaged_record"))
             self._metrics.batch_ended(batch.status)
             await self._batches.done(owner, id)
             self.poke()  # there is room for another one
@@ -282,16 +282,16 @@ class BatchRunner:
         owner, batch, now = owned.owner, owned.batch, self._batches.now
         if owned.ended >= MAX_ENDED_FRONTENDS and (batch.status == "validating" or owned.ended > MAX_ENDED_FRONTENDS):
             # Its file ends them, or to put its results together.
-            return await self._failed(owner, batch, [Problem(_LEFT_OUT[_ENDED], code=_ENDED)])
+            return await self._failed(owner, batch, Problem(_LEFT_OUT[_ENDED], code=_ENDED))
         try:
             key = BatchKey(self._account, owner, self._operations[batch.endpoint].declared.surface, self._key_wait_s)
             account = await key.account()
             async with self._reading.slot(account):
                 lines = await self._lines_of(owner, batch, hold)
         except InvalidBatch as error:
-            return await self._failed(owner, batch, error.problems)
+            return await self._failed(owner, batch, *error.problems)
         except (RecordNotFound, Unauthenticated, Forbidden) as error:
-            return await self._failed(owner, batch, [Problem(str(error))])
+            return await self._ended_early(owner, batch, Problem(str(error)), hold)
 
         def started(batch: Batch) -> Batch:
             batch = replace(batch, request_counts=replace(batch.request_counts, total=len(lines)))
@@ -316,7 +316,7 @@ class BatchRunner:
                 at_once = None if owned.is_suspect(own) else own
                 if await self._batches.attempt(owner, batch.id, self._token, at_once) > MAX_ATTEMPTS:
                     message = f"lines {own.first + 1} and following were carried out {MAX_ATTEMPTS} times without results"
-                    return await self._failed(owner, batch, [Problem(message, code="too_many_attempts")])
+                    return await self._ended_early(owner, batch, Problem(message, code="too_many_attempts"), hold)
                 left = MAX_RESULT_BYTES - sum(segment.size_bytes for segment in done.values())
                 async with AsyncExitStack() as counted:  # as stored, until the batch says so
                     room = ResultRoom(self._batches, owner, left, hold, counted)
@@ -326,8 +326,7 @@ class BatchRunner:
                 left_out = "output_too_large" if is_full(done, MAX_RESULT_BYTES) else ""
         if batch.status in ENDED:
             return batch
-        hold(sum(segment.size_bytes for segment in done.values()))  # the files, beside what they are made of
-        return await self._finish(owner, batch, lines, done, left_out)
+        return await self._finish(owner, batch, lines, done, hold, left_out)
 
     async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[BatchLine]:
         content = await self._files.content(owner, batch.input_file_id, hold)
@@ -344,7 +343,7 @@ class BatchRunner:
         return batch
 
     async def _finish(
-        self, owner: str, batch: Batch, lines: Sequence[BatchLine], done: Mapping[int, Segment], left_out: str
+        self, owner: str, batch: Batch, lines: Sequence[BatchLine], done: Mapping[int, Segment], hold: Hold, left_out: str
     ) -> Batch:
         """Write the files of a batch, whether or not it has all its results; return it as it is then.
 
@@ -352,21 +351,12 @@ class BatchRunner:
         """
         missing = [line for number, line in enumerate(lines) if number // SEGMENT_LINES not in done]
         code = "batch_cancelled" if batch.status == "cancelling" else left_out or "batch_expired"
-        kept = {
-            "output": await joined(done[number].outputs for number in sorted(done)),
-            "error": await joined(done[number].errors for number in sorted(done)),
-        }
         others = await self._of_missing(owner, batch, missing, code)
-        ids: dict[str, str] = {}
-        for kind, content in (("output", kept["output"]), ("error", await joined((kept["error"], others)))):
-            if content:
-                ids[kind] = result_file_id(batch.id, kind)
-                name, counted_bytes = f"{batch.id}_{kind}.jsonl", len(kept[kind])
-                await self._files.put(owner, ids[kind], name, "batch_output", content, counted_bytes=counted_bytes)
+        results = await write_results(self._files, owner, batch, done, hold, others)
         now = self._batches.now
 
         def ended(batch: Batch) -> Batch:
-            batch = replace(batch, output_file_id=ids.get("output"), error_file_id=ids.get("error"), finalizing_at=now)
+            batch = replace(results.named_in(batch), finalizing_at=now)
             if not missing and all(segment.is_complete for segment in done.values()):
                 return replace(batch, status="completed", completed_at=now)
             if batch.status == "cancelling":
@@ -375,7 +365,7 @@ class BatchRunner:
                 return replace(batch, status="failed", failed_at=now, errors=Problems([Problem(message, code=code)]))
             return replace(batch, status="expired", expired_at=now)
 
-        return await self._batches.change(owner, batch.id, ended, filed_bytes=sum(map(len, kept.values())))
+        return await self._batches.change(owner, batch.id, ended, filed_bytes=results.size_bytes)
 
     async def _of_missing(self, owner: str, batch: Batch, lines: Sequence[BatchLine], code: str) -> bytes:
         """Return what the error file has of lines that were not carried out: nothing if the key may not store so much more."""
@@ -390,11 +380,18 @@ class BatchRunner:
         except PayloadTooLarge:
             return b""
 
-    async def _failed(self, owner: str, batch: Batch, problems: list[Problem]) -> Batch:
+    async def _ended_early(self, owner: str, batch: Batch, problem: Problem, hold: Hold) -> Batch:
+        """End a batch that cannot go on, though it may have results, which its key was charged for: they are in its files."""
+        done = await self._batches.segments(batch.id, hold)
+        return await self._failed(owner, batch, problem, results=await write_results(self._files, owner, batch, done, hold))
+
+    async def _failed(self, owner: str, batch: Batch, *problems: Problem, results: ResultFiles = NO_FILES) -> Batch:
         now = self._batches.now
-        return await self._batches.change(
-            owner, batch.id, lambda batch: replace(batch, status="failed", failed_at=now, errors=Problems(problems))
-        )
+
+        def failed(batch: Batch) -> Batch:
+            return replace(results.named_in(batch), status="failed", failed_at=now, errors=Problems([*problems]))
+
+        return await self._batches.change(owner, batch.id, failed, filed_bytes=results.size_bytes)
 
     async def _segment(
         self, account: Account, key: BatchKey, owned: Owned, number: int, lines: Sequence[BatchLine], room: ResultRoom

@@ -1085,6 +1085,51 @@ async def test_the_results_of_a_batch_count_once_from_when_there_are_some_until_
     assert deleted == before
 
 
+async def test_a_batch_whose_input_is_gone_when_another_frontend_goes_on_keeps_the_results_that_it_has() -> None:
+    has_come = asyncio.Event()
+
+    async def handle(exchange: Exchange) -> None:
+        if await prompt_of(exchange) == SEGMENT_LINES:
+            has_come.set()
+            await asyncio.Event().wait()
+        await exchange.respond(b"{}")
+
+    async with running(handle) as r:
+        batch = await r.create(lines_of(SEGMENT_LINES + 1))
+        r.runner.poke()
+        await has_come.wait()
+        await r.files.delete("", batch.input_file_id)
+        r.die()
+        done = await r.ended(batch)
+        outputs = await r.results(done.output_file_id)
+    assert done.status == "failed" and done.errors is not None and batch.input_file_id in done.errors.data[0].message
+    assert [output["custom_id"] for output in outputs] == [f"c{number}" for number in range(SEGMENT_LINES)]
+    assert done.request_counts == RequestCounts(SEGMENT_LINES + 1, SEGMENT_LINES, 0)
+
+
+async def test_a_batch_that_is_given_up_in_its_second_segment_keeps_the_results_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner_module, "POLL_S", 0.001)
+
+    async def handle(exchange: Exchange) -> None:
+        await exchange.respond(b"{}")
+
+    async with running(handle) as r:
+        put = r.batches.put_segment
+
+        async def full(owner: str, id: str, by: str, number: int, segment: Segment) -> bool:
+            if number:
+                raise Unavailable("the store has no room")
+            return await put(owner, id, by, number, segment)
+
+        r.batches.put_segment = full  # type: ignore[method-assign]
+        done = await r.ended(await r.create(lines_of(SEGMENT_LINES + 1)))
+        outputs = await r.results(done.output_file_id)
+    assert done.status == "failed" and done.errors is not None and done.errors.data[0].code == "too_many_attempts"
+    assert len(outputs) == SEGMENT_LINES
+
+
 async def test_a_batch_that_has_no_results_after_ten_attempts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "POLL_S", 0.001)
 
@@ -1469,6 +1514,23 @@ async def test_a_key_has_a_bounded_number_of_batches_that_have_not_ended(monkeyp
     again = await batches.create("a", URL, "f", None)
     waiting = [(each.owner, each.id) for each in await batches.waiting()]
     assert sorted(waiting) == sorted([("a", made[1].id), ("b", other.id), ("a", again.id)])
+
+
+async def test_a_burst_of_one_key_makes_no_more_batches_than_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "MAX_WAITING", 2)
+    records = FakeRecords()
+    keys = records.keys
+
+    async def slow_keys(pattern: str) -> list[str]:
+        found = await keys(pattern)
+        await asyncio.sleep(0)
+        return found
+
+    records.keys = slow_keys  # type: ignore[method-assign]
+    batches = Batches(storage_of(records))
+    made = await asyncio.gather(*(batches.create("a", URL, "f", None) for _ in range(5)), return_exceptions=True)
+    assert sum(isinstance(each, Batch) for each in made) == len(await batches.waiting()) == 2
+    assert all(isinstance(each, Batch | RateLimited) for each in made)
 
 
 @pytest.mark.parametrize("write", [1, 2])
