@@ -8,6 +8,7 @@
 | `message_json` | messages of the protocol as JSON objects, as Triton writes them |
 | `message_limits` | limits on the fields of protobuf messages, checked before anything is parsed |
 | `protobuf_wire` | the few parts of protobuf's wire format that are handled by hand |
+| `relay` | requests that a model gets as HTTP has them, such as audio and images |
 | `request` | parsing and building of requests and responses without copying their tensor data |
 | `response` | responses of engines in the form that their requests want |
 | `tensors` | tensors as KServe v2 sends them, and as numpy arrays |

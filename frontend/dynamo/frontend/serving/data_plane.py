@@ -116,7 +116,7 @@ class DataPlane:
         self._disaggregation = Disaggregation(dispatcher, settings.disaggregation)
         self.reuse, self.circuits = dispatcher.reuse, dispatcher.circuits
         self._draining = False
-        self._catalog = catalog
+        self._catalog, self.relays = catalog, catalog.relays
         catalog.on_change(self._changed)
         texts.on_change(self._show_readiness_of)
         self._texts.follow(added=[instance.card for instance in directory.registered()])

@@ -18,6 +18,7 @@ from dynamo.common.model_card import ModelCard, Role
 from dynamo.common.names import InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.tensors.check import RequestChecker
+from dynamo.common.tensors.relay import relays_http
 from dynamo.frontend.fleet.repository import Repository
 from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics
 from dynamo.frontend.serving.call import Instances
@@ -125,6 +126,8 @@ class ModelCatalog:
         self._loop = asyncio.get_running_loop()
         self._on_change: list[OnCatalogChange] = []
         self._served: set[str] = set()
+        self.relays: set[str] = set()
+        """Models that are relays, as `dynamo.common.tensors.relay` has it; always the same set."""
         self._looked_up: dict[tuple[str, str], NamedModel] = {}
         """By the name and version that requests use; all that were looked up since the last change."""
         self._gone: dict[str, tuple[ModelCard, float]] = {}
@@ -182,6 +185,7 @@ class ModelCatalog:
         models = dict.fromkeys(instance.card.name for instance in (*removed, *added))
         served = [name for name in models if self._directory.count(name)]
         self._served.update(served)
+        self.relays.update(instance.card.name for instance in added if relays_http(instance.card))
         self._remember_gone(models.keys() - served, removed)
         change = CatalogChange(added, removed, served, self._count_models(added, removed))
         for callback in self._on_change:
@@ -230,6 +234,7 @@ class ModelCatalog:
         """Remember the newest card of each of the models, which have lost their last instance, for a time."""
         now = self._loop.time()
         self._served.difference_update(models)
+        self.relays.difference_update(models)
         for instance in sorted(removed, key=_started_at):
             if instance.card.name in models:
                 self._gone[instance.card.name] = (instance.card, now)

@@ -34,10 +34,12 @@ from dynamo.worker.engine.declaration import PBTXT_SUFFIX, YAML_SUFFIXES, Declar
 from dynamo.worker.engine.echo import CHAT_TEMPLATE, EchoTensors, EchoTokens, byte_tokenizer, echo_declaration, parse_tensors
 from dynamo.worker.engine.python import PythonEngine
 from dynamo.worker.engine.python_text import PythonTextEngine, generates_text
+from dynamo.worker.engine.remote.dialect import RemoteKind
 from dynamo.worker.engine.remote.engine import RemoteEngine
 from dynamo.worker.engine.remote.gateway import GatewayAddress
 from dynamo.worker.engine.remote.load import Rank
 from dynamo.worker.engine.remote.options import RemoteOptions
+from dynamo.worker.engine.remote.relay import RelayEngine
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.engine.sim.scheduler import SchedulerConfig
 from dynamo.worker.engine.sim.script import CALLS_TEMPLATE
@@ -160,7 +162,7 @@ def make_remote(
     name: str = "",
     context_length: int | None = None,
     max_num_seqs: int | None = None,
-) -> RemoteEngine:
+) -> RemoteEngine | RelayEngine:
     """Return an engine for the server at `url`, the one at `position` of `options`, not started.
 
     Each data-parallel rank of a server has a position of its own. Raises InvalidRequest for a URL or tokenizer that cannot be
@@ -172,8 +174,11 @@ def make_remote(
     if options.kv_events:
         replay = _address_of_rank(options.kv_replay[server], number) if options.kv_replay else None
         events = KvSource(0, _address_of_rank(options.kv_events[server], number), replay)
+    client = HttpClient(url, key=options.api_key, timeout_s=options.timeout_s)
+    if options.kind is RemoteKind.RELAY:
+        return RelayEngine(client, name=name)
     return RemoteEngine(
-        HttpClient(url, key=options.api_key, timeout_s=options.timeout_s),
+        client,
         kind=options.kind,
         name=name,
         files=None if options.tokenizer is None else _read_text_files(options.tokenizer),

@@ -376,8 +376,7 @@ class Exchange:
         """Send the whole response. Raises Overloaded for a long one if the process holds too much."""
         if len(body) > _LARGE_BODY_BYTES:
             return await self.respond_in_pieces((body,), headers, status)
-        if status < 400:
-            self._check_charged()
+        self._check_charged(status)
         self.status = status
         length = (b"content-length", b"%d" % len(body))
         self._request.begin(status, (*headers, length, *self._common()))
@@ -394,8 +393,7 @@ class Exchange:
         if size <= _LARGE_BODY_BYTES:
             return await self.respond(b"".join(pieces), status, headers)
         self.hold(size - held_bytes)
-        if status < 400:
-            self._check_charged()
+        self._check_charged(status)
         length = (b"content-length", b"%d" % size)
         with self.settings.capacity.unread(self.account.name, size):
             self.status = status
@@ -406,18 +404,22 @@ class Exchange:
                     await self._request.write(view[offset : offset + _PIECE_BYTES])
             await self._request.write(b"", is_last=True)
 
-    async def respond_while_read(self, size_bytes: int, pieces: AsyncGenerator[bytes, None], headers: tuple[Header, ...]) -> None:
-        """Send a response of `size_bytes` while it is read, the next piece when the client has taken most of those before.
+    async def respond_while_read(
+        self, size_bytes: int | None, pieces: AsyncGenerator[Buffer, None], headers: tuple[Header, ...], status: int = 200
+    ) -> None:
+        """Send a response while it is read, the next piece when the client has taken most of those before.
 
-        So it takes the memory of two pieces, which count against the capacity. Closes `pieces`. Raises Overloaded, and what
-        reading the first piece raises.
+        So it takes the memory of two pieces, which count against the capacity. `size_bytes`: of all of them; None: not known.
+        Closes `pieces`. Raises Overloaded, and what reading the first piece raises.
         """
+        length = () if size_bytes is None else ((b"content-length", b"%d" % size_bytes),)
         async with aclosing(pieces):
-            self.hold(held_bytes := min(size_bytes, 2 * _PIECE_BYTES))
+            self.hold(held_bytes := 2 * _PIECE_BYTES if size_bytes is None else min(size_bytes, 2 * _PIECE_BYTES))
             piece = await anext(pieces, b"")
+            self._check_charged(status)
             with self.settings.capacity.unread(self.account.name, held_bytes):
-                self.status = 200
-                self._request.begin(200, (*headers, (b"content-length", b"%d" % size_bytes), *self._common()))
+                self.status = status
+                self._request.begin(status, (*headers, *length, *self._common()))
                 while piece and self.method != "HEAD":
                     await self._request.write(piece)
                     piece = await anext(pieces, b"")
@@ -466,9 +468,9 @@ class Exchange:
             headers = (JSON, _retry_after(pause_s))
         await self.respond(self.errors.body(error, status), status, headers)
 
-    def _check_charged(self) -> None:
-        """Raise EngineError for a request to a model that none was admitted for, before it gets a response."""
-        if self._is_request and not self.progress.started:
+    def _check_charged(self, status: int = 200) -> None:
+        """Raise EngineError for a request to a model that none was admitted for, before it gets a response other than errors."""
+        if status < 400 and self._is_request and not self.progress.started:
             raise EngineError(_UNCHARGED)
 
     def ensure_id(self) -> str:

@@ -17,6 +17,7 @@ from dynamo.frontend.api.openai.chat_batch import ChatBatch, ChatBatchRequest
 from dynamo.frontend.api.openai.completions import Completions
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.invocations import Invocations
+from dynamo.frontend.api.openai.media.operations import media_operations, relayed_or
 from dynamo.frontend.api.openai.pooling.embeddings import EmbeddingsEndpoint, embeds_texts
 from dynamo.frontend.api.openai.pooling.text_task_objects import (
     ClassifyRequest,
@@ -68,7 +69,7 @@ def openai_operations(edge: Edge) -> list[Operation]:
         infer(
             path="/v1/chat/completions",
             endpoint="chat_completions",
-            handle=ChatCompletions(edge),
+            handle=relayed_or(edge, ChatCompletions(edge)),
             summary="Continue a conversation",
             request=ChatRequest,
             response=ChatCompletion,
@@ -93,6 +94,7 @@ def openai_operations(edge: Edge) -> list[Operation]:
             response=Embeddings,
         ),
         *_text_tasks(edge, infer),
+        *media_operations(edge, infer),
         generate_operation(edge, infer),
         infer(
             path="/v1/chat/completions/batch",

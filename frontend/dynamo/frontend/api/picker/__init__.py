@@ -5,7 +5,6 @@ sent. No byte of a response comes here, unless the gateway sends it.
 
 | module | holds |
 |---|---|
-| `bodies` | fields of a request's body that are changed on the way to its endpoint |
 | `gateway_request` | a request of a gateway, as the operations of HTTP take requests |
 | `headers` | names of headers and metadata that gateways and pickers have agreed on, and what they mean |
 | `messages` | messages to the gateway, serialized |

@@ -31,12 +31,12 @@ from dynamo.common.process.background import awaited
 from dynamo.frontend.api.calls import EXPLAIN
 from dynamo.frontend.api.declaration import Declaration, Reads
 from dynamo.frontend.api.guard import Guard
+from dynamo.frontend.api.http.body_fields import changed_body, model_in
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, decompress, encoding_of
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorForm
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Handler, Operation, within_declared
 from dynamo.frontend.api.http.paths import PathTable
-from dynamo.frontend.api.picker.bodies import changed_body, model_in
 from dynamo.frontend.api.picker.gateway_request import GatewayBody, GatewayRequest
 from dynamo.frontend.api.picker.headers import PLACEMENT, fairness_id, objective_headers, rewritten_model, value_of
 from dynamo.frontend.api.picker.passing_on import ENDPOINT, PASSED_ON, PassingOn

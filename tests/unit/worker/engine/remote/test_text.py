@@ -22,8 +22,8 @@ from dynamo.common.generation import (
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo
 from dynamo.frontend.preprocess.parser_registry import PARSER_REGISTRY
 from dynamo.frontend.preprocess.parsers import Part, Reasoning, ToolCall, make_parser
-from dynamo.worker.engine.remote.engine import ListedModel
 from dynamo.worker.engine.remote.errors import read_failure
+from dynamo.worker.engine.remote.models import ListedModel
 from dynamo.worker.engine.remote.text import REASONING_PARSER, TOOL_PARSER, TextDialect, TextReader
 
 USER = {"role": "user", "content": "hi"}

@@ -9,7 +9,9 @@
 | `errors` | errors of engine servers as errors of ours |
 | `gateway` | where gateways reach an engine server |
 | `load` | the load of an engine server, from its `/metrics` |
+| `models` | which models an engine server has, once it is up |
 | `options` | the options of the remote engine |
+| `relay` | models of audio and images, whose requests and responses pass through |
 | `samples` | the samples on a page of metrics of an engine server |
 | `sglang` | SGLang's own `/generate`, with token ids in both directions |
 | `text` | chat and text completions as any server has them |

@@ -23,6 +23,8 @@ class RemoteKind(StrEnum):
     SGLANG = "sglang"
     TENSORRT_LLM = "tensorrt-llm"
     TEXT = "text"
+    RELAY = "relay"
+    """No protocol of text: a model of audio or images, whose requests pass through."""
 
 
 class EventReader(Protocol):

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, NotFound, Overloaded, Unavailable, Unsupported
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, NotFound, Unavailable, Unsupported
 from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Summary, TextPrompt, pack_text, pack_tokens
 from dynamo.common.http.client import HttpClient
 from dynamo.common.kv.events import KvState
@@ -31,6 +32,7 @@ from dynamo.worker.engine.remote.dialect import Dialect, RemoteKind
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
 from dynamo.worker.engine.remote.gateway import GatewayAddress
 from dynamo.worker.engine.remote.load import LoadFollower, Rank, ServerLoad
+from dynamo.worker.engine.remote.models import ListedModel, fetch_models, when_ready
 from dynamo.worker.engine.remote.sglang import SglangDialect
 from dynamo.worker.engine.remote.text import REASONING_PARSER, TOOL_PARSER, TextDialect
 from dynamo.worker.kv.vllm_subscriber import KvSource, following
@@ -40,7 +42,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LONGEST_PAUSE_S = 5.0
 _HEALTH_S = 5.0
 _KIND_BY_OWNER = {"vllm": RemoteKind.VLLM, "sglang": RemoteKind.SGLANG, "tensorrt_llm": RemoteKind.TENSORRT_LLM}
 """By `owned_by` of the models that a server lists."""
@@ -50,54 +51,11 @@ _RANK_HEADER = "x-data-parallel-rank"
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
-class ModelMeta(msgspec.Struct):
-    n_ctx: int | None = None
-    n_ctx_train: int | None = None
-
-
-class Architecture(msgspec.Struct):
-    input_modalities: list[str] = []
-
-
-class ListedModel(msgspec.Struct):
-    """A model in the server's list."""
-
-    id: str
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-    owned_by: str = ""
-    meta: ModelMeta | None = None
-    """What llama.cpp's server says of the model, as it does in `architecture`."""
-    architecture: Architecture | None = None
-
-    @property
-    def name(self) -> str:
-        """The name to serve it by: of a file without folder and suffix."""
-        return self.id.rpartition("/")[2].removesuffix(".gguf") if self.id.startswith("/") else self.id
-
-    @property
-    def context_length(self) -> int | None:
-        meta = self.meta or ModelMeta()
-        return self.max_model_len or meta.n_ctx or meta.n_ctx_train
-
-    @property
-    def modalities(self) -> tuple[str, ...]:
-        """What it takes besides text. A server that does not say so refuses what its model does not take."""
-        if self.architecture is None:
-            return ("image", "audio")
-        return tuple(kind for kind in ("image", "audio") if kind in self.architecture.input_modalities)
-
-
 class SglangModel(msgspec.Struct):
     """What SGLang says at /get_model_info."""
 
     tokenizer_path: str | None = None
     has_image_understanding: bool = False
-
-
-class ModelList(msgspec.Struct):
-    data: list[ListedModel]
 
 
 class RemoteEngine:
@@ -148,7 +106,7 @@ class RemoteEngine:
 
     async def start(self) -> ModelCard:
         """Wait for the server, and have it generate one token. Raises InvalidRequest for a server that cannot be used."""
-        models = await self._when_ready(self._fetch_models)
+        models = await when_ready(partial(fetch_models, self._client))
         served = next((model for model in models if model.id == self._name), models[0])
         self._model = served.id
         self._name = self._name or served.name
@@ -165,7 +123,7 @@ class RemoteEngine:
             if not limits:
                 raise InvalidRequest(f"the server at {self._client} does not say its context length: give --context-length")
             info = await self._token_info(kind, served, min(limits))
-        await self._when_ready(self._check)
+        await when_ready(self._check)
         blocks = await self._follow()
         adapters = _adapters(models, served.id)
         headers = {} if self._rank is None else {_RANK_HEADER: str(self._rank.number)}
@@ -276,7 +234,7 @@ class RemoteEngine:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Have the server load it. One that the server has already, from another worker or an earlier one, is taken over."""
-        present = _adapters(await self._fetch_models(), self._model)
+        present = _adapters(await fetch_models(self._client), self._model)
         if present.get(name) != path or name in self._adapters:
             await self._adapter_calls().load(name, path, present.get(name))
         self._adapters[name] = path
@@ -330,7 +288,7 @@ class RemoteEngine:
 
         Raises InvalidRequest for events of a server that does not say the size of its blocks.
         """
-        load = await self._when_ready(self._load.fetch)
+        load = await when_ready(self._load.fetch)
         source = self._events_source
         if source is not None and (load is None or not load.block_size):
             raise InvalidRequest(f"the server at {self._client} does not say the size of its KV blocks in its /metrics")
@@ -367,32 +325,6 @@ class RemoteEngine:
         except (TimeoutError, Unavailable, EngineError):
             return False
         return status < 500
-
-    async def _when_ready(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `call`, repeated while the server cannot be reached or takes no requests, as when it starts."""
-        pause_s = 0.5
-        while True:
-            try:
-                return await call()
-            except (Unavailable, Overloaded) as error:
-                log.warning("waiting for the engine server: %s", error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    async def _fetch_models(self) -> list[ListedModel]:
-        """Return the server's models, at least one. Raises InvalidRequest for a server that has none."""
-        status, body = await self._client.fetch("GET", "/v1/models")
-        if status in (401, 403):
-            raise InvalidRequest(f"the server at {self._client} refuses the key: set DYN_REMOTE_API_KEY")
-        if status in (429, 502, 503, 504):
-            raise read_failure(status, body)
-        try:
-            models = msgspec.json.decode(body, type=ModelList).data if status == 200 else []
-        except msgspec.MsgspecError:
-            models = []
-        if not models:
-            raise InvalidRequest(f"the server at {self._client} lists no model: GET /v1/models has status {status}")
-        return models
 
     def _read_files(self, root: str | None, served: ListedModel) -> TextFiles:
         """Return tokenizer and template of the model's folder. Raises InvalidRequest if it is not on this machine."""

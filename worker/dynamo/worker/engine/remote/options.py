@@ -24,7 +24,8 @@ class RemoteOptions:
     kind: RemoteKind | None = option(
         None,
         parse=RemoteKind,
-        help="What the servers speak; default: as they say. `text`: OpenAI's chat and text completions, of any server.",
+        help="What the servers speak; default: as they say. `text`: OpenAI's chat and text completions, of any server. `relay`: "
+        "audio and images, which pass through, as do chats with such a model.",
     )
     tokenizer: Path | None = option(
         None,
@@ -71,6 +72,8 @@ class RemoteOptions:
     )
 
     def __post_init__(self) -> None:
+        if self.kind is RemoteKind.RELAY and (self.kv_events or self.tokenizer or self.data_parallel_size > 1):
+            raise ValueError("--remote-kind relay takes no tokenizer, KV events or data-parallel ranks")
         if self.data_parallel_size > 1:
             for address in (*self.kv_events, *self.kv_replay):
                 host, _, port = address.rpartition(":")

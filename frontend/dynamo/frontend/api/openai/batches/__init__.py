@@ -8,7 +8,6 @@
 | `index` | what each key has of one kind of records, decoded and in order |
 | `lines` | how lines use the account of their key |
 | `long_texts` | results, joined and stored in steps |
-| `multipart` | bodies of the type multipart/form-data, as clients upload files |
 | `operations` | `/v1/files` and `/v1/batches` |
 | `result_files` | the output and error file of a batch that ends |
 | `result_lines` | lines of the output and error files |

@@ -16,10 +16,10 @@ from dynamo.frontend.api.declaration import Charge, Declaration, OtherSites, Rea
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorResponse
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import read_json
+from dynamo.frontend.api.http.multipart import parse_form
 from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.api.openai.batches.batch import ENDPOINTS, Batch, Batches
 from dynamo.frontend.api.openai.batches.files import FileObject, Files
-from dynamo.frontend.api.openai.batches.multipart import parse_form
 from dynamo.frontend.api.openai.requests import Metadata
 from dynamo.frontend.api.openai.store.pages import page
 from dynamo.frontend.security.surfaces import Surface

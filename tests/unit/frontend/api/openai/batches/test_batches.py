@@ -23,6 +23,7 @@ from dynamo.frontend.api.declaration import TEXT
 from dynamo.frontend.api.http.app import HttpApp
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.frontend.api.http.multipart import parse_form
 from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.openai.batches import batch as batch_module
 from dynamo.frontend.api.openai.batches import batch_key
@@ -43,7 +44,6 @@ from dynamo.frontend.api.openai.batches.batch import (
 )
 from dynamo.frontend.api.openai.batches.batch_key import FindAccount
 from dynamo.frontend.api.openai.batches.files import Files
-from dynamo.frontend.api.openai.batches.multipart import parse_form
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
 from dynamo.frontend.api.openai.batches.runner import BatchRunner
 from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment

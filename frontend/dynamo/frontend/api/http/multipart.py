@@ -24,7 +24,16 @@ class FormPart:
     name: str
     filename: str
     """Empty for a field that is no file."""
-    content: bytes
+    body: bytes
+    """The whole form."""
+    begin: int
+    """Where the content begins in the form."""
+    end: int
+
+    @property
+    def content(self) -> bytes:
+        """A copy of the content."""
+        return self.body[self.begin : self.end]
 
 
 def parse_form(content_type: str, body: bytes) -> dict[str, FormPart]:
@@ -54,7 +63,7 @@ def _parts(body: bytes, delimiter: bytes) -> Iterator[FormPart]:
         name, filename = (_parameter(head, "content-disposition", key) for key in ("name", "filename"))
         if not isinstance(name, str):
             raise InvalidRequest("a part of the form has no name")
-        yield FormPart(name, "" if filename is None else _decoded(filename), body[head_end + 4 : end])
+        yield FormPart(name, "" if filename is None else _decoded(filename), body, head_end + 4, end)
         position = end + 2
     else:
         raise InvalidRequest(f"the form has more than {_MAX_PARTS} parts")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dynamo.frontend.api.picker.bodies import changed_body, model_in
+from dynamo.frontend.api.http.body_fields import changed_body, model_in
 
 
 def test_only_the_named_fields_change_and_the_rest_keeps_its_text() -> None:

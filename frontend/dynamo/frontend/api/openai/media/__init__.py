@@ -1,0 +1,8 @@
+"""Audio and images, in bodies that only their model can read: they pass through to it as they are.
+
+| module | holds |
+|---|---|
+| `operations` | the operations, and chats of models that make more than text |
+| `relayed_bodies` | bodies that are relayed, and the model's name in them |
+| `relays` | an endpoint whose requests and responses pass through |
+"""
