@@ -38,6 +38,8 @@ from dynamo.common.process.work import hold_nothing
 from dynamo.common.repository import LOAD, UNLOAD, ControlMode, RepositoryInstance
 from dynamo.common.scaling.targets import Targets
 from dynamo.common.tensors.protobuf_wire import delimited
+from dynamo.common.tensors.relay import FORM_PATHS, JSON_PATHS, RELAY_INPUTS, RelayedPart, part_to_outputs
+from dynamo.common.tensors.request import build_response
 from dynamo.common.tensors.tensors import decode_bytes
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, Declaration, Reads
@@ -79,7 +81,17 @@ from dynamo.frontend.wiring.http import http_operations
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fake_etcd import FakeEtcd
 from tests.support.fake_records import FakeRecords
-from tests.support.fakes import ENDPOINT, FakeClient, FakeDirectory, FakeLink, FakeStream, echo_tensor, instance, tensor_card
+from tests.support.fakes import (
+    ENDPOINT,
+    FakeClient,
+    FakeDirectory,
+    FakeLink,
+    FakeStream,
+    echo_tensor,
+    instance,
+    relay_card,
+    tensor_card,
+)
 from tests.support.http_edge import FixedRules, Speaker, TextFiles, chat_card, connected, send_delta
 from tests.support.served import Asking
 from tests.support.statuses import STATUSES
@@ -112,10 +124,12 @@ class Kind:
     """Stands for the hidden one, and keys may use the name."""
 
 
-TENSORS, TEXT, TEXTS = (Kind(f"open-{kind}", f"hidden-{kind}", f"open-alias-{kind}") for kind in ("tensors", "text", "texts"))
+TENSORS, TEXT, TEXTS, MEDIA = (
+    Kind(f"open-{kind}", f"hidden-{kind}", f"open-alias-{kind}") for kind in ("tensors", "text", "texts", "media")
+)
 CONFINED = "open-*"
 """What a confined key may use."""
-RULES = {kind.alias: Rule(targets=(Target(model=kind.hidden),)) for kind in (TENSORS, TEXT, TEXTS)}
+RULES = {kind.alias: Rule(targets=(Target(model=kind.hidden),)) for kind in (TENSORS, TEXT, TEXTS, MEDIA)}
 
 
 def _classifier(name: str) -> ModelCard:
@@ -131,7 +145,7 @@ def _classifier(name: str) -> ModelCard:
 
 
 def _cards() -> list[ModelCard]:
-    makers = ((TENSORS, tensor_card), (TEXT, chat_card), (TEXTS, _classifier))
+    makers = ((TENSORS, tensor_card), (TEXT, chat_card), (TEXTS, _classifier), (MEDIA, relay_card))
     return [make(name) for kind, make in makers for name in (kind.open, kind.hidden)]
 
 
@@ -162,6 +176,10 @@ class Engine:
         request = pb.ModelInferRequest.FromString(stream.body)
         if request.inputs[0].name == "x":
             return echo_tensor(stream)
+        if request.inputs[0].name == RELAY_INPUTS[0].name:
+            head, raws = part_to_outputs(RelayedPart(b"{}", 200, "application/json"))
+            stream.data(b"".join(build_response(head, raws)))
+            return stream.end()
         rows = len(decode_bytes(request.raw_input_contents[0], request.inputs[0].shape[0]))
         response = pb.ModelInferResponse()
         response.outputs.add(name="numbers", datatype="FP32", shape=(rows, 2))
@@ -587,7 +605,7 @@ class HttpEntry(Entry):
         headers: dict[str, str] = {}
         if self.declared.reads is Reads.FILE:
             limit = HttpSettings(options=options).body_limit(Reads.FILE)
-            body = _FORM % bytes(limit - FORM_BYTES) if shape == "text" else None
+            body = form(self.kind.open if self.kind else "", bytes(limit - FORM_BYTES)) if shape == "text" else None
         elif self.name.endswith("/infer") and shape == "text":
             size = (options.max_body_bytes - _MARGIN_BYTES) // 4
             tensor = {"name": "x", "datatype": "INT32", "shape": [size], "parameters": {"binary_data_size": 4 * size}}
@@ -897,10 +915,21 @@ TOKENS = {
 _OBJECT = "object"
 _GENERATED = {"choices": [{"index": 0, "token_ids": [65], "finish_reason": "stop"}]}
 MESSAGES = [{"role": "user", "content": "Hi"}]
-_FORM = (
-    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
-    b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n%b\r\n--b--\r\n'
-)
+
+
+def form(model: str, file: bytes) -> bytes:
+    """Return a form with a file: for a model, or as one of a batch."""
+    name, value = (b"model", model.encode()) if model else (b"purpose", b"batch")
+    return (
+        b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n%b\r\n--b--\r\n'
+    ) % (name, value, file)
+
+
+def _form(kind: Kind | None = None) -> Http:
+    return Http(lambda model: Asked(body=form(model, b"{}"), kind="multipart/form-data; boundary=b"), kind)
+
+
 TENSOR = {"inputs": [{"name": "x", "datatype": "INT32", "shape": [2], "data": [1, 2]}]}
 _ID, _CONVERSATION, _FILE, _BATCH = "resp_" + "0" * 48, "conv_" + "0" * 48, "file-" + "0" * 32, "batch_" + "0" * 32
 _V = "/v2/models/{model:path}/versions/{version}"
@@ -935,6 +964,8 @@ HTTP: dict[str, Http] = {
     **dict.fromkeys(("POST /v1/score", "POST /score"), _with(TEXTS, text_1="a", text_2="b")),
     **dict.fromkeys(("POST /v1/classify", "POST /classify", "POST /pooling"), _with(TEXTS, input="Hi")),
     "POST /invocations": _with(TEXTS, input="Hi"),
+    **{f"POST {path}": _form(MEDIA) for path in FORM_PATHS},
+    **{f"POST {path}": _with(MEDIA, input="Hi") for path in JSON_PATHS},
     **dict.fromkeys(("POST /tokenize", "POST /v1/tokenize"), _with(TEXT, prompt="Hi")),
     "GET /tokenizer_info": Http(lambda model: Asked(query=f"model={model}"), TEXT),
     **dict.fromkeys(("POST /detokenize", "POST /v1/detokenize"), _with(TEXT, tokens=[65])),
@@ -980,7 +1011,7 @@ HTTP: dict[str, Http] = {
         for memory in ("system", "cuda")
         for region in ("", "/region/{region:path}")
     },
-    "POST /v1/files": Http(lambda model: Asked(body=_FORM % b"{}", kind="multipart/form-data; boundary=b")),
+    "POST /v1/files": _form(),
     "GET /v1/files": _nothing(),
     **dict.fromkeys(("GET /v1/files/{id}", "DELETE /v1/files/{id}", "GET /v1/files/{id}/content"), _at(id=_FILE)),
     "POST /v1/batches": Http(

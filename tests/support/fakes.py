@@ -25,6 +25,7 @@ from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.request_plane.frames import joined
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.tensors.relay import RELAY_INPUTS, RELAY_OUTPUTS
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.fetch import TierCount, TierFetch
@@ -44,6 +45,11 @@ def tensor_card(name: str = "adder", *, decoupled: bool = False, versions: tuple
         inputs=(TensorSpec(name="x", datatype="INT32", shape=(-1,)),),
         outputs=(TensorSpec(name="y", datatype="INT32", shape=(-1,)),),
     )
+
+
+def relay_card(name: str = "whisper") -> ModelCard:
+    """A model that takes requests as HTTP has them."""
+    return ModelCard(name=name, kind=ModelKind.TENSOR, decoupled=True, inputs=RELAY_INPUTS, outputs=RELAY_OUTPUTS)
 
 
 def llm_card(name: str = "talker", *, role: Role = Role.AGGREGATED, tokenizer: str = "t1") -> ModelCard:

@@ -43,6 +43,7 @@ from tests.support.every_operation import (
     CONFINED,
     GRPC,
     HTTP,
+    MEDIA,
     SHAPES,
     TENSORS,
     Asked,
@@ -76,6 +77,8 @@ REQUESTS = [
     ),
     "POST /inference/v1/generate",
     "POST /v1/chat/completions/batch",
+    *(f"POST /v1/audio/{word}" for word in ("transcriptions", "translations", "speech")),
+    *(f"POST /v1/images/{word}" for word in ("generations", "edits", "variations")),
     *(f"POST {path}" for path in ("/v1/classify", "/v2/rerank", "/rerank", "/score", "/classify", "/pooling", "/invocations")),
     *(f"POST /v2/models/{{model:path}}{version}/{word}" for version in ("", "/versions/{version}") for word in TO_MODELS),
     *(f"/inference.GRPCInferenceService/{method}" for method in ("ModelInfer", "ModelStreamInfer")),
@@ -384,7 +387,7 @@ async def test_a_request_is_settled_once_when_its_engine_fails_or_it_moves_to_an
         assert len(front.requests) == (1 if behaviour == "fails" else 2)
         await until(lambda: not account.sequences)
         assert spent.settled(account, errors=int(behaviour == "fails"))
-        assert (spent.prompt_tokens > 0) == (entry.kind is not TENSORS)
+        assert (spent.prompt_tokens > 0) == (entry.kind not in (TENSORS, MEDIA))
         await until_free(front.capacity)
 
 
@@ -411,7 +414,7 @@ async def test_a_request_is_stopped_within_a_step_and_settled_once_when_its_call
             assert not spent.records and not account.sequences
         else:
             assert spent.settled(account, errors=1)
-            assert (spent.prompt_tokens > 0) == (entry.kind is not TENSORS)
+            assert (spent.prompt_tokens > 0) == (entry.kind not in (TENSORS, MEDIA))
 
 
 @EVERY_OTHER

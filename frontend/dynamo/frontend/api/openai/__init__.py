@@ -11,6 +11,7 @@
 | `field_names` | the names of fields in errors, where a request is served in terms of another one |
 | `invocations` | POST /invocations: requests of all kinds at one path |
 | `logprobs` | log probabilities in the forms of OpenAI's API |
+| `media` | audio and images, which pass through to models that have them |
 | `operations` | the operations of the OpenAI API and the tokenizer endpoints |
 | `pooling` | embeddings, rerank, score, classify, pooling: numbers for texts |
 | `requests` | request bodies |

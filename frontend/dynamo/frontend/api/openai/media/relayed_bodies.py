@@ -28,11 +28,11 @@ class RelayedBody(Protocol):
         ...
 
 
-class _Fields(msgspec.Struct):
+class _NamedBody(msgspec.Struct):
     model: str | None = None
 
 
-_fields = msgspec.json.Decoder(_Fields)
+_fields = msgspec.json.Decoder(_NamedBody)
 
 
 class JsonBody:
