@@ -18,7 +18,7 @@ from dynamo.common.tensors.relay import (
     to_tensors,
 )
 from dynamo.common.tensors.request import TensorRequest, build_response
-from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from dynamo.protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 from tests.support.fakes import relay_card, tensor_card
 
 
@@ -31,13 +31,13 @@ def test_a_request_arrives_as_it_was(body: bytes) -> None:
 
 def test_a_request_may_have_typed_contents() -> None:
     head = ModelInferRequest(model_name="m")
-    for name, datatype, contents in (
-        ("http_path", "BYTES", {"bytes_contents": [b"/v1/audio/speech"]}),
-        ("http_content_type", "BYTES", {"bytes_contents": [b"text/plain"]}),
-        ("http_body", "UINT8", {"uint_contents": [104, 105]}),
-    ):
-        values: Any = contents
-        head.inputs.add(name=name, datatype=datatype, shape=[len(next(iter(contents.values())))], contents=values)
+    tensors: list[tuple[str, str, dict[str, Any], int]] = [
+        ("http_path", "BYTES", {"bytes_contents": [b"/v1/audio/speech"]}, 1),
+        ("http_content_type", "BYTES", {"bytes_contents": [b"text/plain"]}, 1),
+        ("http_body", "UINT8", {"uint_contents": [104, 105]}, 2),
+    ]
+    for name, datatype, contents, size in tensors:
+        head.inputs.add(name=name, datatype=datatype, shape=[size]).contents.MergeFrom(InferTensorContents(**contents))
     request = from_tensors(TensorRequest.parse(head.SerializeToString()))
     assert (request.path, request.content_type, bytes(request.body)) == ("/v1/audio/speech", "text/plain", b"hi")
 
