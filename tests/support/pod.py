@@ -52,6 +52,10 @@ class Pod:
     open_requests: int = 0
     """Requests whose response has not ended."""
     status: int = 200
+    fails_every: int = 0
+    """Of its requests, each one of so many gets 500; 0: none does."""
+    hangs: bool = False
+    """Requests that generate text get no response; those that come by the gateway get theirs."""
     _server: asyncio.Server | None = None
     _connections: set[asyncio.StreamWriter] = field(default_factory=set)
 
@@ -100,6 +104,8 @@ class Pod:
         elif path == "/v1/models" and "x-dynamo-placement" not in headers:
             await _send(writer, 200, self._models())
         elif path in _TEXT_PATHS and "x-dynamo-placement" not in headers:
+            if self.hangs:
+                await reader.read()  # until the client leaves
             await self._generate(writer, json.loads(received.body))
         else:
             self.received.append(received)
@@ -115,8 +121,9 @@ class Pod:
             body = received.json
         except ValueError:
             return await _send(writer, 400 if received.method == "POST" else 200, {"pod": self.name})
-        if self.status != 200:
-            return await _send(writer, self.status, {"error": {"message": f"{self.name} fails"}})
+        is_failure = self.fails_every and len(self.received) % self.fails_every == 0
+        if self.status != 200 or is_failure:
+            return await _send(writer, 500 if is_failure else self.status, {"error": {"message": f"{self.name} fails"}})
         if body.get("stream"):
             return await self._generate(writer, body)
         await asyncio.sleep(self.step_s * body.get("max_tokens", 1))

@@ -8,7 +8,7 @@ limits, names, queues, bookings, metrics and traces are those of other requests,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import msgspec
@@ -19,7 +19,7 @@ from dynamo.common.generation import Delta, FinishReason, delta_encoder
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 
-OnPlaced = Callable[[RouteRequest, RoutingDecision], None]
+OnPlaced = Callable[[RouteRequest, RoutingDecision, Sequence[Instance]], None]
 
 _BEGINNING: Final = delta_encoder.encode(Delta())
 
@@ -39,7 +39,7 @@ class CarriedRequest:
     def __init__(self, endpoints: Collection[str] | None, on_placed: OnPlaced) -> None:
         """`endpoints`: the addresses, with or without ports, that the gateway allows; None: all that are registered.
 
-        `on_placed` is called, synchronously, when the request is booked.
+        `on_placed` is called, synchronously, when the request is booked, with the instances that it could have gone to.
         """
         self._endpoints = endpoints
         self._on_placed: OnPlaced | None = on_placed
@@ -70,13 +70,15 @@ class CarriedRequest:
             return http is not None
         return http.address in endpoints or http.address.rpartition(":")[0] in endpoints
 
-    def place(self, request: RouteRequest, decision: RoutingDecision, verb: str, body: Body) -> CarriedStream:
+    def place(
+        self, request: RouteRequest, decision: RoutingDecision, candidates: Sequence[Instance], verb: str, body: Body
+    ) -> CarriedStream:
         """The request, or one of its prompts, is booked: return what stands for its stream."""
         choices = _choices_decoder.decode(body).n if verb == "generate" and isinstance(body, bytes) else 0
         on_placed, self._on_placed = self._on_placed, None
         if on_placed is not None:
             self._decision = decision
-            on_placed(request, decision)
+            on_placed(request, decision, candidates)
         return CarriedStream(self, choices)
 
     def begin(self) -> None:

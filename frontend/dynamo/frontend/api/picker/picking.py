@@ -17,6 +17,7 @@ from typing import Final, Self
 
 import msgspec
 
+from dynamo.common.discovery import Instance
 from dynamo.common.errors import (
     DynamoError,
     EngineError,
@@ -25,6 +26,7 @@ from dynamo.common.errors import (
     PayloadTooLarge,
     Unauthenticated,
     Unavailable,
+    Unsupported,
 )
 from dynamo.common.http.served import Header
 from dynamo.common.process.background import awaited
@@ -54,7 +56,11 @@ _FINISH_S: Final = 1.0
 """After the end of the response: the operation may still wait for another of its prompts to be placed."""
 _LONG_BYTES: Final = 128 * 1024
 """Reading a longer body takes a turn of the event loop of its own."""
-_UNREACHABLE: Final = frozenset({502, 503, 504})
+_FAILURES: Final[Mapping[int, type[DynamoError]]] = {
+    429: Overloaded,
+    501: Unsupported,
+    **dict.fromkeys((502, 503, 504), Unavailable),  # of the gateway, too, which does not reach the endpoint
+}
 _EXPLAINED: Final[Header] = (EXPLAIN.encode(), b"true")
 
 
@@ -174,12 +180,7 @@ class Picking:
         """The response has ended, or another endpoint than the picked one responds. Calls after the first have no effect."""
         if self._carried is None:
             return
-        failure: DynamoError | None = None
-        if status in _UNREACHABLE:
-            failure = Unavailable(f"the endpoint responded with status {status}")
-        elif status >= 500:
-            failure = EngineError(f"the endpoint responded with status {status}")
-        self._carried.end(failure)
+        self._carried.end(None if status < 400 else _failure(status))
 
     # The request
 
@@ -250,28 +251,30 @@ class Picking:
             account.check_limits()
         return FairAccount(account, self._fairness_id) if self._fairness_id else account
 
-    def _placed(self, tried: GatewayRequest, is_routed: bool, request: RouteRequest, decision: RoutingDecision) -> None:
+    def _placed(
+        self,
+        tried: GatewayRequest,
+        is_routed: bool,
+        request: RouteRequest,
+        decision: RoutingDecision,
+        candidates: Sequence[Instance],
+    ) -> None:
         tried.is_wanted = False
         http = decision.instance.card.http
         assert http is not None, "only instances with an endpoint are candidates"
         headers = {**http.headers, PLACEMENT: "routed" if is_routed else "least-loaded"}
-        endpoints = self._with_others(http.address, decision)
+        endpoints = self._with_others(http.address, decision, candidates)
         self.outcome.set_result(Picked(endpoints, headers, is_routed, request, decision))
 
-    def _with_others(self, address: str, decision: RoutingDecision) -> str:
+    def _with_others(self, address: str, decision: RoutingDecision, candidates: Sequence[Instance]) -> str:
         """Return the chosen endpoint and, for gateways that retry, the next best ones."""
         wanted = self._parts.options.endpoints
-        if wanted == 1 or self._carried is None:
+        if wanted == 1:
             return address
-        instances = {f"{i.id:x}": i for i in self._parts.plane.models.instances(decision.instance.card.name)}
-        ordered = [instances[str(each["instance"])] for each in decision.candidates if str(each["instance"]) in instances]
-        addresses = [address]
-        for instance in (*ordered, *instances.values()):
-            if len(addresses) == wanted:
-                break
-            if self._carried.reaches(instance) and instance.card.http is not None and instance.card.http.address not in addresses:
-                addresses.append(instance.card.http.address)
-        return ",".join(addresses)
+        others = {f"{each.id:x}": each.card.http for each in candidates}
+        ordered = [others[name] for each in decision.candidates if (name := str(each["instance"])) in others]
+        found = [http.address for http in (*ordered, *others.values()) if http is not None]
+        return ",".join(list(dict.fromkeys([address, *found]))[:wanted])
 
     # The body
 
@@ -328,3 +331,9 @@ class Picking:
         settings = self._parts.settings
         await Exchange(request, settings).refuse(error, http_status(error, settings.overload), errors)
         return request
+
+
+def _failure(status: int) -> DynamoError:
+    """Return what a response means for the instance, as a worker reads it that has the same response of its server."""
+    kind = _FAILURES.get(status, EngineError if status >= 500 else InvalidRequest)
+    return kind(f"the endpoint responded with status {status}")

@@ -104,7 +104,7 @@ class Booker:
         stream: Stream
         try:
             if work.carried is not None:
-                stream = work.carried.place(work, decision, work.verb, work.body)
+                stream = work.carried.place(work, decision, candidates, work.verb, work.body)
             else:
                 stream = self._client.open(
                     *(instance.id, instance.subject, work.verb, work.body),

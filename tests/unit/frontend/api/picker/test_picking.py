@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,19 @@ async def test_nothing_is_left_when_the_gateway_leaves_while_a_request_waits() -
         await running.ended()
         await until_free(edge.capacity)
         assert not len(edge.loads)
+
+
+@pytest.mark.parametrize(("status", "opened"), [(500, 1), (501, 0), (503, 0), (429, 0), (400, 0)])
+async def test_an_endpoint_whose_engine_fails_gets_no_requests_and_what_clients_do_wrong_opens_nothing(
+    status: int, opened: int
+) -> None:
+    async with open_picker_edge(*map(pod_card, range(1, 4))) as edge:
+        sent_to: Counter[str] = Counter()
+        for _ in range(60):
+            call = await sent(edge)
+            address = headers_of(await call.read())[DESTINATION]
+            sent_to[address] += 1
+            await call.respond(status if address == "10.0.0.1:8000" else 200)
+            await call.ended()
+        assert (sent_to["10.0.0.1:8000"] == 5) is bool(opened)
+        assert edge.value("dynamo_frontend_circuits_opened_total", model="talker") == opened

@@ -106,7 +106,18 @@ async def test_a_request_that_is_cut_before_its_body_is_complete_holds_nothing()
         assert not len(edge.loads)
 
 
-@pytest.mark.parametrize("failure", [500, 503])
+FAILURES = {
+    400: "validation",
+    404: "validation",
+    429: "overload",
+    500: "internal",
+    501: "not_implemented",
+    503: "unavailable",
+}
+"""Statuses of endpoints, and what metrics call them."""
+
+
+@pytest.mark.parametrize("failure", FAILURES)
 async def test_a_response_that_failed_counts_as_a_failure_and_503_has_the_endpoint_left_out(failure: int) -> None:
     async with open_picker_edge() as edge:
         places = []
@@ -118,9 +129,9 @@ async def test_a_response_that_failed_counts_as_a_failure_and_503_has_the_endpoi
             await call.respond(status)
             await call.ended()
         first, second, third = places
-        assert failure == 500 or (first != second and third == second)
-        error = "unavailable" if failure == 503 else "internal"
-        labels = {"model": "talker", "endpoint": "completions", "request_type": "unary", "error_type": error, "status": "error"}
+        assert failure != 503 or (first != second and third == second)
+        labels = {"model": "talker", "endpoint": "completions", "request_type": "unary", "status": "error"}
+        labels["error_type"] = FAILURES[failure]
         assert edge.value("dynamo_frontend_requests_total", **labels) == 1
 
 
@@ -249,6 +260,26 @@ async def test_several_endpoints_are_given_the_best_first() -> None:
         await other.body(completion())
         assert headers_of(await other.read())[DESTINATION].split(",")[0] != listed[0]
         await call.ended()
+
+
+async def test_endpoints_to_retry_at_are_none_that_fail_or_lack_what_is_needed() -> None:
+    cards = [pod_card(number, adapters=("legal",) * (number < 4)) for number in range(1, 5)]
+    async with open_picker_edge(*cards, options=PickerOptions(endpoints=4)) as edge:
+
+        async def listed(status: int = 200, model: str = "talker") -> list[str]:
+            call = edge.call()
+            await call.headers()
+            await call.body(completion(model=model))
+            addresses = headers_of(await call.read())[DESTINATION].split(",")
+            await call.respond(status)
+            await call.ended()
+            return [address[:8] for address in addresses]
+
+        assert sorted(await listed(model="legal")) == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+        left_out = (await listed(503))[0]
+        assert left_out not in await listed() and len(await listed()) == 3
+        edge.directory.mark_down(4 if left_out != "10.0.0.4" else 3)
+        assert len(await listed()) == 2
 
 
 async def test_a_body_above_the_bound_is_refused_as_the_http_port_does() -> None:
