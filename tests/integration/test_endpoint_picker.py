@@ -8,7 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,8 @@ class Gateway:
     pods: list[Pod]
     front: FrontendProcess
     picker_port: int
+    picker: tuple[str, ...]
+    """Flags of the picker."""
     folder: Path
 
     def envoy(self, change: Change = lambda config: None) -> Any:
@@ -83,7 +85,7 @@ async def gateway(
         picker = ("--endpoint-picker", "--endpoint-picker-port", str(port), *flags)
         front = await enter(frontend(etcd.endpoint, nats.url, namespace, *picker))
         await front.serves("far")
-        yield Gateway(served, front, port, folder)
+        yield Gateway(served, front, port, picker, folder)
 
 
 def client(envoy: Envoy) -> httpx2.AsyncClient:
@@ -334,37 +336,54 @@ def _socket(port: int) -> dict[str, Any]:
     return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
 
 
-@pytest.mark.parametrize("is_open", [True, False], ids=["open", "closed"])
-async def test_a_killed_picker_leaves_running_responses_alone_and_what_follows_is_as_the_route_says(
-    is_open: bool, etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
+@pytest.mark.parametrize(("failing", "without"), [("open", 200), ("closed", 503), ("strict", 500)])
+async def test_requests_without_a_picker_are_as_the_gateway_says_until_one_is_back(
+    failing: str, without: int, etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:
+    """`open` and `closed` are the last route, which requests take if `failure_mode_allow`; `strict` has not got that."""
     async with gateway(etcd_server, nats_server, namespace, tmp_path) as gate:
 
         def routed(config: dict[str, Any]) -> None:
-            extensions(config)["processing_mode"]["response_trailer_mode"] = "SKIP"  # the call ends with the response's headers
-            [host] = manager(config)["route_config"]["virtual_hosts"]
-            if is_open:
+            if failing == "strict":
+                extensions(config)["failure_mode_allow"] = False
+            else:  # the call ends with the response's headers
+                extensions(config)["processing_mode"]["response_trailer_mode"] = "SKIP"
+            if failing == "open":
+                [host] = manager(config)["route_config"]["virtual_hosts"]
                 host["routes"][1] = {"match": {"prefix": "/"}, "route": {"cluster": "any"}}
                 endpoints = [{"endpoint": {"address": _socket(pod.port)}} for pod in gate.pods]
                 assignment = {"cluster_name": "any", "endpoints": [{"lb_endpoints": endpoints}]}
                 config["static_resources"]["clusters"].append({"name": "any", "type": "STATIC", "load_assignment": assignment})
 
         async with gate.envoy(routed) as envoy, client(envoy) as http:
+
+            async def statuses(requests: int) -> set[int]:
+                posts = [http.post("/v1/completions", json=completion()) for _ in range(requests)]
+                return {response.status_code for response in await asyncio.gather(*posts)}
+
             for pod in gate.pods:
                 pod.step_s = 0.02
-            async with http.stream("POST", "/v1/completions", json=completion(tokens=60, stream=True)) as stream:
-                parts = stream.aiter_bytes()
-                await anext(parts)
-                gate.front.process.kill()
-                await gate.front.ended()
-                rest = b"".join([part async for part in parts])
-            assert rest.rstrip().endswith(b"[DONE]")
-            statuses = {500}
+            rest = b""
+            with suppress(httpx2.RemoteProtocolError):  # the response is cut
+                async with http.stream("POST", "/v1/completions", json=completion(tokens=60, stream=True)) as stream:
+                    parts = stream.aiter_bytes()
+                    await anext(parts)
+                    gate.front.process.kill()
+                    await gate.front.ended()
+                    async for part in parts:
+                        rest += part
+            assert rest.rstrip().endswith(b"[DONE]") is (failing != "strict"), "who follows a response to its end is missed"
             async with asyncio.timeout(WAIT_S):  # until its health checks say so, Envoy has 500 for some requests
-                while 500 in statuses:
-                    posts = [http.post("/v1/completions", json=completion()) for _ in range(20)]
-                    statuses = {response.status_code for response in await asyncio.gather(*posts)}
-            assert statuses == {200 if is_open else 503}
+                while (seen := await statuses(20)) != {without}:
+                    assert seen <= {without, 500}
+            assert (await http.get("/v1/models")).status_code == without
+
+            async with frontend(etcd_server.endpoint, nats_server.url, namespace, *gate.picker):
+                async with asyncio.timeout(WAIT_S):
+                    while "x-dynamo-placement" not in (response := await http.post("/v1/completions", json=completion())).headers:
+                        assert response.status_code == without
+                assert (response.status_code, response.headers["x-dynamo-placement"]) == (200, "routed")
+                assert await statuses(20) == {200}
 
 
 async def test_a_picker_that_is_stopped_ends_its_calls_cleanly(
