@@ -53,7 +53,7 @@ class Pod:
     """Requests whose response has not ended."""
     status: int = 200
     fails_every: int = 0
-    """Of its requests, each one of so many gets 500; 0: none does."""
+    """Each of so many requests gets 500; 0: none does."""
     hangs: bool = False
     """Requests that generate text get no response; those that come by the gateway get theirs."""
     _server: asyncio.Server | None = None

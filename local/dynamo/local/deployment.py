@@ -193,7 +193,9 @@ async def _is_served(http_port: int, model: str) -> bool:
 
 def worker_command(config: LocalConfig, etcd: Backend, nats: Backend, process_name: str = "") -> list[str]:
     """Return the command of a worker; `process_name`: what its registration calls its process."""
-    has_servers = any(flag.partition("=")[0] == "--url" for flag in config.worker_flags)  # which have models of their own
+    has_servers = any(
+        flag.partition("=")[0] in ("--url", "--url-file") for flag in config.worker_flags
+    )  # which have models of their own
     models = [] if has_servers else [part for model in config.models for part in ("--model", model)]
     threads = []
     if not any(flag.startswith("--threads") for flag in config.worker_flags):

@@ -22,9 +22,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import count, zip_longest
+from pathlib import Path
 
 from dynamo.common.config import ConfigError, project_version
-from dynamo.common.discovery import Instance
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable, Unsupported
 from dynamo.common.etcd import Etcd, connect_etcd
 from dynamo.common.etcd.config import check_etcd
@@ -43,11 +43,11 @@ from dynamo.common.observability.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.observability.tracing import Tracing, open_tracing
 from dynamo.common.process.background import awaited, running
 from dynamo.common.process.memory import Trimmer
-from dynamo.common.protocol import PROTOCOL
-from dynamo.common.repository import RepositoryInstance
+from dynamo.common.security.files import Watched, in_thread
 from dynamo.common.shared_memory.sharing import SharedMemory, open_shared_memory
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import HasFiles, HasRanks, MayFail, TracksKv, UsesSharedMemory
+from dynamo.worker.engine.remote.servers import ListedServer, read_servers
 from dynamo.worker.engine.sim.tiers import SharedStores
 from dynamo.worker.observability.metrics import WorkerMetrics
 from dynamo.worker.observability.triton_metrics import MetricsConfig, TritonMetrics
@@ -56,8 +56,10 @@ from dynamo.worker.process.admission import asked_frontends
 from dynamo.worker.process.cards import CardFinisher
 from dynamo.worker.process.engine_factory import AnyEngine, make_engine, make_remote, make_repository, split_repositories
 from dynamo.worker.process.model_files import ModelFiles
+from dynamo.worker.process.offer import Identity, Offer
 from dynamo.worker.process.publisher import KvPublishers, publishing
-from dynamo.worker.process.registration import Registered, Registration
+from dynamo.worker.process.registration import Registration
+from dynamo.worker.process.servers import follow_servers
 from dynamo.worker.process.sleep import Sleeper
 from dynamo.worker.process.status import Status, serve_status
 from dynamo.worker.repository.control import RepositoryControl
@@ -89,7 +91,7 @@ async def run(config: WorkerConfig) -> None:
 
     An engine that does not start, or dies, ends the process with status 1.
     """
-    if not config.models and not config.repository.repositories and not config.remote.urls:
+    if not config.models and not config.repository.repositories and not config.remote.is_used:
         raise ConfigError("--model is required: name what to serve, or set DYN_MODEL; or name a --model-repository or a --url")
     started = count(1)
     fleet: list[list[AnyEngine]] = []
@@ -101,6 +103,8 @@ async def run(config: WorkerConfig) -> None:
     try:
         check_nats(config.nats)  # before models are loaded, which may take minutes
         check_etcd(config.etcd)
+        if config.remote.url_file is not None:
+            return await _serve_listed(config.remote.url_file, config)
         stores = SharedStores()
         for position in range(config.remote.instances or config.num_workers):
             fleet += split_ranks(_make_engines(config, position, stores))
@@ -111,6 +115,21 @@ async def run(config: WorkerConfig) -> None:
     except EngineError as error:
         log.critical("%s", error, exc_info=error.__cause__)
         raise SystemExit(1) from error
+
+
+async def _serve_listed(path: Path, config: WorkerConfig) -> None:
+    """Serve the engine servers that a file lists, as it changes, until SIGINT or SIGTERM. Raises ConfigError for the file."""
+    listed = Watched(f"the file {path}", (path,), lambda: read_servers(path), run=in_thread)
+    ranks = config.remote.data_parallel_size
+
+    async def serve(server: ListedServer, number: int, stop: asyncio.Event) -> None:
+        """`number`: the server's own, for the ports of its workers."""
+        one = replace(config, remote=server.options(config.remote))
+        fleet = [_make_engines(one, position, SharedStores()) for position in range(ranks)]
+        await _serve_fleet(fleet, _numbered(one, number * ranks, 1), memory, stop, lambda worker: freeze_garbage())
+
+    async with running(Trimmer().run(), "freed memory"), open_shared_memory(config.shared_memory) as memory:
+        await follow_servers(listed.current, serve, stop_on_signal())
 
 
 def _make_engines(config: WorkerConfig, position: int, stores: SharedStores) -> list[AnyEngine]:
@@ -319,19 +338,6 @@ async def open_worker(
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
-    """Which instance of which endpoint a worker is."""
-
-    instance: InstanceId
-    endpoint: Endpoint
-    arena: str
-    """Token of the process's shared memory; empty: it has none."""
-    process: str
-    """Name of the process; empty: it has none."""
-    process_instances: int
-
-
-@dataclass(frozen=True, slots=True)
 class Observers:
     """What operators see of a worker: its status port, its metrics and its traces."""
 
@@ -346,77 +352,6 @@ class Observers:
         """Trace and log by settings that clients have changed."""
         self.traces.use(settings)
         apply_log_settings(settings.log)
-
-
-class Offer:
-    """What the process offers to the fleet, which a model repository may change while it runs."""
-
-    def __init__(
-        self,
-        identity: Identity,
-        service: Service,
-        status: Status,
-        registration: Registration,
-        repository: RepositoryEngine | None,
-        files: ModelFiles,
-    ) -> None:
-        self.service = service
-        self.registration = registration
-        self.repository = repository
-        self._files = files
-        self._identity = identity
-        self._status = status
-        self._started_at = time.time()
-        self._hidden = False
-
-    def __repr__(self) -> str:
-        return f"<Offer of {self._identity.instance:x}, {self.service}, hidden={self._hidden}>"
-
-    def registrations(self) -> list[Registered]:
-        """Return what etcd is to hold now: each model, and the index of the repository."""
-        if self._hidden:
-            return []
-        instance, endpoint = self._identity.instance, self._identity.endpoint
-        subject = endpoint.rpc_subject(instance)
-        registrations: list[Registered] = [
-            Instance(
-                id=instance,
-                endpoint=endpoint,
-                subject=subject,
-                card=model.card,
-                started_at=self._started_at,
-                arena=self._identity.arena,
-                protocol=PROTOCOL,
-                process=self._identity.process,
-                process_instances=self._identity.process_instances,
-            )
-            for model in self._offered
-        ]
-        if self.repository is not None:
-            index, mode = self.repository.models.index(), self.repository.mode
-            registrations.append(
-                RepositoryInstance(id=instance, endpoint=endpoint, subject=subject, mode=mode, entries=index, protocol=PROTOCOL)
-            )
-        return registrations
-
-    @property
-    def _offered(self) -> list[ServedModel]:
-        return [model for model in self.service.models if not self._files.is_waiting(model.card.name)]
-
-    def registered_models(self) -> list[str] | None:
-        """Return the names of the models that etcd has; None while some are still to be registered."""
-        is_complete = self.registration.registered.is_set() and self._files.are_stored.is_set()
-        return [model.card.name for model in self._offered] if is_complete else None
-
-    async def renew(self) -> bool:
-        """Register what is offered now. Return False if that happens later: etcd is away, or the worker is still starting."""
-        self._status.show_models([] if self._hidden else [model.card.name for model in self._offered])
-        return await self.registration.update(self.registrations())
-
-    async def hide(self, hidden: bool) -> bool:
-        """Offer nothing, or everything again. Return what `renew` does."""
-        self._hidden = hidden
-        return await self.renew()
 
 
 async def _open_observers(config: WorkerConfig, identity: Identity, stack: AsyncExitStack) -> Observers:

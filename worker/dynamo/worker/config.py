@@ -451,7 +451,7 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if len(set(self.model_names)) != len(self.model_names):
             raise ValueError("--model-name gives one name twice")
-        if self.remote.urls and (self.models or self.num_workers > 1 or self.engine not in (None, EngineKind.REMOTE)):
+        if self.remote.is_used and (self.models or self.num_workers > 1 or self.engine not in (None, EngineKind.REMOTE)):
             raise ValueError("--url takes the place of --model and --num-workers, and needs --engine remote or none")
         for name, addresses in (
             ("kv-events", self.remote.kv_events),
@@ -462,7 +462,7 @@ class WorkerConfig:
                 raise ValueError(f"--remote-{name} is given {len(addresses)} times for {len(self.remote.urls)} --url")
         if self.remote.kv_replay and not self.remote.kv_events:
             raise ValueError("--remote-kv-replay needs --remote-kv-events")
-        if self.engine is EngineKind.REMOTE and not self.remote.urls:
+        if self.engine is EngineKind.REMOTE and not self.remote.is_used:
             raise ValueError("--engine remote needs --url")
         if self.model_names and not self._has_one_model and len(self.model_names) != len(self.models):
             raise ValueError(f"--model-name is given {len(self.model_names)} times for {len(self.models)} --model")
@@ -479,7 +479,7 @@ class WorkerConfig:
 
     @property
     def _has_one_model(self) -> bool:
-        return len(self.models) == 1 or bool(self.remote.urls)
+        return len(self.models) == 1 or self.remote.is_used
 
     @property
     def served_endpoint(self) -> Endpoint:

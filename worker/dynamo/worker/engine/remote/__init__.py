@@ -13,6 +13,7 @@
 | `options` | the options of the remote engine |
 | `relay` | models of audio and images, whose requests and responses pass through |
 | `samples` | the samples on a page of metrics of an engine server |
+| `servers` | engine servers that a file lists |
 | `sglang` | SGLang's own `/generate`, with token ids in both directions |
 | `text` | chat and text completions as any server has them |
 | `tiers` | what the tiers of a vLLM server's cache did, from its `/metrics` |

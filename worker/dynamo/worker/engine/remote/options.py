@@ -21,6 +21,14 @@ class RemoteOptions:
         metavar="URL",
         help="An engine server such as `vllm serve`, instead of --model; given several times, each gets an instance of its own.",
     )
+    url_file: Path | None = option(
+        None,
+        flags=("--url-file",),
+        env=("DYN_REMOTE_URL_FILE",),
+        metavar="PATH",
+        help="A file that lists engine servers, as llm-d's `file-discovery` has it, instead of --url. It is followed: servers "
+        "that are added get instances, and those of servers that are removed drain.",
+    )
     kind: RemoteKind | None = option(
         None,
         parse=RemoteKind,
@@ -74,11 +82,17 @@ class RemoteOptions:
     def __post_init__(self) -> None:
         if self.kind is RemoteKind.RELAY and (self.kv_events or self.tokenizer or self.data_parallel_size > 1):
             raise ValueError("--remote-kind relay takes no tokenizer, KV events or data-parallel ranks")
+        if self.url_file is not None and (self.urls or self.kv_events or self.kv_replay or self.endpoints):
+            raise ValueError("--url-file takes the place of --url, and of what is given once for each of them")
         if self.data_parallel_size > 1:
             for address in (*self.kv_events, *self.kv_replay):
                 host, _, port = address.rpartition(":")
                 if not host.startswith("tcp://") or not port.isdecimal():
                     raise ValueError(f"--remote-data-parallel-size needs KV events at tcp://HOST:PORT, got {address}")
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self.urls) or self.url_file is not None
 
     @property
     def instances(self) -> int:
