@@ -6,7 +6,7 @@ names that each has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from google.protobuf.struct_pb2 import Struct
@@ -33,6 +33,10 @@ _PRIORITY: Final = b"x-dynamo-request-priority"
 MAX_FAIRNESS_CHARS: Final = 128
 
 
+Headers = Mapping[bytes, bytes]
+"""The first value of each header, by name."""
+
+
 def headers_of(message: pb.HttpHeaders) -> tuple[Header, ...]:
     """Return the headers of a request or a response, with names in lower case."""
     return tuple(
@@ -41,13 +45,19 @@ def headers_of(message: pb.HttpHeaders) -> tuple[Header, ...]:
     )
 
 
-def value_of(headers: tuple[Header, ...], *names: bytes) -> str:
+def by_name(headers: Sequence[Header]) -> Headers:
+    return dict(reversed(headers))
+
+
+def value_of(headers: Headers, *names: bytes) -> str:
     """Return the value of the first of these headers that is there, or an empty string."""
-    found = dict(reversed(headers))
-    return next((found[name].decode("latin-1") for name in names if found.get(name)), "")
+    for name in names:
+        if value := headers.get(name):
+            return value.decode("latin-1")
+    return ""
 
 
-def objective_headers(headers: tuple[Header, ...], priorities: Mapping[str, int]) -> tuple[Header, ...]:
+def objective_headers(headers: Headers, priorities: Mapping[str, int]) -> tuple[Header, ...]:
     """Return the header for the priority of the objective that a request names; none if it has a priority of its own."""
     priority = priorities.get(value_of(headers, *_OBJECTIVES))
     if priority is None or value_of(headers, _PRIORITY):
@@ -55,12 +65,12 @@ def objective_headers(headers: tuple[Header, ...], priorities: Mapping[str, int]
     return ((_PRIORITY, b"%d" % priority),)
 
 
-def fairness_id(headers: tuple[Header, ...]) -> str:
+def fairness_id(headers: Headers) -> str:
     """Return for whom a request takes its turn where requests wait, or an empty string."""
     return value_of(headers, *_FAIRNESS_IDS)[:MAX_FAIRNESS_CHARS]
 
 
-def rewritten_model(headers: tuple[Header, ...]) -> str:
+def rewritten_model(headers: Headers) -> str:
     """Return the model that a request is for in the place of the one in its body, or an empty string."""
     return value_of(headers, *_REWRITES)
 

@@ -40,7 +40,7 @@ from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
 from dynamo.frontend.api.http.operation import Handler, Operation, within_declared
 from dynamo.frontend.api.http.paths import PathTable
 from dynamo.frontend.api.picker.gateway_request import GatewayBody, GatewayRequest
-from dynamo.frontend.api.picker.headers import PLACEMENT, fairness_id, objective_headers, rewritten_model, value_of
+from dynamo.frontend.api.picker.headers import PLACEMENT, by_name, fairness_id, objective_headers, rewritten_model, value_of
 from dynamo.frontend.api.picker.passing_on import ENDPOINT, PASSED_ON, PassingOn
 from dynamo.frontend.api.statuses import http_status
 from dynamo.frontend.config import PickerOptions
@@ -118,17 +118,19 @@ class Picking:
         self._parts = parts
         self._peer = peer
         self._subset = subset
-        self._method = value_of(headers, b":method")
-        self._path = value_of(headers, b":path")
-        self._rewrite = rewritten_model(headers)
-        host = value_of(headers, b":authority")
+        named = by_name(headers)
+        self._method = value_of(named, b":method")
+        self._path = value_of(named, b":path")
+        self._rewrite = rewritten_model(named)
+        self._encoding = value_of(named, b"content-encoding")
+        host = named.get(b":authority")
         self._headers: tuple[Header, ...] = (
             *((name, value) for name, value in headers if not name.startswith(b":")),
-            *(((b"host", host.encode("latin-1")),) if host else ()),
-            *objective_headers(headers, parts.priorities),
+            *(((b"host", host),) if host else ()),
+            *objective_headers(named, parts.priorities),
             *((_EXPLAINED,) if parts.options.endpoints > 1 else ()),
         )
-        self._fairness_id = fairness_id(headers)
+        self._fairness_id = fairness_id(named)
         self._operation, self._parameters = self._find() if has_body else (None, {})
         self.body = GatewayBody()
         self.outcome: asyncio.Future[Picked | Refused] = asyncio.get_running_loop().create_future()
@@ -299,7 +301,7 @@ class Picking:
 
     async def _plain_body(self) -> tuple[bytes, str]:
         """Return the body without its encoding, and that. Raises DynamoError."""
-        body, encoding = self.body.joined(), encoding_of(value_of(self._headers, b"content-encoding"))
+        body, encoding = self.body.joined(), encoding_of(self._encoding)
         if not encoding:
             return body, ""
         settings = self._parts.settings
@@ -322,6 +324,7 @@ class Picking:
         except DynamoError as error:
             return await self._too_large(error)
         self._headers = tuple(header for header in self._headers if header[0] not in (b"content-encoding", b"content-length"))
+        self._encoding = ""
         self.removed = ("content-encoding",) if encoding else ()
         return None
 

@@ -19,8 +19,8 @@ from typing import Final
 from dynamo.common.errors import InvalidRequest, ShuttingDown
 from dynamo.frontend.api.declaration import within
 from dynamo.frontend.api.picker import messages
-from dynamo.frontend.api.picker.headers import DROPPED, PLACEMENT, headers_of, served_by, subset_of, value_of
-from dynamo.frontend.api.picker.messages import GO_ON, body_chunks, chosen, refused
+from dynamo.frontend.api.picker.headers import DROPPED, PLACEMENT, by_name, headers_of, served_by, subset_of, value_of
+from dynamo.frontend.api.picker.messages import GO_ON, body_chunks, chosen, chosen_often, refused
 from dynamo.frontend.api.picker.picking import Picked, PickerParts, Picking, Refused
 from dynamo.frontend.api.rpc.operation import Context
 from dynamo.frontend.api.rpc.streams import StreamDrain
@@ -95,7 +95,7 @@ class Processing:
         if not isinstance(outcome, Picked):
             return False
         changed = await picking.changed_body(outcome)
-        await self._context.write(chosen(outcome.endpoints, outcome.headers, picking.removed))
+        await self._context.write(chosen_often(outcome.endpoints, tuple(outcome.headers.items()), picking.removed))
         if picking.reads_body:
             parts = picking.body.parts if changed is None else [changed]
             for chunk in body_chunks(parts, is_last=picking.body.is_complete and not has_trailers):
@@ -167,7 +167,7 @@ class Processing:
         return None
 
     async def _begin_response(self, picking: Picking, message: pb.ProcessingRequest) -> None:
-        headers = headers_of(message.response_headers)
+        headers = by_name(headers_of(message.response_headers))
         status = value_of(headers, b":status")
         self._status = int(status) if status.isdecimal() else 200
         self._is_stream = value_of(headers, b"content-type").startswith("text/event-stream")
@@ -177,4 +177,4 @@ class Processing:
         if served and served != picked.endpoints.partition(",")[0]:
             self._parts.metrics.served_elsewhere()
             picking.end()
-        await self._context.write(messages.response_headers({PLACEMENT: picked.headers[PLACEMENT]}))
+        await self._context.write(messages.response_headers(((PLACEMENT, picked.headers[PLACEMENT]),)))
