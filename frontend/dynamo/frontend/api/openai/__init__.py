@@ -7,6 +7,7 @@
 | `chat_batch` | POST /v1/chat/completions/batch: several conversations in one request |
 | `chunks` | write streamed responses as server-sent events |
 | `completions` | POST /v1/completions |
+| `custom_tools` | tools whose input is a text, which are functions to the model |
 | `edge` | what the endpoints share: the data plane, limits, streaming, and NVIDIA's extension `nvext` |
 | `field_names` | the names of fields in errors, where a request is served in terms of another one |
 | `invocations` | POST /invocations: requests of all kinds at one path |

@@ -14,6 +14,7 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import JsonArray, Spliced
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chunks import ChatChunks, Details, Head, encode, finish_reason, token_ids
+from dynamo.frontend.api.openai.custom_tools import custom_input, custom_names
 from dynamo.frontend.api.openai.edge import (
     Edge,
     Extras,
@@ -25,11 +26,12 @@ from dynamo.frontend.api.openai.edge import (
 )
 from dynamo.frontend.api.openai.field_names import fields_named
 from dynamo.frontend.api.openai.logprobs import MANY_POSITIONS, chat_logprobs, encoded_prompt_logprobs
-from dynamo.frontend.api.openai.requests import ChatRequest, NamedToolChoice
+from dynamo.frontend.api.openai.requests import ChatRequest, NamedCustomChoice, NamedToolChoice
 from dynamo.frontend.api.openai.response_objects import (
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
+    CustomCall,
     Function,
     ResponseMessage,
     ResponseToolCall,
@@ -177,7 +179,8 @@ class ChatCompletions:
             reasoning=request.include_reasoning is not False,
             echo=[echo] if request.echo and (echo := last_words(request)) else (),
             has_functions=request.functions is not None,
-            partial_calls=isinstance(request.tool_choice, NamedToolChoice),  # as in vllm serve
+            partial_calls=isinstance(request.tool_choice, NamedToolChoice | NamedCustomChoice),  # as in vllm serve
+            custom_tools=custom_names(request),
         )
 
 
@@ -247,6 +250,11 @@ class ChatChoiceBuilder:
             self._calls.append((part.name, []))
         self._calls[part.index][1].append(part.arguments)
 
+    def _tool_call(self, name: str, arguments: str) -> ResponseToolCall:
+        if name in self._details.custom_tools:
+            return ResponseToolCall(new_tool_call_id(), type="custom", custom=CustomCall(name, custom_input(arguments)))
+        return ResponseToolCall(new_tool_call_id(), Function(name, arguments))
+
     def choice(self, long: Spliced, index: int) -> ChatChoice:
         """Return the choice. Raises EngineError if the engine did not finish it."""
         if self._reason is None:
@@ -255,7 +263,7 @@ class ChatChoiceBuilder:
         whole = [(name, "".join(arguments)) for name, arguments in self._calls]
         if self._reason is FinishReason.LENGTH and not self._details.partial_calls:  # the last one may have been cut off
             whole = [(name, arguments) for name, arguments in whole if _is_json(arguments)]
-        calls = [ResponseToolCall(new_tool_call_id(), Function(name, arguments)) for name, arguments in whole]
+        calls = [self._tool_call(name, arguments) for name, arguments in whole]
         reasoning = "".join(self._reasoning)
         has_functions = self._details.has_functions
         message = ResponseMessage(
@@ -263,7 +271,7 @@ class ChatChoiceBuilder:
             reasoning_content=reasoning or UNSET,
             reasoning=reasoning or None,
             tool_calls=calls if calls and not has_functions else UNSET,
-            function_call=calls[0].function if calls and has_functions else UNSET,
+            function_call=Function(*whole[0]) if calls and has_functions else UNSET,
         )
         return ChatChoice(
             index=index,

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dynamo.common.generation import FinishReason
+from dynamo.frontend.api.openai.custom_tools import CustomCalls
 from dynamo.frontend.api.openai.logprobs import CompletionLogprobWriter, chat_logprobs
 from dynamo.frontend.api.openai.response_objects import Usage
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
@@ -78,6 +79,8 @@ class Details:
     """Calls have the older form, `function_call`."""
     partial_calls: bool = False
     """Whole responses keep a call that was cut off."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of tools whose calls have a text, `input`, in place of arguments."""
 
     @property
     def is_plain(self) -> bool:
@@ -126,6 +129,7 @@ class ChatChunks:
         self._prompt_ids = None if details.prompt_ids is None else details.prompt_ids[0]
         """For the first chunk."""
         self._called: set[int] = set()
+        self._custom = [CustomCalls(details.custom_tools) for _ in range(choices)] if details.custom_tools else []
         self._reasoning = [ReasoningTokenCounter() for _ in parsers]
         self._is_plain = details.is_plain
         self.parses = bool(parsers)
@@ -187,8 +191,8 @@ class ChatChunks:
             logprobs = b'{"content":' + encode(shown) + b',"refusal":null}'
         if details.prompt_ids is not None and (tokens := token_ids(delta)):
             ids = b',"token_ids":' + encode(tokens)
-        bodies = [self._part(index, part) for part in parts]
         ends = delta.finish_reason is not None
+        bodies = self._with_custom(index, parts, ends) if self._custom else [self._part(index, part) for part in parts]
         if not bodies and (ids or logprobs != b"null") and not ends:
             bodies = [b'{"content":""}']
         if ends and not (parts and isinstance(parts[-1], Content)):
@@ -205,6 +209,26 @@ class ChatChunks:
         called = delta.index in self._called
         reason = finish_reason(delta.finish_reason, called=called, has_functions=self._details.has_functions)
         return b'"' + reason.encode() + b'"' + stop_reason(delta)
+
+    def _with_custom(self, index: int, parts: Sequence[Part], ends: bool) -> list[bytes]:
+        """Return the bodies of parts where calls may be those of custom tools, whose text is known once it is complete."""
+        bodies: list[bytes] = []
+        calls = self._custom[index]
+        for part in parts:
+            if not isinstance(part, ToolCall) or not part.name:
+                if not isinstance(part, ToolCall) or not calls.holds(part.index, part.arguments):
+                    bodies.append(self._part(index, part))
+                continue
+            bodies += [encode({"tool_calls": [piece]}) for piece in calls.end()]
+            if calls.starts(part.index, part.name, part.arguments):
+                self._called.add(index)
+                head = {"index": part.index, "id": new_tool_call_id(), "type": "custom"}
+                bodies.append(encode({"tool_calls": [head | {"custom": {"name": part.name, "input": ""}}]}))
+            else:
+                bodies.append(self._part(index, part))
+        if ends and (pieces := calls.end()):
+            bodies.append(encode({"tool_calls": pieces}))
+        return bodies
 
     def _part(self, index: int, part: Part) -> bytes:
         if isinstance(part, Content):

@@ -260,10 +260,16 @@ class CalledFunction(Struct, kw_only=True, frozen=True):
     arguments: Annotated[str | dict[str, Any], Meta(description="JSON, or the object itself.")]
 
 
+class CalledCustom(Struct, kw_only=True, frozen=True):
+    name: Name
+    input: str
+
+
 class PastToolCall(Struct, kw_only=True, frozen=True, omit_defaults=True):
     id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+    type: Literal["function", "custom"] = "function"
     index: int | None = None
 
 
@@ -288,9 +294,18 @@ class FunctionDefinition(Struct, kw_only=True, frozen=True, omit_defaults=True):
     strict: bool | None = None
 
 
+class CustomDefinition(Struct, kw_only=True, frozen=True):
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,96}$")]
+    description: str | None = None
+    format: Annotated[Json, Meta(description="What its input looks like: described to the model, and not enforced.")] | None = (
+        None
+    )
+
+
 class Tool(Struct, kw_only=True, frozen=True):
-    type: Literal["function"]
-    function: FunctionDefinition
+    type: Literal["function", "custom"]
+    function: FunctionDefinition | None = None
+    custom: CustomDefinition | None = None
 
 
 class ChosenFunction(Struct, kw_only=True, frozen=True):
@@ -300,10 +315,22 @@ class ChosenFunction(Struct, kw_only=True, frozen=True):
 class NamedToolChoice(Struct, kw_only=True, frozen=True, tag_field="type", tag="function"):
     function: ChosenFunction
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustomChoice(Struct, kw_only=True, frozen=True, tag_field="type", tag="custom"):
+    custom: ChosenFunction
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
 
 class AllowedTools(Struct, kw_only=True, frozen=True):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedToolChoice], Meta(min_length=1, max_length=1024)]
+    tools: Annotated[list[NamedToolChoice | NamedCustomChoice], Meta(min_length=1, max_length=1024)]
 
 
 class AllowedToolChoice(Struct, kw_only=True, frozen=True, tag_field="type", tag="allowed_tools"):
@@ -318,7 +345,7 @@ class ChatRequest(TextGenerationRequest, kw_only=True, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: Annotated[list[Tool], Meta(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | NamedCustomChoice | AllowedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     store: bool | None = None

@@ -69,10 +69,16 @@ class Function(Struct, frozen=True):
     arguments: str
 
 
+class CustomCall(Struct, frozen=True):
+    name: str
+    input: str
+
+
 class ResponseToolCall(Struct, frozen=True):
     id: str
-    function: Function
-    type: Literal["function"] = "function"
+    function: Function | UnsetType = UNSET
+    type: Literal["function", "custom"] = "function"
+    custom: CustomCall | UnsetType = UNSET
 
 
 class ResponseMessage(Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from dynamo.common.generation import Sampling, Stop
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.common.names import InstanceId, parse_instance
 from dynamo.frontend.api.http.json_scan import check_json
+from dynamo.frontend.api.openai.custom_tools import function_call, tool_definition
 from dynamo.frontend.api.openai.requests import (
     AllowedToolChoice,
     ChatMessage,
@@ -19,6 +20,7 @@ from dynamo.frontend.api.openai.requests import (
     ChosenFunction,
     CompletionRequest,
     ContentPart,
+    NamedCustomChoice,
     NamedToolChoice,
     NvExt,
     ResponseFormat,
@@ -90,8 +92,8 @@ def chat_to_text(request: ChatRequest, card: ModelCard, parsers: OutputParsers, 
         if not tools:
             raise InvalidRequest("'tool_choice' requires a call, but there are no tools", param="tool_choice")
         guided, forced = (  # in place of another structure of the output, if the request has one
-            require_named_call(choice.function.name, tools)
-            if isinstance(choice, NamedToolChoice)
+            require_named_call(choice.name, tools)
+            if isinstance(choice, NamedToolChoice | NamedCustomChoice)
             else require_any_call(tools, parallel=parallel)
         )
         text = msgspec.structs.replace(text, sampling=msgspec.structs.replace(text.sampling, guided=guided))
@@ -220,6 +222,9 @@ def messages_to_text(
             chars += sum(len(part["text"]) for part in parts if part["type"] == "text")
             if thoughts := "".join(part.thinking or "" for part in message.content if isinstance(part, ContentPart)):
                 plain.setdefault("reasoning_content", thoughts)
+        if "tool_calls" in plain:
+            calls = [function_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(plain["tool_calls"])]
+            plain["tool_calls"] = calls
         for call in plain.get("tool_calls", ()):
             function = call["function"]
             if not isinstance(function["arguments"], str):
@@ -263,10 +268,10 @@ def last_words(request: ChatRequest) -> str:
 
 def tools_to_text(tools: Sequence[Tool] | None) -> Sequence[Mapping[str, Any]]:
     """Return tools as chat templates expect them. Raises InvalidRequest if two have the same name."""
-    names = [tool.function.name for tool in tools or ()]
-    if len(set(names)) != len(names):
+    definitions = [tool_definition(tool, f"tools[{index}]") for index, tool in enumerate(tools or ())]
+    if len({each.name for each in definitions}) != len(definitions):
         raise InvalidRequest("two tools have the same name", param="tools")
-    return [msgspec.to_builtins(tool) for tool in tools or ()]
+    return [{"type": "function", "function": msgspec.to_builtins(each)} for each in definitions]
 
 
 def with_tools(request: ChatRequest) -> ChatRequest:
@@ -286,12 +291,12 @@ def with_tools(request: ChatRequest) -> ChatRequest:
 
 def _tools_to_call(
     request: ChatRequest,
-) -> tuple[Sequence[Mapping[str, Any]], Literal["none", "auto", "required"] | NamedToolChoice | None]:
+) -> tuple[Sequence[Mapping[str, Any]], Literal["none", "auto", "required"] | NamedToolChoice | NamedCustomChoice | None]:
     """Return the tools that the model may call, and whether it must. Raises InvalidRequest."""
     tools, choice = tools_to_text(request.tools), request.tool_choice
     if not isinstance(choice, AllowedToolChoice):
         return tools, choice
-    allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+    allowed = {tool.name for tool in choice.allowed_tools.tools}
     if missing := allowed - {tool["function"]["name"] for tool in tools}:
         raise InvalidRequest(f"'tool_choice' names '{min(missing)}', which is not in 'tools'", param="tool_choice")
     return [tool for tool in tools if tool["function"]["name"] in allowed], choice.allowed_tools.mode

@@ -52,7 +52,9 @@ HELLO: dict[str, Any] = {"model": "talker", "messages": [{"role": "user", "conte
         (ContentPart, chat.ChatCompletionContentPartImageParam),
         (ContentPart, chat.ChatCompletionContentPartInputAudioParam),
         (PastToolCall, chat.ChatCompletionMessageFunctionToolCallParam),
+        (PastToolCall, chat.ChatCompletionMessageCustomToolCallParam),
         (Tool, chat.ChatCompletionFunctionToolParam),
+        (Tool, chat.ChatCompletionCustomToolParam),
         (FunctionDefinition, shared_params.FunctionDefinition),
         (StreamOptions, chat.ChatCompletionStreamOptionsParam),
         (InputItem, responses.EasyInputMessageParam),
@@ -92,10 +94,10 @@ def test_every_field_of_openai_is_declared(ours: type[msgspec.Struct], theirs: t
         (
             {"tool_choice": {"type": "mcp"}},
             "tool_choice.type",
-            "'tool_choice.type' must be 'function' or 'allowed_tools', got 'mcp'",
+            "'tool_choice.type' must be 'function', 'custom' or 'allowed_tools', got 'mcp'",
         ),
         ({"tool_choice": "never"}, "tool_choice", "'tool_choice' must be 'auto', 'none' or 'required', got 'never'"),
-        ({"tools": [{"type": "web"}]}, "tools[0].type", "'tools[0].type' must be 'function', got 'web'"),
+        ({"tools": [{"type": "web"}]}, "tools[0].type", "'tools[0].type' must be 'custom' or 'function', got 'web'"),
         (
             {"nvext": {"extra_fields": ["cost"]}},
             "nvext.extra_fields[0]",

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct, field
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.calls import MAX_ID_CHARS
+from dynamo.frontend.api.openai.custom_tools import custom_arguments
 from dynamo.frontend.api.openai.requests import (
     INT32,
     INT64,
@@ -39,7 +40,6 @@ from dynamo.frontend.api.openai.responses.tools import (
     ToolChoice,
     called_tools,
     chat_choice,
-    custom_arguments,
     flat_name,
     functions,
     is_left_out,

@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.openai.custom_tools import custom_definition
 from dynamo.frontend.api.openai.requests import (
     AllowedToolChoice,
     AllowedTools,
@@ -28,17 +29,12 @@ from dynamo.frontend.api.openai.requests import (
     FunctionDefinition,
     Json,
     Name,
+    NamedCustomChoice,
     NamedToolChoice,
     Tool,
 )
 from dynamo.frontend.api.openai.store.events import NO_TOOLS, CalledTool
 
-_INPUT = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
 _KINDS = frozenset({"function", "custom", "namespace"})
 _LEFT_OUT_ITEMS = re.compile(r"[a-z_]+_(call|output)|mcp_[a-z_]+|compaction[a-z_]*|additional_tools|configuration_update|program")
 """Items of the history that only servers with such tools put there."""
@@ -143,11 +139,7 @@ def flat_name(name: str, namespace: str | None) -> str:
 def _definition(tool: ResponseTool, name: str) -> FunctionDefinition:
     if tool.type == "function":
         return FunctionDefinition(name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
-    description = tool.description
-    if tool.format is not None and isinstance(grammar := tool.format.get("definition"), str):
-        syntax = str(tool.format.get("syntax", ""))[:32]
-        description = f"{description or ''}\n\nThe input has this form ({syntax}):\n{grammar}".lstrip()
-    return FunctionDefinition(name=name, description=description, parameters=_INPUT)
+    return custom_definition(name, tool.description, tool.format)
 
 
 def functions(tools: Iterable[NamedTool]) -> list[Tool]:
@@ -161,17 +153,14 @@ def called_tools(tools: Sequence[ResponseTool]) -> Mapping[str, CalledTool]:
     return {tool.name: tool.called for tool in named_tools(tools) if tool.called.is_custom or tool.called.namespace}
 
 
-def custom_arguments(input: str) -> str:
-    """Return the arguments of the function that a custom tool is to the model."""
-    return msgspec.json.encode({"input": input}).decode()
-
-
 def chat_choice(choice: ToolChoice | None) -> Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolChoice | None:
     """Return the choice as the chat API has it. Raises InvalidRequest if no model gets any of the tools that are allowed."""
     if isinstance(choice, ResponseToolChoice | CustomToolChoice):
         return _chosen(choice)
     if isinstance(choice, AllowedResponseTools):
-        allowed = [_chosen(tool) for tool in choice.tools if tool.type in ("function", "custom")]
+        allowed: list[NamedToolChoice | NamedCustomChoice] = [
+            _chosen(tool) for tool in choice.tools if tool.type in ("function", "custom")
+        ]
         if not allowed:
             raise InvalidRequest("'tool_choice' allows only tools that this server does not have", param="tool_choice")
         return AllowedToolChoice(allowed_tools=AllowedTools(mode=choice.mode, tools=allowed))

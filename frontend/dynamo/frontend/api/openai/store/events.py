@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from dynamo.common.generation import FinishReason, Summary
+from dynamo.frontend.api.openai.custom_tools import custom_input
 from dynamo.frontend.api.openai.response_objects import TokenLogprob
 from dynamo.frontend.api.openai.store.items import ItemIds
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
@@ -88,10 +89,6 @@ def usage_of(summary: Summary, reasoning_tokens: int) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": summary.prompt_tokens + summary.output_tokens,
     }
-
-
-class _CustomArguments(Struct):
-    input: str
 
 
 class ResponseWriter:
@@ -245,7 +242,7 @@ class ResponseWriter:
             self._emit("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
             done["arguments"] = text
         elif item["type"] == "custom_tool_call":
-            done["input"] = text = _custom_input(text)
+            done["input"] = text = custom_input(text)
             self._emit("response.custom_tool_call_input.delta", **place, delta=text)
             self._emit("response.custom_tool_call_input.done", **place, input=text)
         else:
@@ -298,14 +295,6 @@ class ResponseWriter:
 def event(kind: str, number: int, **fields: object) -> bytes:
     """Return one event, whose number in its stream is `number`."""
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, "sequence_number": number, **fields}) + b"\n\n"
-
-
-def _custom_input(arguments: str) -> str:
-    """Return the text of a call that the model wrote as that of a function; what is no such call as it is."""
-    try:
-        return msgspec.json.decode(arguments, type=_CustomArguments).input
-    except msgspec.MsgspecError:
-        return arguments
 
 
 def _part(kind: str, text: str, logprobs: Raw | list[Raw]) -> dict[str, Any]:

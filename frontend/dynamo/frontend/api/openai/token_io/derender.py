@@ -16,6 +16,7 @@ from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.openai.chat import ChatChoiceBuilder
 from dynamo.frontend.api.openai.chunks import Details, encode
 from dynamo.frontend.api.openai.completions import CompletionChoiceBuilder
+from dynamo.frontend.api.openai.custom_tools import custom_names
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.requests import ChatRequest
 from dynamo.frontend.api.openai.response_objects import ChatCompletion, Completion, CompletionChoice, Usage
@@ -75,6 +76,7 @@ class DerenderChat:
                 alternatives=max(map(len, delta.logprobs or ()), default=1) - 1,
                 has_functions=chat is not None and chat.functions is not None,
                 partial_calls=True,
+                custom_tools=frozenset() if chat is None else custom_names(chat),
             )
             builder = ChatChoiceBuilder(parsing.make(), details)
             choices.append(await edge.offload.run_if(len(delta.tokens) > _MANY, _chat_choice, builder, delta, each.index))
