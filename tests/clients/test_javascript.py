@@ -1,4 +1,4 @@
-"""The example client in JavaScript, with the packages that npm installs for it."""
+"""Clients in JavaScript, with the packages of npm: the example, the SDKs of OpenAI and Anthropic, Vercel's AI SDK."""
 
 from __future__ import annotations
 
@@ -46,3 +46,21 @@ def test_types_for_typescript_are_made_from_the_protos(folder: Path) -> None:
     service = (folder / "types/inference/GRPCInferenceService.ts").read_text()
     assert "ModelStreamInfer(" in service
     assert "'raw_input_contents'?" in (folder / "types/inference/ModelInferRequest.ts").read_text()
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tool loops with their SDKs."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    copy = Path(shutil.copytree(Path(__file__).parent / "js", tmp_path_factory.mktemp("agents") / "js"))
+    installed = run(copy, "npm", "install", "--no-audit", "--no-fund")
+    assert installed.returncode == 0, installed.stderr
+    return copy
+
+
+@pytest.mark.parametrize("mode", ["whole", "stream"])
+@pytest.mark.parametrize("sdk", ["chat", "responses", "anthropic", "vercel"])
+def test_a_tool_loop_of_an_sdk_for_node(agents: Path, url: str, sdk: str, mode: str) -> None:
+    done = run(agents, "node", "agents.mjs", url, sdk, mode)
+    assert (done.returncode, done.stdout.strip()) == (0, "The tools returned: 42"), done.stderr
