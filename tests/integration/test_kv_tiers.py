@@ -44,6 +44,7 @@ async def test_a_frontend_knows_what_each_tier_holds(etcd_server: EtcdServer, na
         held = sizes(f)
         assert 0 < held[Tier.GPU] <= 50
         assert held[Tier.CPU] == 60, "it is full, and what it dropped is known, too"
+        assert held[Tier.DISK] > 0, "what the memory dropped"
         assert held[Tier.SHARED] >= 8 * 17, "all that was computed"
         _, _, summary = await f.generate(prompt(0))
         assert summary.cached_tokens > 16 * 10, "it came back from the store"

@@ -60,7 +60,7 @@ LIMITS = PlaneLimits(
 NATS = NatsOptions(servers=("nats://127.0.0.1:4222",))
 LANGUAGE_MODELS = {
     "sim": "blocks=200,block_size=4,speedup=50",
-    "small": "blocks=48,block_size=4,speedup=4,cpu_blocks=64,shared_blocks=256",
+    "small": "blocks=48,block_size=4,speedup=4,cpu_blocks=64,disk_blocks=96,shared_blocks=256,failing_reads=0.05",
 }
 """The simulated language models of each worker. The small one is slow, and evicts blocks all the time, also from its host."""
 BUSY = Thresholds(active_decode_blocks=0.08)

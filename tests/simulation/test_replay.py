@@ -305,4 +305,15 @@ def test_tiers_save_prefills_and_more_so_if_routers_are_told_of_them() -> None:
     tiered = replace(scarce, cpu_blocks=1000)
     without, untold, told = (run(each).hit_blocks for each in (scarce, replace(tiered, tier_events=False), tiered))
     assert without < untold < told
+    assert run(replace(scarce, disk_blocks=1000)).hit_blocks > without
     assert run(replace(scarce, shared_blocks=4000)).hit_blocks > told, "a store has what any of them has computed"
+
+
+def test_flags_give_workers_a_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    def hit_rate(*flags: str) -> float:
+        with pytest.raises(SystemExit):
+            main(["--requests", "80", "--groups", "6", "--blocks", "20", "--workers", "2", "--modes", "kv", "--json", *flags])
+        rate: float = json.loads(capsys.readouterr().out)["kv"]["block_hit_rate"]
+        return rate
+
+    assert hit_rate("--disk-blocks", "500", "--disk-fetch", "40000") > hit_rate()

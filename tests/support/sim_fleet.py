@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # its package is not everywhere
 KV = RouterOptions(mode=RouterMode.KV, kv=KvRouterOptions(speculative_ttl_s=0))
 """Choose by KV caches, and by nothing but what workers have said of them."""
 SIM = "blocks=200,block_size=16,speedup=0"
-TIERED_SIM = "blocks=50,block_size=16,speedup=0,cpu_blocks=60,shared_blocks=400"
-"""Its GPU holds two of the prompts, the memory of its host three."""
+TIERED_SIM = "blocks=50,block_size=16,speedup=0,cpu_blocks=60,disk_blocks=80,shared_blocks=400"
+"""Its GPU holds two of the prompts, the memory of its host three, its disk four."""
 
 
 @dataclass

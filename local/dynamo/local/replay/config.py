@@ -97,6 +97,10 @@ class ReplayConfig:
     cpu_fetch: float = option(
         200_000.0, env=(), file_key=(), minimum=0, help="Tokens whose KV it reads from there in a second; 0: at once."
     )
+    disk_blocks: int = option(0, env=(), file_key=(), minimum=0, help="Blocks that each keeps on a disk.")
+    disk_fetch: float = option(
+        30_000.0, env=(), file_key=(), minimum=0, help="Tokens whose KV it reads from there in a second; 0: at once."
+    )
     shared_blocks: int = option(0, env=(), file_key=(), minimum=0, help="Blocks in a store that all of them read and write.")
     shared_fetch: float = option(
         20_000.0, env=(), file_key=(), minimum=0, help="Tokens whose KV a worker reads from there in a second; 0: at once."
@@ -105,7 +109,7 @@ class ReplayConfig:
         True,
         env=(),
         file_key=(),
-        help="Routers are told of blocks in the host's memory and the store, not only of those on GPUs.",
+        help="Routers are told of blocks in memory, on disks and in the store, not only of those on GPUs.",
     )
     block_size: int = option(512, env=(), file_key=(), minimum=1, help="Tokens of a block.")
     max_num_seqs: int = option(256, env=(), file_key=(), minimum=1, help="Sequences that a worker runs at once.")

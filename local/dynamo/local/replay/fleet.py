@@ -426,6 +426,8 @@ class _WorkerFactory:
             tiers=TierConfig(
                 cpu_blocks=config.cpu_blocks,
                 cpu_tokens_per_s=config.cpu_fetch,
+                disk_blocks=config.disk_blocks,
+                disk_tokens_per_s=config.disk_fetch,
                 shared_blocks=config.shared_blocks,
                 shared_tokens_per_s=config.shared_fetch,
             ),

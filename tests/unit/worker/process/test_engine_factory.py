@@ -99,10 +99,19 @@ def test_a_simulated_engine_is_set_up_by_its_model_and_by_flags(tmp_path: Path) 
     assert (config.role, config.data_parallel_size, config.seed) == (Role.DECODE, 2, 3)
     assert (config.scheduler.kv_transfer_tokens_per_s, config.scheduler.total_blocks) == (1000, 10)
     assert config.scheduler.timing.step_s(100, 11) == pytest.approx(0.035 / 4), "fitted to the table"
-    tiered = make_engine("sim:cpu_blocks=50,cpu_fetch=100,shared_blocks=70,shared_fetch=10,token_bytes=8")
+    tiered = make_engine(
+        "sim:cpu_blocks=50,cpu_fetch=100,disk_blocks=60,disk_fetch=50,shared_blocks=70,shared_fetch=10,token_bytes=8,failing_reads=0.1"
+    )
     assert isinstance(tiered, SimEngine)
     assert tiered.config.scheduler.tiers == TierConfig(
-        cpu_blocks=50, cpu_tokens_per_s=100, shared_blocks=70, shared_tokens_per_s=10, token_bytes=8
+        cpu_blocks=50,
+        cpu_tokens_per_s=100,
+        disk_blocks=60,
+        disk_tokens_per_s=50,
+        shared_blocks=70,
+        shared_tokens_per_s=10,
+        token_bytes=8,
+        failing_reads=0.1,
     )
     overruled = make_engine("sim:speedup=4,role=decode", role=Role.PREFILL, speedup_ratio=0.0)
     assert isinstance(overruled, SimEngine)

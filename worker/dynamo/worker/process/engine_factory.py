@@ -69,6 +69,9 @@ SIM_SETTINGS = frozenset(
         "calls",
         "cpu_blocks",
         "cpu_fetch",
+        "disk_blocks",
+        "disk_fetch",
+        "failing_reads",
         "ranks",
         "role",
         "seed",
@@ -265,6 +268,8 @@ def sim_config(
     | `calls` | 1: calls tools, see `sim.script` |
     | `cpu_blocks` | blocks that a rank keeps in the host's memory (0) |
     | `cpu_fetch` | tokens whose KV is read from there in a second (200,000); 0: at once |
+    | `disk_blocks`, `disk_fetch` | the same of a disk, which gets what the host's memory evicts (0; 30,000) |
+    | `failing_reads` | the share of reads from all these that fail (0): the rest of the prompt is computed |
     | `shared_blocks`, `shared_fetch` | the same of a store that the model's engines in this process share (0; 20,000) |
     | `token_bytes` | KV of a token (131,072), for metrics of bytes |
     | `batched_tokens` | tokens computed in one step (8,192) |
@@ -298,6 +303,9 @@ def sim_config(
             tiers=TierConfig(
                 cpu_blocks=int(values.get("cpu_blocks", "0")),
                 cpu_tokens_per_s=float(values.get("cpu_fetch", "200000")),
+                disk_blocks=int(values.get("disk_blocks", "0")),
+                disk_tokens_per_s=float(values.get("disk_fetch", "30000")),
+                failing_reads=float(values.get("failing_reads", "0")),
                 shared_blocks=int(values.get("shared_blocks", "0")),
                 shared_tokens_per_s=float(values.get("shared_fetch", "20000")),
                 token_bytes=int(values.get("token_bytes", "131072")),

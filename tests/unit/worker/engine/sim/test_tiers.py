@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ A, B, C = (tuple(range(first, first + 17)) for first in (0, 100, 200))
 """Prompts of four full blocks and a token."""
 
 
-def make_scheduler(store: BlockCache | None = None, *, blocks: int = 6, timing: TimingModel = TIMING, **tiers: int) -> Scheduler:
+def make_scheduler(store: BlockCache | None = None, *, blocks: int = 6, timing: TimingModel = TIMING, **tiers: Any) -> Scheduler:
     """Return a scheduler whose GPU holds one of the prompts and no second one."""
     return Scheduler(
         SchedulerConfig(
@@ -36,7 +37,7 @@ class Course:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.now = 0.0
-        self.cached: dict[Tier, set[int]] = {Tier.GPU: set(), Tier.CPU: set(), Tier.SHARED: set()}
+        self.cached: dict[Tier, set[int]] = {tier: set() for tier in Tier}
 
     def run(self, *prompts: tuple[int, ...]) -> list[SimSequence]:
         """Run prompts at the same time. Return their sequences."""
@@ -212,6 +213,49 @@ def test_clearing_drops_memory_and_keeps_the_store() -> None:
     assert course.cached[Tier.CPU] == set(), "what was dropped is not reported by a later step"
 
 
-def test_sizes_and_speeds_below_zero_are_refused() -> None:
+def test_the_disk_keeps_what_the_memory_drops() -> None:
+    course = Course(make_scheduler(cpu_blocks=4, disk_blocks=20, disk_tokens_per_s=100))
+    for prompt in (A, B, C):
+        course.run(prompt)
+    on_gpu, in_memory, on_disk = (hashes(A) & course.cached[tier] for tier in (Tier.GPU, Tier.CPU, Tier.DISK))
+    assert on_gpu | in_memory | on_disk == hashes(A)
+    slow = len(on_disk - on_gpu - in_memory)
+    assert slow
+    assert course.ttft_s(A) == pytest.approx(slow * SIZE / 100 + 0.002, rel=0.01), "memory is read meanwhile"
+    assert course.scheduler.tier_totals[Tier.DISK].hits == slow
+
+
+def test_a_disk_without_host_memory_keeps_what_the_gpu_evicts() -> None:
+    course = Course(make_scheduler(disk_blocks=20))
+    course.run(A)
+    course.run(B)
+    (again,) = course.run(A)
+    assert again.cached_tokens == 16
+    assert course.cached[Tier.DISK] == course.scheduler.tiers.cached[Tier.DISK]  # type: ignore[union-attr]
+
+
+def test_where_a_read_fails_the_rest_is_computed_and_the_failure_counted() -> None:
+    course = Course(make_scheduler(disk_blocks=20, failing_reads=1.0))
+    computed_s = course.ttft_s(A)
+    course.run(B)
+    on_gpu = len(hashes(A) & course.cached[Tier.GPU])
+    assert course.ttft_s(A) == pytest.approx(computed_s - on_gpu * SIZE * 0.001)
+    disk = course.scheduler.tier_totals[Tier.DISK]
+    assert (disk.failed_reads, disk.hits, disk.read_bytes) == (1, 0, 0)
+    assert disk.misses == course.scheduler.tier_totals[Tier.GPU].misses
+
+
+def test_about_the_set_share_of_reads_fails() -> None:
+    course = Course(make_scheduler(cpu_blocks=20, failing_reads=0.25))
+    for _ in range(200):
+        course.run(A)
+        course.run(B)
+    assert 70 < course.scheduler.tier_totals[Tier.CPU].failed_reads < 130
+
+
+@pytest.mark.parametrize(
+    "settings", [{"cpu_blocks": -1}, {"disk_tokens_per_s": -1.0}, {"failing_reads": 1.5}, {"failing_reads": float("nan")}]
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
-        TierConfig(cpu_blocks=-1)
+        TierConfig(**settings)

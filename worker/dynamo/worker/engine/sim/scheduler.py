@@ -311,9 +311,9 @@ class Scheduler:
             self._gpu_totals.hits += hit
             self._gpu_totals.misses += len(wanted) - hit
             if tiers is not None and found:
-                fetched = sum(map(len, found))
+                fetched, read_at = tiers.read(found, len(wanted) - hit, now)
                 sequence.computed += fetched * config.block_size
-                sequence.ready_at = max(tiers.ready_at(wanted[:hit], now), tiers.read(found, len(wanted) - hit - fetched, now))
+                sequence.ready_at = max(tiers.ready_at(wanted[:hit], now), read_at)
                 self._commit(sequence)
             if sequence.scheduled_at is None:
                 sequence.scheduled_at = now

@@ -1,12 +1,13 @@
-"""Caches of a simulated engine rank beyond its GPU: memory of the host, and a store that all instances read.
+"""Caches of a simulated engine rank beyond its GPU: memory and a disk of the host, and a store that all instances read.
 
-Blocks that the GPU evicts are written to the host's memory, computed ones to the store, unless they are there already; both evict
-what was used least recently. Where the GPU's part of a prompt ends, the following blocks are read from the fastest tier that has
-them, until one is nowhere. A read takes time beside the steps, and those of one tier follow one another, as on a bus. So the
-sequence waits for its blocks, while others run; what was read stays in the tier.
+Blocks that the GPU evicts are written to the host's memory, what that evicts to the disk, and computed ones to the store, unless
+they are there already; each evicts what was used least recently. Where the GPU's part of a prompt ends, the following blocks are
+read from the fastest tier that has them, until one is nowhere. A read takes time beside the steps, and those of one tier follow
+one another, as on a bus. So the sequence waits for its blocks, while others run; what was read stays in the tier. Where a read
+fails, the rest of the prompt is computed.
 
-vLLM's offloading connector and SGLang's hierarchical cache do the same; in one respect the simulation is simpler: writes take no
-time.
+vLLM's offloading connector and SGLang's hierarchical cache do the same; in two respects the simulation is simpler: writes take no
+time and always succeed, and a read that fails is noticed at once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import NamedTuple
 
 from dynamo.common.errors import InvalidRequest
@@ -28,20 +30,27 @@ class TierConfig:
 
     cpu_blocks: int = 0
     cpu_tokens_per_s: float = 200_000.0
+    disk_blocks: int = 0
+    disk_tokens_per_s: float = 30_000.0
     shared_blocks: int = 0
     shared_tokens_per_s: float = 20_000.0
     token_bytes: int = 131_072
-    """KV of a token. The default is that of Llama 3 8B in 16 bits; with it, the speeds are those of PCIe 4 and of a network of
-    25 Gbit/s.
+    """KV of a token. The default is that of Llama 3 8B in 16 bits; with it, the speeds are those of PCIe 4, of a disk with 4 GB/s,
+    and of a network of 25 Gbit/s.
     """
+    failing_reads: float = 0.0
+    """The share of reads that fail. One read is what a prompt gets from one tier."""
 
     def __post_init__(self) -> None:
-        if min(self.cpu_blocks, self.cpu_tokens_per_s, self.shared_blocks, self.shared_tokens_per_s, self.token_bytes) < 0:
+        sizes = self.cpu_blocks, self.disk_blocks, self.shared_blocks, self.token_bytes
+        if min(*sizes, self.cpu_tokens_per_s, self.disk_tokens_per_s, self.shared_tokens_per_s) < 0:
             raise InvalidRequest("sizes and speeds of the simulated engine's tiers must be at least 0")
+        if not 0.0 <= self.failing_reads <= 1.0:
+            raise InvalidRequest(f"failing_reads of the simulated engine must be from 0 to 1, got {self.failing_reads:g}")
 
     def __bool__(self) -> bool:
         """Whether there is a tier beside the GPU."""
-        return bool(self.cpu_blocks or self.shared_blocks)
+        return bool(self.cpu_blocks or self.disk_blocks or self.shared_blocks)
 
 
 class ChangedTier(NamedTuple):
@@ -123,12 +132,17 @@ class Tiers:
 
         self._block_bytes = block_size * config.token_bytes
         self._cpu = _SimTier(Tier.CPU, BlockCache(config.cpu_blocks), block_s(config.cpu_tokens_per_s))
+        disk = _SimTier(Tier.DISK, BlockCache(config.disk_blocks), block_s(config.disk_tokens_per_s))
+        self._hosts = [tier for tier in (self._cpu, disk) if tier.blocks.total]
+        """Each keeps what the one before it evicts."""
         shared = BlockCache(config.shared_blocks) if store is None else store
         self._shared = _SimTier(Tier.SHARED, shared, block_s(config.shared_tokens_per_s))
         self._announced = BlockCache(shared.total)
         """What this rank has written to the store, in so far as the store may have it yet."""
-        self._tiers = [tier for tier in (self._cpu, self._shared) if tier.blocks.total]
+        self._tiers = [*self._hosts, *([self._shared] if shared.total else [])]
         """The fastest first."""
+        self._failing_reads = config.failing_reads
+        self._chance = Random(0)
         self._arriving: dict[int, float] = {}
         """Blocks that are being read → when they will be on the GPU."""
 
@@ -156,15 +170,22 @@ class Tiers:
                 break
         return found
 
-    def read(self, found: Sequence[Sequence[int]], missing: int, now: float) -> float:
-        """Begin to read what `find` has found of a prompt, other than `missing` blocks. Return when all of it is on the GPU."""
-        ready_at = now
-        wanted = missing + sum(map(len, found))
+    def read(self, found: Sequence[Sequence[int]], wanted: int, now: float) -> tuple[int, float]:
+        """Begin to read what `find` has found of a prompt, in which the GPU lacks `wanted` blocks.
+
+        Return how many of them are read, up to the first read that fails, and when all of these are on the GPU.
+        """
+        ready_at, left, failed = now, wanted, False
         for tier, hits in zip(self._tiers, found, strict=True):
-            wanted -= len(hits)
             totals = tier.totals
+            if hits and not failed and self._chance.random() < self._failing_reads:
+                failed = True
+                totals.failed_reads += 1
+            if failed:
+                hits = ()
+            left -= len(hits)
             totals.hits += len(hits)
-            totals.misses += wanted
+            totals.misses += left
             if hits:
                 totals.read_bytes += len(hits) * self._block_bytes
                 tier.blocks.touch(hits)
@@ -172,7 +193,7 @@ class Tiers:
                 ready_at = max(ready_at, tier.free_at)
                 if tier.free_at > now:
                     self._arriving.update(dict.fromkeys(hits, tier.free_at))
-        return ready_at
+        return wanted - left, ready_at
 
     def ready_at(self, blocks: Sequence[int], now: float) -> float:
         """Return when blocks that are on the GPU can be used: some of them may still be on their way."""
@@ -183,22 +204,24 @@ class Tiers:
 
     def evicted(self, blocks: Sequence[int]) -> None:
         """The GPU has evicted blocks, leaves first."""
-        if self._cpu.blocks.total:
-            self._write(self._cpu, blocks)
+        dropped: Iterable[int] = blocks
+        for tier in self._hosts:
+            dropped = self._write(tier, dropped)
 
     def computed(self, blocks: Sequence[int]) -> None:
         """The GPU has blocks that it did not have, parents before children."""
         if self._shared.blocks.total:
             self._write(self._shared, reversed(blocks))
 
-    def _write(self, tier: _SimTier, blocks: Iterable[int]) -> None:
-        """Write blocks, leaves first."""
+    def _write(self, tier: _SimTier, blocks: Iterable[int]) -> Sequence[int]:
+        """Write blocks, leaves first. Return those that others are told to be gone for them."""
         new, gone = tier.blocks.add(blocks)
         tier.totals.written_bytes += len(new) * self._block_bytes
         if tier is self._shared:
             new, gone = self._announced.add(new)
         tier.change.store(reversed(new))
         tier.change.remove(gone)
+        return gone
 
     def clear(self) -> None:
         """Drop the host's memory."""
