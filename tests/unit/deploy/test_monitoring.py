@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from dynamo.common.errors import Cancelled, Code, Overloaded
 from dynamo.common.generation import Summary
+from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role
 from dynamo.common.names import Endpoint, new_instance_id
 from dynamo.common.observability.telemetry import LinkMetrics, RuntimeMetrics, SharedMemoryMetrics, make_registry
@@ -22,6 +23,7 @@ from dynamo.frontend.port_metrics import GrpcServerMetrics, connection_metrics
 from dynamo.planner.config import PlannerConfig
 from dynamo.planner.process.metrics import PlannerMetrics
 from dynamo.planner.process.state import DecisionMade, PoolState, initial_state
+from dynamo.worker.engine.base import TierTotals
 from dynamo.worker.engine.sim.engine import SimConfig, SimEngine
 from dynamo.worker.observability.metrics import WorkerMetrics
 from dynamo.worker.observability.statistics import VersionStatistics
@@ -41,6 +43,13 @@ class Nats:
     last_read_at = 0.0
 
     def on_reconnect(self, callback: Callable[[], None]) -> None: ...
+
+
+class TieredEngine(SimEngine):
+    """An engine that has a tier before it was started."""
+
+    def tiers(self) -> Mapping[Tier, TierTotals]:
+        return {Tier.CPU: TierTotals()}
 
 
 def filled_registry() -> CollectorRegistry:
@@ -78,7 +87,7 @@ def filled_registry() -> CollectorRegistry:
     workers.link.follow("requests", Nats())
     workers.memory.show(memory)
     worker = workers.for_model("m")
-    worker.follow(SimEngine(SimConfig()))
+    worker.follow(TieredEngine(SimConfig()))
     worker.started(1)
     worker.failed("1", 1, 1, Code.INTERNAL)
     worker.started(1)
