@@ -35,8 +35,8 @@ class TierConfig:
     shared_blocks: int = 0
     shared_tokens_per_s: float = 20_000.0
     token_bytes: int = 131_072
-    """KV of a token. The default is that of Llama 3 8B in 16 bits; with it, the speeds are those of PCIe 4, of a disk with 4 GB/s,
-    and of a network of 25 Gbit/s.
+    """KV of a token. The default is that of Llama 3 8B in 16 bits; with it, the speeds are those of PCIe 4, a disk of 4 GB/s,
+    and a network of 25 Gbit/s.
     """
     failing_reads: float = 0.0
     """The share of reads that fail. One read is what a prompt gets from one tier."""
