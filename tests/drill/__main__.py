@@ -1,8 +1,8 @@
 """`python -m tests.drill [NAME …]`: what callers see of each fault, in real processes under load, as a table in Markdown.
 
 Exit status 1 if a request failed that some live instance could have served, as one does without a response before its deadline,
-or if the fleet holds more afterwards than before. That a request took longer than its fault and two seconds is only printed: on
-a busy machine it does.
+if the fleet holds more afterwards than before, or if a frontend does not know exactly what workers have cached on each tier. That
+a request took longer than its fault and two seconds is only printed: on a busy machine it does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.drill.backends import clustered, single
+from tests.drill.caches import Caches
 from tests.drill.engines import UnexpectedResponse
 from tests.drill.faults import FAULTS, Fault
 from tests.drill.fleet import DrilledFleet, Held
@@ -40,7 +41,7 @@ _COLUMNS = (
         "longest",
         "longest pause of a stream",
     ),
-    *("memory", "open files", "open requests", "free credit"),
+    *("memory", "open files", "open requests", "free credit", "cached blocks by tier"),
 )
 
 
@@ -52,6 +53,8 @@ class Drilled:
     load: Load
     before: Held
     after: Held
+    caches: Caches
+    """What was cached after it."""
     unexpected: str
     """What went wrong with the requests of the fault itself."""
 
@@ -68,6 +71,7 @@ class Drilled:
             f"{before.memory_mib} → {after.memory_mib} MiB",
             *(f"{before.files} → {after.files}", f"{before.open_requests} → {after.open_requests}"),
             f"{before.credit_mib} → {after.credit_mib} MiB",
+            self.caches,
         ]
         return _line(cells)
 
@@ -75,6 +79,7 @@ class Drilled:
         if self.unexpected:
             yield self.unexpected
         yield from sorted(set(self.failures))[:3]
+        yield from self.caches.differences
         if self.after.memory_mib > self.before.memory_mib * _MEMORY_GROWTH:
             yield f"memory grew from {self.before.memory_mib} to {self.after.memory_mib} MiB"
         if self.after.files > self.before.files + self.fault.more_files:
@@ -146,7 +151,8 @@ async def _drill(fault: Fault, arguments: argparse.Namespace) -> Drilled:
             before = await fleet.idle(WAIT_S)
             load = Load(fleet, arguments.rate, texts)
             unexpected = await _run(load, _BEFORE_S, fault)
-            return Drilled(fault, load, before, await fleet.idle(WAIT_S, before), unexpected)
+            after = await fleet.idle(WAIT_S, before)
+            return Drilled(fault, load, before, after, await fleet.compared(WAIT_S), unexpected)
 
 
 async def _run(load: Load, seconds: float, fault: Fault | None = None) -> str:

@@ -147,7 +147,9 @@ def nats_link_of_a_worker(fleet: DrilledFleet) -> Sequence[Proxy]:
 
 
 def nats_link_of_a_frontend(fleet: DrilledFleet) -> Sequence[Proxy]:
-    return _frontend_links(fleet).nats
+    """Return the links to NATS of a frontend, and of the one whose knowledge of caches is compared."""
+    assert fleet.observing is not None
+    return (*_frontend_links(fleet).nats, *fleet.observing.nats)
 
 
 def etcd_links(fleet: DrilledFleet) -> Sequence[Proxy]:

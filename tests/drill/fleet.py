@@ -13,20 +13,20 @@ from typing import Any, Self, cast
 
 import httpx2
 
+from dynamo.common.errors import DynamoError
 from dynamo.common.process.ports import free_ports
+from tests.drill import caches
 from tests.drill.backends import Backends, Links, open_links
+from tests.drill.caches import Caches, ObservedCaches, observed_caches
 from tests.support.fleet import Fleet, FleetFrontend, FleetWorker
 from tests.support.processes import Process
 from tests.support.waiting import WAIT_S
 
 _POLL_S = 0.5
-MODELS = ("echo", "sim", "faulty", "stream")
+MODELS = ("echo", "sim", "faulty", "stream", caches.MODEL)
 _OWN = Path(__file__).with_name("model.py")
-_FLAGS = [
-    part
-    for model in ("echo", "sim:blocks=4000,speedup=2,seed=3", f"{_OWN}:Faulty", f"{_OWN}:Stream")
-    for part in ("--model", model)
-]
+_ENGINES = ("echo", "sim:blocks=4000,speedup=2,seed=3", f"{_OWN}:Faulty", f"{_OWN}:Stream", caches.SETTINGS)
+_FLAGS = [part for engine, name in zip(_ENGINES, MODELS, strict=True) for part in ("--model", engine, "--model-name", name)]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class DrilledFleet(Fleet):
         self._links: dict[int, Links] = {}
         self._status_ports: dict[int, int] = {}
         self._proxy_stack = AsyncExitStack()
+        self._caches: ObservedCaches | None = None
+        self.observing: Links | None = None
+        """The links of the frontend that is observed."""
 
     async def __aenter__(self) -> Self:
         await self._proxy_stack.__aenter__()
@@ -67,6 +70,8 @@ class DrilledFleet(Fleet):
         await super().start(workers=workers, frontends=frontends, frontend_flags=frontend_flags)
         for front in self.frontends:
             await front.process.serves(*MODELS)
+        self.observing = await open_links(self.backends, self._proxy_stack)
+        self._caches = await self._stack.enter_async_context(observed_caches(self.backends, self.observing, self.namespace))
 
     async def add_worker(self, *flags: str, sources: Sequence[Path] = ()) -> FleetWorker:
         links = await self._next_links()
@@ -122,6 +127,18 @@ class DrilledFleet(Fleet):
                     await asyncio.sleep(_POLL_S)
                     held = await self.held()
         return held
+
+    async def compared(self, within_s: float) -> Caches:
+        """Return the caches once a frontend knows them exactly, or when the time is over."""
+        assert self._caches is not None
+        result = Caches(differences=["no worker said what it has"])
+        with suppress(TimeoutError):  # the caller says what is wrong
+            async with asyncio.timeout(within_s):
+                while result.differences:
+                    with suppress(DynamoError):  # a worker does not respond yet
+                        result = await self._caches.compare(len(self.workers))
+                    await asyncio.sleep(_POLL_S if result.differences else 0.0)
+        return result
 
     async def _next_links(self) -> Links:
         links = await open_links(self.backends, self._proxy_stack)

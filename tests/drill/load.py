@@ -8,16 +8,21 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from random import Random
 from typing import Self
 
 import grpc
 
+from tests.drill.caches import MODEL
 from tests.drill.fleet import DrilledFleet
 from tests.support.fleet import Client, FleetFrontend, Text, connect, echo_request, text_request
 
 DEADLINE_S = 60.0
 _SIZE_BYTES = 4096
 _TOKENS = 200
+_CACHED_PROMPTS = 40
+"""Prompts of the model with tiers, of some 20 blocks each: more than the GPUs of all workers hold."""
+_CACHED_EVERY_S = 0.1
 Sending = Callable[[Client], Awaitable[None]]
 _RESENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _NOT_SENT = "Internal error from Core"
@@ -86,6 +91,7 @@ class Load:
         async with Clients(self.fleet) as clients, asyncio.TaskGroup() as tasks:
             for number, text in enumerate(self.texts):
                 tasks.create_task(self._stream(number, text, clients, stop))
+            tasks.create_task(self._fill_caches(clients, tasks, stop))
             number = 0
             while not stop.is_set():
                 tasks.create_task(self._tensor(number, await clients.get(number), clients))
@@ -102,6 +108,20 @@ class Load:
         begun = time.monotonic()
         await self._send(send, client, clients)
         self.durations.append(time.monotonic() - begun)
+
+    async def _fill_caches(self, clients: Clients, tasks: asyncio.TaskGroup, stop: asyncio.Event) -> None:
+        """Have workers compute prompts, evict and read them from their tiers. What the model says of them does not matter."""
+
+        async def send(client: Client) -> None:
+            prompt = f"{rng.randrange(_CACHED_PROMPTS)} " + "and the same words, many times over; " * 8
+            await client.text(text_request(prompt, 2, model=MODEL), timeout_s=DEADLINE_S)
+
+        rng = Random(1)
+        for number in itertools.count():
+            if stop.is_set():
+                return
+            tasks.create_task(self._send(send, await clients.get(number), clients))
+            await asyncio.sleep(_CACHED_EVERY_S)
 
     async def _stream(self, number: int, expected: str, clients: Clients, stop: asyncio.Event) -> None:
         for turn in itertools.count(number):
