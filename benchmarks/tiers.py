@@ -12,15 +12,15 @@ Eight workers, whose GPUs together hold a tenth of the blocks of the trace. The 
 
 Each is replayed three times: with a router that knows nothing of it (`ignored`), with one that takes a block there for as large a
 part of a block on the GPU as NVIDIA Dynamo does (`constants`: 0.75 on a host, 0.5 in a store), and with one that learns the price
-of a block in seconds (`learned`). Shown are TTFT and goodput (within 10 s, and 100 ms between tokens) of the first, and how many
-times better the last is than each of the others; above 1 it is better. The last line of each is about the highest goodput of all
-rates. Without `--traces`, one is made up.
+of a block in seconds (`learned`). Shown are the blocks of prompts that were found cached, TTFT p50 and p90, and goodput (within
+10 s, and 100 ms between tokens). The last line of each has the highest goodput of all rates. Without `--traces`, one is made up.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -57,6 +57,8 @@ class Case(NamedTuple):
     rate: float
     """How much faster than in the trace requests arrive."""
     policy: str
+    seed: int = 0
+    """Of the order of ties."""
 
 
 def read_rows(trace: str, requests: int) -> list[Row]:
@@ -68,7 +70,7 @@ def make_config(rows: Sequence[Row], case: Case) -> ReplayConfig:
     working_set = len({block for row in rows for block in row.hash_ids})
     longest = max(len(row.hash_ids) for row in rows)
     blocks = max(int(working_set * GPU_SHARE) // WORKERS, int(longest * _LONGEST_PROMPTS))
-    config = ReplayConfig(workers=WORKERS, blocks=blocks, rate=case.rate, tier_events=case.policy != "ignored")
+    config = ReplayConfig(workers=WORKERS, blocks=blocks, rate=case.rate, seed=case.seed, tier_events=case.policy != "ignored")
     match case.tier:
         case "cpu":
             config = dataclasses.replace(config, cpu_blocks=working_set // WORKERS, cpu_fetch=200_000.0)
@@ -86,38 +88,29 @@ def make_config(rows: Sequence[Row], case: Case) -> ReplayConfig:
 
 def replayed(case: Case, requests: int) -> Summary:
     rows = read_rows(case.trace, requests)
-    return summary(Replay(rows, ReplayMode.KV, make_config(rows, case)).run())
+    result = summary(Replay(rows, ReplayMode.KV, make_config(rows, case)).run())
+    print(*case, *figures(result), file=sys.stderr, flush=True)
+    return result
 
 
-def shown(results: Mapping[Case, Summary], trace: str, tier: str, rates: Sequence[float]) -> Iterator[tuple[str, ...]]:
-    """Yield the lines of one trace and tier."""
-    for rate in rates:
-        ignored, constants, learned = (results[Case(trace, tier, rate, policy)] for policy in POLICIES)
-        yield (
-            Path(trace).stem or "made up",
-            tier,
-            f"{rate:g}",
-            f"{ignored.block_hit_rate:.0%} → {learned.block_hit_rate:.0%}",
-            f"{ignored.ttft_p50_ms / 1e3:.2f}, {ignored.ttft_p90_ms / 1e3:.2f}, {ignored.goodput_rps:.2f}",
-            *(
-                f"{_times(other.ttft_p50_ms, learned.ttft_p50_ms)}, {_times(other.ttft_p90_ms, learned.ttft_p90_ms)}, "
-                f"{_times(learned.goodput_rps, other.goodput_rps)}"
-                for other in (ignored, constants)
-            ),
-        )
-    most = {policy: max(results[Case(trace, tier, rate, policy)].goodput_rps for rate in rates) for policy in POLICIES}
-    yield (
-        Path(trace).stem or "made up",
-        tier,
-        "best",
-        "",
-        f"goodput {most['ignored']:.2f}",
-        *(_times(most["learned"], most[other]) for other in ("ignored", "constants")),
+def figures(result: Summary) -> tuple[str, str, str]:
+    """Return hits, TTFT p50 and p90 in seconds, and goodput per second."""
+    return (
+        f"{result.block_hit_rate:.0%}",
+        f"{result.ttft_p50_ms / 1e3:.2f}, {result.ttft_p90_ms / 1e3:.2f}",
+        f"{result.goodput_rps:.2f}",
     )
 
 
-def _times(value: float, other: float) -> str:
-    return f"{value / other:.2f}" if other else "–"
+def shown(results: Mapping[Case, Summary], trace: str, tier: str, rates: Sequence[float], seed: int) -> Iterator[tuple[str, ...]]:
+    """Yield the lines of one trace and tier."""
+    name = Path(trace).stem or "made up"
+    by_policy = [[results[Case(trace, tier, rate, policy, seed)] for rate in rates] for policy in POLICIES]
+    for rate, *of_rate in zip(rates, *by_policy, strict=True):
+        cells = zip(*map(figures, of_rate), strict=True)
+        yield (name, tier, f"{rate:g}", *(cell for same in cells for cell in same))
+    best = [max(result.goodput_rps for result in of_policy) for of_policy in by_policy]
+    yield (name, tier, "best", *[""] * 2 * len(POLICIES), *(f"{each:.2f}" for each in best))
 
 
 def main() -> None:
@@ -125,15 +118,18 @@ def main() -> None:
     parser.add_argument("--traces", default="", help="files in Mooncake's format, with commas")
     parser.add_argument("--tiers", default=",".join(TIERS), help=f"of {', '.join(TIERS)}")
     parser.add_argument("--rates", default=",".join(f"{rate:g}" for rate in RATES), help="times the rate of the trace")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of ties")
+    parser.add_argument("--processes", type=int, default=2, help="at once")
     parser.add_argument("--requests", type=int, default=0, help="only so many from the start of each trace; 0: all")
     options = parser.parse_args()
     traces, tiers = options.traces.split(","), options.tiers.split(",")
     rates = [float(rate) for rate in options.rates.split(",")]
-    cases = [Case(*case) for case in product(traces, tiers, rates, POLICIES)]
-    with ProcessPoolExecutor(2) as pool:
+    cases = [Case(*case) for case in product(traces, tiers, rates, POLICIES, [options.seed])]
+    with ProcessPoolExecutor(options.processes) as pool:
         results = dict(zip(cases, pool.map(partial(replayed, requests=options.requests), cases), strict=True))
-    head = ("trace", "tier", "rate", "hits", "ignored: TTFT p50, p90 s, goodput/s", "learned to ignored", "learned to constants")
-    print(table(head, [line for trace, tier in product(traces, tiers) for line in shown(results, trace, tier, rates)]))
+    head = ("trace", "tier", "rate", *(f"{each}: {policy}" for each in ("hits", "TTFT s", "goodput") for policy in POLICIES))
+    lines = [line for trace, tier in product(traces, tiers) for line in shown(results, trace, tier, rates, options.seed)]
+    print(table(head, lines))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ def test_a_router_that_counts_the_hosts_memory_finds_more_there() -> None:
     ignored, _, learned = results.values()
     assert learned.block_hit_rate > ignored.block_hit_rate
     assert learned.ttft_p50_ms < ignored.ttft_p50_ms
-    at_rate, best = shown(results, "", "cpu", [4.0])
+    at_rate, best = shown(results, "", "cpu", [4.0], 0)
     assert at_rate[:3] == ("made up", "cpu", "4")
+    assert at_rate[-3:] == best[-3:]
     assert best[2] == "best"
