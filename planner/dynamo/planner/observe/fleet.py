@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ from dynamo.planner.pools import Arrivals, Engine, InstanceView, PoolView
 log = logging.getLogger(__name__)
 
 MAX_POOLS = 512
+"""Pools that are scaled. Any worker may register models that get no requests: those that had requests lately come first."""
+REQUESTED_S = 600.0
 SILENT_S = 3.0
 """An instance reports its load every 0.75 s, and more often while it is busy."""
 
@@ -44,6 +47,8 @@ class _PoolState:
     """The last report of each instance."""
     reported_at: dict[InstanceId, float] = field(default_factory=dict)
     worth: CacheWorth = field(default_factory=CacheWorth)
+    requested_at: float = -math.inf
+    """When requests came last."""
 
 
 class PoolWatch:
@@ -53,6 +58,8 @@ class PoolWatch:
         self._models = frozenset(models)
         self._pools: dict[Pool, _PoolState] = {}
         self._by_instance: dict[tuple[InstanceId, str], _PoolState] = {}
+        self._is_full = False
+        """There are more pools than are scaled, which has been logged."""
         self._loop = asyncio.get_running_loop()
 
     def __repr__(self) -> str:
@@ -102,12 +109,25 @@ class PoolWatch:
     def views(self, demands: Mapping[Pool, PoolArrivals], seconds: float) -> dict[Pool, PoolView]:
         """Return each pool as it is now. `demands`: what arrived in the last `seconds`."""
         now = self._loop.time()
-        for pool, state in self._pools.items():
-            state.worth.add({} if pool not in demands else demands[pool].saved, seconds, state.instances)
-        return {pool: _view(pool, state, demands.get(pool), seconds, now) for pool, state in sorted(self._pools.items())}
+        for pool, demand in demands.items():
+            if (demand.arrivals.requests or demand.waiting) and pool in self._pools:
+                self._pools[pool].requested_at = now
+        views: dict[Pool, PoolView] = {}
+        for pool in self.pools():
+            state, known = self._pools[pool], demands.get(pool)
+            state.worth.add({} if known is None else known.saved, seconds, state.instances)
+            views[pool] = _view(pool, state, known, seconds, now)
+        return views
 
     def pools(self) -> Sequence[Pool]:
-        return sorted(self._pools)
+        """Return those that are scaled: of too many, those with requests in the last ten minutes, then those that came first."""
+        pools, after = list(self._pools), self._loop.time() - REQUESTED_S
+        is_full = len(pools) > MAX_POOLS
+        if is_full and not self._is_full:
+            log.warning("there are %d pools, of which %d are scaled, those with requests first", len(pools), MAX_POOLS)
+        self._is_full = is_full
+        pools.sort(key=lambda pool: self._pools[pool].requested_at < after)
+        return sorted(pools[:MAX_POOLS])
 
     def follows(self, pool: Pool) -> bool:
         return pool in self._pools
@@ -134,9 +154,6 @@ class PoolWatch:
             return None
         state = self._pools.get(pool)
         if state is None:
-            if len(self._pools) >= MAX_POOLS:
-                log.warning("%s is not followed: there are %d pools already", pool, MAX_POOLS)
-                return None
             state = self._pools[pool] = _PoolState()
         return state
 
@@ -157,6 +174,8 @@ class PoolWatch:
         if state is None:
             return
         state.instances.pop(instance.id, None)
+        if not is_replaced and not state.instances and len(self._pools) > MAX_POOLS and math.isinf(state.requested_at):
+            del self._pools[Pool.of(instance.card)]  # one that never had a request
         if not is_replaced:
             state.loads.pop(instance.id, None)
             state.reported_at.pop(instance.id, None)

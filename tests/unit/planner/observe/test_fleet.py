@@ -14,7 +14,7 @@ from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.scaling.standby import Standby
 from dynamo.planner.observe.demand import PoolArrivals
-from dynamo.planner.observe.fleet import PoolWatch
+from dynamo.planner.observe.fleet import MAX_POOLS, REQUESTED_S, PoolWatch
 from dynamo.planner.pools import Arrivals
 from tests.support.pools import CHAT, LLM, instance, load
 from tests.support.virtual_time import in_virtual_time
@@ -126,3 +126,29 @@ async def test_a_pool_that_is_remembered_has_a_view_without_an_instance() -> Non
     view = watch.views({}, 5.0)[CHAT]
     assert (view.instances, view.engine.observations, view.engine.total_blocks, view.startup_s) == ((), 0, 500, 33.0)
     assert pools(watch) == [CHAT]
+
+
+@in_virtual_time
+async def test_of_too_many_pools_those_with_requests_are_scaled() -> None:
+    watch = PoolWatch()
+    invented = [instance(number, f"invented-{number}") for number in range(1, MAX_POOLS + 1)]
+    watch.registrations([*invented, instance(1000)], [])
+    assert len(pools(watch)) == MAX_POOLS
+    assert CHAT not in pools(watch)
+    asked = {CHAT: PoolArrivals(arrivals=Arrivals(seconds=5.0, requests=1.0))}
+    assert watch.views(asked, 5.0)[CHAT].arrivals.requests == 1.0
+    await asyncio.sleep(0.9 * REQUESTED_S)
+    assert CHAT in pools(watch)
+    assert len(pools(watch)) == MAX_POOLS
+    await asyncio.sleep(0.2 * REQUESTED_S)
+    assert CHAT not in pools(watch)
+
+
+@in_virtual_time
+async def test_pools_that_never_had_a_request_are_forgotten_with_their_instances_where_there_are_too_many() -> None:
+    watch = PoolWatch()
+    invented = [instance(number, f"invented-{number}") for number in range(1, 2 * MAX_POOLS)]
+    watch.registrations(invented, [])
+    watch.registrations([], invented)
+    assert len(pools(watch)) == MAX_POOLS
+    assert sum(watch.follows(Pool(f"invented-{number}")) for number in range(1, 2 * MAX_POOLS)) == MAX_POOLS
