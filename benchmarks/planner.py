@@ -193,7 +193,7 @@ def config_of(way: str, seed: int) -> ReplayConfig:
 def draw(load: str, hours: float, traces: Path, seed: int, path: Path) -> None:
     """Draw what the planner did. Raises as `draw_courses`."""
     config = config_of("planner", seed)
-    fleet = PlannedFleet(config, planner_of(config))
+    fleet = PlannedFleet(config, planner_of(config, ReplayMode.KV))
     fleet.run(load_of(load, hours * 3600, traces, seed), ReplayMode.KV)
     draw_courses({"planner": fleet.course}, config, path)
 
@@ -206,7 +206,7 @@ def run(load: str, way: str, hours: float, traces: Path, seed: int) -> Result:
         "keda": lambda: KedaRule(2, MOST),
         "averages": lambda: AveragesRule(1, MOST),
     }
-    scaler = scalers[way]() if way in scalers else planner_of(config)
+    scaler = scalers[way]() if way in scalers else planner_of(config, ReplayMode.KV)
     fleet = PlannedFleet(config, scaler)
     return _result(way, fleet.run(rows, ReplayMode.KV), fleet.course.longest_loss_s(_ENOUGH))
 

@@ -16,12 +16,13 @@ from dynamo.local.replay.command import main
 from dynamo.local.replay.config import PlanningOptions, ReplayConfig, ReplayMode
 from dynamo.local.replay.fleet import Replay
 from dynamo.local.replay.planned import Course, PlannedFleet, planner_of
-from dynamo.local.replay.trace import Row
+from dynamo.local.replay.trace import Row, Workload
 from dynamo.planner.pools import Decision, PoolView
 
 SAMPLE = Path(__file__).parents[2] / "examples" / "trace.jsonl"
 GOALS = RouterOptions(kv=KvRouterOptions(ttft_goal_s=3.0, itl_goal_s=0.1))
-CONFIG = ReplayConfig(workers=2, router=GOALS, planner=True, planning=PlanningOptions(max_instances=12, startup_s=30.0))
+PLANNING = PlanningOptions(max_instances=12, startup_s=30.0, whatif_cpu=0.02)
+CONFIG = ReplayConfig(workers=2, router=GOALS, planner=True, planning=PLANNING)
 
 
 class Scripted:
@@ -48,11 +49,22 @@ def steady(rate: float, seconds: float) -> list[Row]:
 
 def test_a_swinging_load_reaches_its_goals_with_fewer_instances_than_a_fixed_number_does() -> None:
     rows = swinging(1200.0)
-    planned = PlannedFleet(CONFIG, planner_of(CONFIG)).run(rows, ReplayMode.KV)
+    planned = PlannedFleet(CONFIG, planner_of(CONFIG, ReplayMode.KV)).run(rows, ReplayMode.KV)
     assert planned.good.total() / planned.requests > 0.9
     fewer = math.floor(planned.instance_s / planned.virtual_s)
     fixed = Replay(rows, ReplayMode.KV, replace(CONFIG, workers=fewer)).run()
     assert fixed.good.total() < planned.good.total()
+
+
+def test_what_ifs_route_as_the_replay_does() -> None:
+    """Prompts share long prefixes, which round-robin computes anew on each worker."""
+    workload = Workload(groups=40, prefix_blocks=36, own_blocks=2, output_tokens=100, skew=0.0, arrivals_per_s=4.0)
+    rows = workload.rows(1000, 1)
+    costs = [
+        PlannedFleet(CONFIG, planner_of(CONFIG, mode)).run(rows, ReplayMode.KV).instance_s
+        for mode in (ReplayMode.KV, ReplayMode.ROUND_ROBIN)
+    ]
+    assert costs[0] < 0.9 * costs[1]
 
 
 def test_a_new_worker_serves_after_its_start_up_time_and_costs_from_the_decision_on() -> None:
@@ -100,7 +112,7 @@ def test_the_longest_loss_counts_windows_of_arrivals_in_a_row_whose_share_is_too
 
 
 def test_a_step_of_the_load_loses_the_goal_for_little_longer_than_a_start_up() -> None:
-    fleet = PlannedFleet(CONFIG, planner_of(CONFIG))
+    fleet = PlannedFleet(CONFIG, planner_of(CONFIG, ReplayMode.KV))
     fleet.run(plain(lambda at: 5.0 if at > 240.0 else 0.5, 5.0, 600.0, 3, 16, lambda at: 100.0), ReplayMode.KV)
     assert 0.0 < fleet.course.longest_loss_s(0.9) <= CONFIG.planning.startup_s + 30.0
 

@@ -223,7 +223,9 @@ def frontend_command(config: LocalConfig, etcd: Backend, nats: Backend, http: in
 
 
 def planner_command(config: LocalConfig, etcd: Backend, nats: Backend) -> list[str]:
-    return [*_python("dynamo.planner", config, etcd, nats), *config.planner_flags]
+    modes = [value for flag in config.frontend_flags for name, _, value in [flag.partition("=")] if name == "--router-mode"]
+    routing = [f"--whatif-router-mode={mode}" for mode in modes[-1:]]
+    return [*_python("dynamo.planner", config, etcd, nats), *routing, *config.planner_flags]
 
 
 def _python(module: str, config: LocalConfig, etcd: Backend, nats: Backend) -> list[str]:

@@ -15,6 +15,7 @@ from dynamo.common.lifecycle import open_listener
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.options import EtcdOptions
+from dynamo.frontend.config import RouterMode
 from dynamo.local.app import PROMPT, first_request_command
 from dynamo.local.config import PASSES_ON, FirstRequest, LocalConfig
 from dynamo.local.deployment import (
@@ -30,6 +31,7 @@ from dynamo.local.deployment import (
 )
 from dynamo.local.logins import make_login
 from dynamo.local.view import ServedModel, ready_workers, served_models
+from dynamo.planner.config import PlannerConfig
 from dynamo.worker.config import TextOptions, WorkerConfig
 
 ETCD, NATS = Backend(("http://127.0.0.1:1",)), Backend(("nats://127.0.0.1:2",))
@@ -119,6 +121,16 @@ def test_a_planner_gets_the_servers_and_its_flags() -> None:
     assert config.is_scaled and read("--follow-targets").is_scaled and not read().is_scaled
     with pytest.raises(ConfigError, match="--dry-run is for a planner, which --planner starts"):
         read("--planner-flag=--dry-run=1")
+
+
+def test_a_planner_replays_with_the_mode_of_the_frontend_unless_it_is_given_another() -> None:
+    for flags, mode in (
+        ([], RouterMode.ROUND_ROBIN),
+        (["--router-mode", "kv"], RouterMode.KV),
+        (["--router-mode", "kv", "--whatif-router-mode=direct"], RouterMode.DIRECT),
+    ):
+        command = planner_command(read("--planner", *flags), ETCD, NATS)
+        assert load(PlannerConfig, command[3:], {}, program="dynamo-planner").whatif_router_mode is mode
 
 
 def test_a_worker_registers_under_the_name_that_it_is_given() -> None:

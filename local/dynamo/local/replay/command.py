@@ -42,7 +42,7 @@ def replay(
     results: dict[str, tuple[Figures, Summary]] = {}
     for mode in config.modes:
         if config.planner:
-            fleet = PlannedFleet(config, planner_of(config))
+            fleet = PlannedFleet(config, planner_of(config, mode))
             figures = fleet.run(rows, mode)
             if courses is not None:
                 courses[mode.value] = fleet.course

@@ -24,7 +24,7 @@ from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.router.cost.step_model import StepModel
 from dynamo.local.replay.config import ReplayConfig, ReplayMode
 from dynamo.local.replay.figures import Figures
-from dynamo.local.replay.fleet import MODEL, Arrival, Replay
+from dynamo.local.replay.fleet import MODEL, Arrival, Replay, router_options
 from dynamo.local.replay.trace import Row
 from dynamo.planner.decide import PoolPlanner
 from dynamo.planner.observe.cache_worth import CacheWorth
@@ -92,12 +92,13 @@ class Course:
         return longest * window_s
 
 
-def planner_of(config: ReplayConfig) -> Scaler:
-    """Return a planner with the goals and bounds of a replay."""
+def planner_of(config: ReplayConfig, mode: ReplayMode) -> Scaler:
+    """Return a planner with the goals and bounds of a replay, whose what-ifs route as the replay does in this mode."""
     planning = config.planning
     bounds = Bounds(least=planning.min_instances, most=planning.max_instances, startup_s=planning.startup_s)
     goals = Goals(ttft_s=config.ttft_goal_s, itl_s=config.itl_goal_s, share=planning.goodput_share)
-    advisor = Advisor(without_goals(config.router), cpu_share=planning.whatif_cpu) if planning.whatif_cpu else None
+    routing = without_goals(router_options(config.router, mode))
+    advisor = Advisor(routing, cpu_share=planning.whatif_cpu) if planning.whatif_cpu else None
     return PlannerScaler(PoolPlanner(Pool(MODEL), goals, bounds, interval_s=planning.interval_s, what_if=advisor))
 
 
