@@ -6,4 +6,5 @@
 | `background` | searches in a thread of their own |
 | `engine` | an engine as far as latencies depend on it, in few events per request |
 | `fleet` | a fleet of these behind a router |
+| `strides` | the hashes of sampled prompts at one stride |
 """

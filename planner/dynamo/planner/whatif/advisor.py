@@ -20,13 +20,13 @@ from functools import partial
 from itertools import accumulate
 from typing import TypeAlias
 
-from dynamo.common.kv.hashes import unpack_hashes
 from dynamo.common.scaling.demand import ArrivalSample
 from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.planner.capacity import Size
 from dynamo.planner.decide import WhatIfResult
 from dynamo.planner.pools import Engine, Goals, PoolView
 from dynamo.planner.whatif.fleet import WhatIfFleet, WhatIfRequest
+from dynamo.planner.whatif.strides import at_one_stride
 
 _PLAYED = 1500
 """Arrivals that are played at most."""
@@ -53,6 +53,8 @@ _EVERY_S = 20.0
 """Not sooner, whatever a search takes."""
 _LEAST_RATIO, _MOST_RATIO = 0.5, 3.0
 _FEWEST_INSTANCES = 2
+_ALSO_MISSED = 1.0 / 3.0
+"""Where more requests miss the goals with any number of instances than may, this part of what may miss them is to do so besides."""
 
 _Samples: TypeAlias = Sequence[tuple[float, ArrivalSample]]
 """When each arrived, and what."""
@@ -138,30 +140,29 @@ class Advisor:
         seconds = len(played) * each / forecast_per_s
         if seconds < _SHORTEST_S or size.instances / each < _FEWEST_INSTANCES:
             return None
-        per_hash = _common_stride([sample for _, sample in samples])
-        requests = self._requests(played, engine, seconds, per_hash)
-        before = self._requests(samples[: -len(played)], engine, seconds, per_hash)
+        requests = self._requests(samples, engine, seconds * len(samples) / len(played))
+        play_from = requests[-len(played)].at
+        count_from = play_from + _WARM_SHARE * seconds
         least = max(_FEWEST_INSTANCES, math.ceil(size.engine_seconds / each))
 
         def goodput(instances: int) -> float:
             fleet = WhatIfFleet(instances, engine, self._options, self._seed)
-            return fleet.run(requests, goals, _WARM_SHARE * seconds, before).share
+            return fleet.run(requests, goals, count_from, play_from).share
 
         first = max(least, round(size.instances * self._ratio / each))
         found, share, reachable = _least_good(first, least, goals.share, goodput)
         ratio = min(max(found * each / size.instances, _LEAST_RATIO), _MOST_RATIO)
         return WhatIfResult(ratio=ratio, goodput_share=share, reachable_share=reachable)
 
-    def _requests(self, samples: _Samples, engine: Engine, seconds: float, per_hash: int) -> list[WhatIfRequest]:
+    def _requests(self, samples: _Samples, engine: Engine, seconds: float) -> list[WhatIfRequest]:
         """Return the arrivals, spread over so many seconds, with outputs of random lengths, the same at each call."""
-        if not samples:
-            return []
         rng = random.Random(self._seed)
         mean = max(1.0, engine.times.output_tokens)
         requests: list[WhatIfRequest] = []
-        for at, sample in zip(levelled([at for at, _ in samples], seconds), (sample for _, sample in samples), strict=True):
+        times = levelled([at for at, _ in samples], seconds)
+        per_hash, hashes = at_one_stride([sample for _, sample in samples])
+        for at, (_, sample), told in zip(times, samples, hashes, strict=True):
             output = 1 + int(rng.expovariate(1.0 / mean))
-            thinned = _thinned(sample, per_hash)
             requests.append(
                 WhatIfRequest(
                     at=at,
@@ -169,8 +170,8 @@ class Advisor:
                     output_tokens=min(output, sample.max_output) if sample.max_output else output,
                     max_output=sample.max_output,
                     priority=sample.priority,
-                    tokens_per_hash=per_hash if thinned else 0,
-                    hashes=thinned,
+                    tokens_per_hash=per_hash if told else 0,
+                    hashes=told,
                 )
             )
         return requests
@@ -199,7 +200,7 @@ def _least_good(first: int, least: int, share: float, goodput: Callable[[int], f
     """Return the least number that holds the share, as far as the tries go, its share, and the most that any number would have.
 
     Begins with `first`. Some requests reach the goals with no number of instances, such as prompts that take longer to compute
-    than the goal: where these alone are too many, the share counts of the others. Otherwise each search would ask for more.
+    than the goal: where these alone are too many, hardly any others are to miss them. Otherwise each search would ask for more.
     """
     number, got, reachable = first, goodput(first), 1.0
     tries = _MOST_TRIES - 1
@@ -207,7 +208,7 @@ def _least_good(first: int, least: int, share: float, goodput: Callable[[int], f
         tries -= 1
         reachable = max(got, goodput(2 * first))
         if reachable < share:
-            share *= reachable
+            share = reachable * (1.0 - _ALSO_MISSED * (1.0 - share))
     step = max(1, round(_STEP * first))
     for _ in range(tries):
         if got >= share:
@@ -224,17 +225,3 @@ def _least_good(first: int, least: int, share: float, goodput: Callable[[int], f
                 return fewer, got_there, reachable
         number, got = fewer, got_there
     return number, got, reachable
-
-
-def _common_stride(samples: Sequence[ArrivalSample]) -> int:
-    """Return the tokens between two hashes with which nine of ten samples can be told; 0: none has hashes."""
-    strides = sorted(sample.tokens_per_hash for sample in samples if sample.tokens_per_hash)
-    return strides[int(0.9 * (len(strides) - 1))] if strides else 0
-
-
-def _thinned(sample: ArrivalSample, per_hash: int) -> list[int]:
-    """Return the hashes of a sample that lie so many tokens apart; none if it has others."""
-    if not per_hash or not sample.tokens_per_hash or per_hash % sample.tokens_per_hash:
-        return []
-    every = per_hash // sample.tokens_per_hash
-    return unpack_hashes(sample.hashes)[every - 1 :: every]

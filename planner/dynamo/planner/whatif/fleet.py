@@ -82,21 +82,17 @@ class WhatIfFleet:
         """The number of the phase that goes on; others were interrupted."""
         self._live: dict[Generation, _Live] = {}
 
-    def run(
-        self, arrivals: Sequence[WhatIfRequest], goals: Goals, count_from: float, before: Sequence[WhatIfRequest] = ()
-    ) -> Tried:
+    def run(self, arrivals: Sequence[WhatIfRequest], goals: Goals, count_from: float, play_from: float = 0.0) -> Tried:
         """Return how the requests fared that arrive at `count_from` or later. All have as many tokens per hash, or no hashes.
 
-        `before`: requests whose prompts the caches are filled with, where the router sends them.
+        Those before `play_from` fill the caches: they are placed, as they would be under load, and not played.
         """
-        self._block_size = max((each.tokens_per_hash for each in (*before, *arrivals)), default=0)
+        self._block_size = max((each.tokens_per_hash for each in arrivals), default=0)
         self._set_cards()
         self._teach()
-        for request in before:
-            self._remember(request)
         counted = sum(each.at >= count_from for each in arrivals)
         good = 0
-        position = 0
+        position = self._fill_caches(arrivals, play_from)
         while position < len(arrivals) or self._phases:
             if position < len(arrivals) and (not self._phases or arrivals[position].at <= self._phases[0][0]):
                 self._now = arrivals[position].at
@@ -133,14 +129,39 @@ class WhatIfFleet:
             self._engines[first].totals = totals
             self._loads.report(first, self._engines[first].report(), self._now, _MODEL)
 
-    def _remember(self, request: WhatIfRequest) -> None:
-        """Put a prompt into the cache of the instance that it would be sent to."""
-        if not request.hashes:
-            return
-        instance = self._router.pick(self._route("before", request), self._instances).instance.id
-        self._router.finished("before")
-        self._engines[instance].remember(request.hashes, request.tokens_per_hash)
-        self._publish_blocks(instance, self._engines[instance])
+    def _fill_caches(self, arrivals: Sequence[WhatIfRequest], until: float) -> int:
+        """Place the requests that arrive before `until`. Return how many these are.
+
+        Each instance computes one prompt after the other and generates all outputs beside each other. Without that load, all
+        prompts with something in common would go to one instance, whose cache does not hold them.
+        """
+        times, free_at = self._engine.times, dict.fromkeys(self._engines, 0.0)
+        ends: list[tuple[float, bool, str]] = []
+        """When a booked request gets its first token, or has ended."""
+        number = 0
+        while number < len(arrivals) and arrivals[number].at < until:
+            request, booking_id = arrivals[number], f"before {number}"
+            while ends and ends[0][0] <= request.at:
+                self._now, has_ended, booked = heapq.heappop(ends)
+                (self._router.finished if has_ended else self._router.first_token)(booked)
+            self._now = request.at
+            number += 1
+            try:
+                choice = self._router.pick(self._route(booking_id, request), self._instances)
+            except Overloaded:
+                continue
+            instance = choice.instance.id
+            missing = request.prompt_tokens - choice.overlap_blocks * self._block_size
+            free_at[instance] = first_at = max(free_at[instance], self._now) + times.base + times.token * missing
+            step_s = times.step_s(len(ends) / len(free_at), 0.0)
+            heapq.heappush(ends, (first_at, False, booking_id))
+            heapq.heappush(ends, (first_at + step_s * request.output_tokens, True, booking_id))
+            self._engines[instance].remember(request.hashes, request.tokens_per_hash)
+            self._publish_blocks(instance, self._engines[instance])
+        for _, has_ended, booked in ends:
+            if has_ended:
+                self._router.finished(booked)
+        return number
 
     def _route(self, booking_id: str, request: WhatIfRequest) -> RouteRequest:
         return RouteRequest(

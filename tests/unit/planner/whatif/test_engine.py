@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+from msgspec.structs import replace
 
 from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.frontend.router.cost.step_model import StepTimes
@@ -125,3 +128,26 @@ def test_goodput_is_nearly_that_of_a_fleet_that_plays_every_step(rows: list[Row]
     fleet = WhatIfFleet(workers, ENGINE, RouterOptions(mode=RouterMode.KV))
     tried = fleet.run(arrivals, Goals(ttft_s=10.0, itl_s=0.1), 0.0)
     assert tried.share == pytest.approx(figures.good.total() / figures.requests, abs=0.06)
+
+
+def test_requests_that_only_fill_the_caches_leave_there_what_those_that_are_played_do() -> None:
+    """All prompts have their first block in common: without load, each would go where that is."""
+    rng = random.Random(2)
+    lengths = [3] * 40
+    arrivals = []
+    for number in range(1200):
+        session = rng.randrange(len(lengths))
+        lengths[session] = lengths[session] + 1 if lengths[session] < 30 else 3
+        hashes = [1, *(1000 * (session + 1) + block for block in range(lengths[session]))]
+        tokens = BLOCK_TOKENS * len(hashes) + 100
+        arrivals.append(
+            WhatIfRequest(
+                at=number / 5.0, prompt_tokens=tokens, output_tokens=100, tokens_per_hash=BLOCK_TOKENS, hashes=hashes
+            )
+        )
+    engine, goals = replace(ENGINE, total_blocks=400), Goals(ttft_s=0.5)
+    filled, played = (
+        WhatIfFleet(4, engine, RouterOptions(mode=RouterMode.KV)).run(arrivals, goals, 125.0, play_from).share
+        for play_from in (120.0, 0.0)
+    )
+    assert filled == pytest.approx(played, abs=0.04)
