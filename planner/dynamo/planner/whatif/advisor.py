@@ -54,7 +54,7 @@ _EVERY_S = 20.0
 _LEAST_RATIO, _MOST_RATIO = 0.5, 3.0
 _FEWEST_INSTANCES = 2
 _ALSO_MISSED = 1.0 / 3.0
-"""Where more requests miss the goals with any number of instances than may, this part of what may miss them is to do so besides."""
+"""Where more requests miss the goals with any number of instances than may, so much of what may is to miss them besides."""
 
 _Samples: TypeAlias = Sequence[tuple[float, ArrivalSample]]
 """When each arrived, and what."""

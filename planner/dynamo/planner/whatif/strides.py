@@ -1,9 +1,9 @@
 """The hashes of sampled prompts at one stride, since a router knows blocks of one size.
 
-A sample tells the hash of every n-th block, the longer its prompt the larger n. Prompts that share a hash share all that is before
-it: so the hashes between two of a long prompt are those of a shorter prompt that shares the later one, or, where there is none,
-made up from it. Without them, the long prompts, most of which go on with a conversation, would look as if nothing of them was
-cached.
+A sample tells the hash of every n-th block, the longer its prompt the larger n. Prompts that share a hash share all that is
+before it: so the hashes between two of a long prompt are those of a shorter prompt that shares the later one, or, where there is
+none, made up from it. Without them, the long prompts, most of which go on with a conversation, would look as if nothing of them
+was cached.
 """
 
 from __future__ import annotations
