@@ -146,7 +146,8 @@ def _planning(
         can_replay = pool.role is Role.AGGREGATED and config.whatif_router_mode is not RouterMode.DIRECT
         if can_replay and config.whatif_cpu:
             what_if = Advisor(routing, cpu_share=config.whatif_cpu, sharers=sharers, start=searches.start)
-        return PoolPlanner(pool, goals, bounds, interval_s=config.interval_s, what_if=what_if)
+        has_budget = config.bounds.gpu_budget is not None
+        return PoolPlanner(pool, goals, bounds, interval_s=config.interval_s, what_if=what_if, tells_misses=has_budget)
 
     def within_budget(decisions: Sequence[Decision], views: Mapping[Pool, PoolView]) -> Sequence[Decision]:
         bounds = config.bounds

@@ -28,6 +28,8 @@ _MOST_TAKEN = 0.85
 _MOST_BLOCKS = 0.9
 """The share of the KV blocks that running requests may hold: lengths vary."""
 _FEW = 1e-6
+_PARTS = 20
+"""Of so many equal parts of the requests it is tried how many can be served in time."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,13 +120,35 @@ def size(demand: Demand, engine: Engine, goals: Goals, most: int, *, headroom: f
     return Size(instances=max(least, most + 1), engine_seconds=work, bound=bound, reachable=reachable)
 
 
+def missed_share(instances: int, demand: Demand, engine: Engine, goals: Goals, headroom: float = 1.0) -> float:
+    """Return the share of the requests that is expected to miss the goals, if those beyond what fits are refused at once."""
+    if not instances or unreachable(demand, engine, goals):
+        return 1.0
+    good = 0.0
+    for part in range(_PARTS, 0, -1):
+        served = part / _PARTS
+        if served <= good:
+            break
+        taken = msgspec.structs.replace(demand, requests_per_s=served * demand.requests_per_s, backlog_tokens=0.0)
+        good = max(good, served * (1.0 - _late(instances, taken, engine, goals, headroom)))
+    return 1.0 - good
+
+
+def _late(instances: int, demand: Demand, engine: Engine, goals: Goals, headroom: float) -> float:
+    """Return the share of the requests that miss the goals if none is refused; 1 where there is too much work."""
+    bound = _missed(instances, demand, engine, msgspec.structs.replace(goals, ttft_s=None), headroom)
+    if bound:
+        return 1.0
+    return 0.0 if goals.ttft_s is None else _late_share(instances, demand, engine, goals.ttft_s, headroom)
+
+
 def _missed(instances: int, demand: Demand, engine: Engine, goals: Goals, headroom: float) -> str:
     """Return what so many instances would miss; empty if nothing."""
     times = engine.times
     rate = demand.requests_per_s / instances
     blocks = _blocks(demand, engine)
     base, decode = times.base * headroom, (times.sequence + times.block * blocks) * headroom
-    taken = rate * engine_seconds(demand, engine) * headroom + demand.backlog_tokens * times.token * headroom / instances
+    taken = _taken(instances, demand, engine, headroom)
     if taken >= _MOST_TAKEN:
         return "work"
     step_s = base / (1.0 - taken)
@@ -136,20 +160,26 @@ def _missed(instances: int, demand: Demand, engine: Engine, goals: Goals, headro
         return "blocks"
     if engine.max_num_seqs and running > engine.max_num_seqs:
         return "sequences"
-    if goals.ttft_s is not None and demand.computed_tokens > 0.0:
-        late = _late_share(instances, demand, engine, goals.ttft_s, base + decode * running, step_s, headroom)
-        if late > 1.0 - goals.share:
-            return "ttft"
+    if goals.ttft_s is not None and _late_share(instances, demand, engine, goals.ttft_s, headroom) > 1.0 - goals.share:
+        return "ttft"
     return ""
 
 
-def _late_share(
-    instances: int, demand: Demand, engine: Engine, goal_s: float, busy_step_s: float, step_s: float, headroom: float
-) -> float:
-    """Return the share of prompts whose first token would come after the goal.
+def _taken(instances: int, demand: Demand, engine: Engine, headroom: float) -> float:
+    """Return the share of its time that work takes of each instance."""
+    work = demand.requests_per_s * engine_seconds(demand, engine) + demand.backlog_tokens * engine.times.token
+    return work * headroom / instances
 
-    `busy_step_s`: what a step takes without the prompt's tokens, `step_s`: the mean step.
-    """
+
+def _late_share(instances: int, demand: Demand, engine: Engine, goal_s: float, headroom: float) -> float:
+    """Return the share of prompts whose first token would come after the goal. There is time for all work."""
+    if demand.computed_tokens <= 0.0:
+        return 0.0
+    times, rate = engine.times, demand.requests_per_s / instances
+    taken = _taken(instances, demand, engine, headroom)
+    step_s = times.base * headroom / (1.0 - taken)
+    decode = (times.sequence + times.block * _blocks(demand, engine)) * headroom
+    busy_step_s = times.base * headroom + decode * rate * demand.output_tokens * step_s
     budget = engine.max_batched_tokens or demand.computed_tokens
     steps = max(1.0, math.ceil(demand.computed_tokens / budget))
     prompt_s = demand.computed_tokens * engine.times.token * headroom + steps * busy_step_s

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from dynamo.common.model_card import Role
 from dynamo.common.scaling.pool import Pool
-from dynamo.planner.capacity import Demand, Size, size, tokens_of
+from dynamo.planner.capacity import Demand, Size, missed_share, size, tokens_of
 from dynamo.planner.forecast import Forecast
 from dynamo.planner.pools import Bounds, Decision, Engine, Goals, PoolView
 
@@ -73,12 +74,14 @@ class PoolPlanner:
         *,
         interval_s: float,
         what_if: WhatIf | None = None,
+        tells_misses: bool = False,
     ) -> None:
-        """`interval_s`: how often `decide` or `observe` is called, about."""
+        """`interval_s`: how often `decide` or `observe` is called, about; `tells_misses`: for a budget of several pools."""
         self.pool = pool
         self.goals = goals
         self.bounds = bounds
         self._what_if = what_if
+        self._tells_misses = tells_misses
         self._interval_s = interval_s
         self._target: int | None = None
         self._changed_at = -math.inf
@@ -146,6 +149,7 @@ class PoolPlanner:
             engine_seconds=sized.engine_seconds if sized is not None else 0.0,
             needed=needed,
             missing=self._missing(view),
+            misses_per_s=self._misses(view, peak, needed, sized) if self._tells_misses else (),
             goodput_share=goodput,
         )
 
@@ -155,8 +159,7 @@ class PoolPlanner:
             needed, reason = self._by_load(view)
             return needed, "load", reason, None, None
         demand = self._demand(view, peak)
-        headroom = min(max(view.ttft_ratio, 1.0), _MOST_HEADROOM)
-        sized = size(demand, view.engine, self.goals, self.bounds.most, headroom=headroom)
+        sized = size(demand, view.engine, self.goals, self.bounds.most, headroom=self._headroom(view))
         if not sized.instances:
             return (1 if view.waiting else 0), "formula", "no requests are expected", sized, None
         reason = (
@@ -173,6 +176,20 @@ class PoolPlanner:
         least = max(1, math.ceil(sized.engine_seconds))
         return max(least, math.ceil(sized.instances * result.ratio - 1e-9)), "what-if", reason, sized, result.goodput_share
 
+    def _misses(self, view: PoolView, peak: float, needed: int, sized: Size | None) -> Sequence[float]:
+        """Return how many requests per second miss the goals with up to `needed` instances.
+
+        Where a what-if has corrected the formula, it is right for as many times as many instances.
+        """
+        if sized is None or not sized.instances:
+            return [peak * (1.0 - number / needed) for number in range(needed + 1)] if needed else ()
+        demand = self._demand(view, peak)
+        headroom = self._headroom(view)
+        most = min(sized.instances, self.bounds.most)
+        shares = [missed_share(number, demand, view.engine, self.goals, headroom) for number in range(most + 1)]
+        places = [min(number * sized.instances / needed, most) for number in range(needed + 1)]
+        return [peak * _between(shares, place) for place in places]
+
     def _demand(self, view: PoolView, peak: float) -> Demand:
         mean, role = self._mean, self.pool.role
         computed, output = tokens_of(role, mean.computed_tokens, view.engine.times.output_tokens)
@@ -187,6 +204,9 @@ class PoolPlanner:
             variation=mean.variation,
             backlog_tokens=max(0.0, queued - usual) / drain_s if role is not Role.DECODE else 0.0,
         )
+
+    def _headroom(self, view: PoolView) -> float:
+        return min(max(view.ttft_ratio, 1.0), _MOST_HEADROOM)
 
     def _startup_s(self, view: PoolView) -> float:
         return view.startup_s or self.bounds.startup_s
@@ -230,6 +250,13 @@ class PoolPlanner:
             self._wanted.popleft()
         assert self._target is not None
         return max(0, min(wanted[-1], self._target) - len(view.instances)) if wanted else 0
+
+
+def _between(values: Sequence[float], place: float) -> float:
+    """Return the value at a place between two positions."""
+    before = int(place)
+    after = min(before + 1, len(values) - 1)
+    return values[before] + (place - before) * (values[after] - values[before])
 
 
 class _MeanRequest:

@@ -119,5 +119,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Instances that the forecast needs, before bounds."""
     missing: int = 0
     """Instances that were wanted so long ago that they will hardly come: capacity that is not there."""
+    misses_per_s: Sequence[float] = ()
+    """Requests per second that are expected to miss the goals with 0, 1, 2, … instances, up to `needed`; empty: not known."""
     goodput_share: float | None = None
     """The share of requests that the last what-if expects to reach the goals with this many instances; None: there was none."""

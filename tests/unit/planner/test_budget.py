@@ -22,10 +22,16 @@ def share(
     gpus: dict[str, int] | None = None,
     least: int = 1,
     rates: dict[str, float] | None = None,
+    misses: dict[str, list[float]] | None = None,
 ) -> dict[str, int]:
     """How many instances each model gets. `there`: how many it has; default: none."""
     decisions = [
-        Decision(pool=Pool(model), instances=number, forecast_per_s=(rates or {}).get(model, 1.0))
+        Decision(
+            pool=Pool(model),
+            instances=number,
+            forecast_per_s=(rates or {}).get(model, 1.0),
+            misses_per_s=(misses or {}).get(model, ()),
+        )
         for model, number in wanted.items()
     ]
     views = {
@@ -69,6 +75,32 @@ def test_an_instance_counts_with_its_gpus_and_what_is_left_goes_to_those_that_it
     assert share({"large": 2, "small": 4}, 12, gpus={"large": 8}) == {"large": 1, "small": 4}
 
 
+def test_gpus_go_to_the_model_that_loses_most_without() -> None:
+    misses = {"a": [8.0, 4.0, 2.0, 1.0, 0.5], "b": [8.0, 7.0, 6.0, 5.0, 4.0]}
+    assert share({"a": 4, "b": 4}, 5, misses=misses) == {"a": 3, "b": 2}
+    assert share({"a": 4, "b": 4}, 7, misses=misses) == {"a": 3, "b": 4}
+    assert share({"a": 4, "b": 4}, 5, misses=misses, least=2) == {"a": 3, "b": 2}
+
+
+def test_what_a_gpu_saves_counts_where_instances_have_several() -> None:
+    misses = {"large": [10.0, 7.0, 4.0], "small": [10.0, 9.0, 8.0, 7.0, 6.0]}
+    assert share({"large": 2, "small": 4}, 10, gpus={"large": 4}, misses=misses) == {"large": 1, "small": 4}
+    assert share({"large": 2, "small": 4}, 10, gpus={"large": 2}, misses=misses) == {"large": 2, "small": 4}
+    assert share({"large": 2, "small": 4}, 6, gpus={"large": 2}, misses=misses) == {"large": 2, "small": 2}
+
+
+def test_goals_out_of_reach_take_nothing_from_others_but_the_least_and_get_what_they_leave() -> None:
+    misses = {"lost": [9.0] * 9, "other": [4.0, 3.0, 2.0, 1.0, 0.0]}
+    assert share({"lost": 8, "other": 4}, 6, misses=misses, least=2) == {"lost": 2, "other": 4}
+    assert share({"lost": 8, "other": 4}, 9, misses=misses, least=2) == {"lost": 5, "other": 4}
+
+
+def test_instances_that_help_only_together_are_given_together_or_not() -> None:
+    misses = {"steps": [6.0, 6.0, 6.0, 0.0], "even": [3.0, 2.0, 1.0, 0.0]}
+    assert share({"steps": 3, "even": 3}, 4, misses=misses, least=0) == {"steps": 3, "even": 1}
+    assert share({"steps": 3, "even": 3}, 2, misses=misses, least=0) == {"steps": 0, "even": 2}
+
+
 def test_gpus_of_instances_that_are_to_leave_are_given_on_when_they_have_left() -> None:
     assert share({"a": 2, "b": 6}, 8, there={"a": 6, "b": 2}) == {"a": 2, "b": 2}
     assert share({"a": 2, "b": 6}, 8, there={"a": 4, "b": 2}) == {"a": 2, "b": 4}
@@ -85,12 +117,13 @@ def test_a_decision_that_was_cut_says_so() -> None:
 @given(
     st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 8))),
     st.integers(1, 60),
+    st.dictionaries(st.sampled_from("abcdef"), st.lists(st.floats(0.0, 9.0), max_size=12)),
 )
 def test_no_share_is_more_than_is_wanted_or_than_the_gpus_that_are_free(
-    pools: dict[str, tuple[int, int, int]], budget: int
+    pools: dict[str, tuple[int, int, int]], budget: int, misses: dict[str, list[float]]
 ) -> None:
     wanted, there, gpus = ({model: each[what] for model, each in pools.items()} for what in range(3))
-    shared = share(wanted, budget, there=there, gpus=gpus)
+    shared = share(wanted, budget, there=there, gpus=gpus, misses=misses)
     assert all(shared[model] <= wanted[model] for model in wanted)
     assert sum(shared[model] * gpus[model] for model in wanted) <= budget
     grown = sum(max(0, shared[model] - there[model]) * gpus[model] for model in wanted)

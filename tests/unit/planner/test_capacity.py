@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dynamo.frontend.router.cost.step_model import StepTimes
-from dynamo.planner.capacity import Demand, engine_seconds, size, waiting_share
+from dynamo.planner.capacity import Demand, engine_seconds, missed_share, size, waiting_share
 from dynamo.planner.pools import Engine, Goals
 
 TYPICAL = StepTimes(base=6e-3, token=0.125e-3, sequence=0.35e-3, block=0.0, output_tokens=150.0)
@@ -98,3 +98,23 @@ def test_a_goal_that_no_instance_can_meet_does_not_ask_for_all_instances() -> No
 @pytest.mark.parametrize(("servers", "offered", "share"), [(1, 0.5, 0.5), (2, 1.0, 1 / 3), (10, 8.0, 0.4092)])
 def test_the_share_that_waits_is_erlangs(servers: int, offered: float, share: float) -> None:
     assert waiting_share(servers, offered) == pytest.approx(share, abs=1e-4)
+
+
+def test_the_share_that_misses_the_goals_falls_with_each_instance_to_what_may_miss_them() -> None:
+    goals = Goals(ttft_s=3.0, itl_s=0.1)
+    enough = size(LONG, ENGINE, goals, 100).instances
+    shares = [missed_share(number, LONG, ENGINE, goals) for number in range(enough + 1)]
+    assert shares[0] == 1.0
+    assert shares == sorted(shares, reverse=True)
+    assert shares[enough // 2] == pytest.approx(0.5, abs=0.15)
+    assert shares[enough] <= 1.0 - goals.share < shares[enough - 2]
+
+
+def test_goals_that_no_instance_reaches_are_missed_with_any_number() -> None:
+    assert missed_share(100, LONG, ENGINE, Goals(ttft_s=0.5)) == 1.0
+
+
+def test_without_goals_what_is_too_much_work_is_missed() -> None:
+    sized = size(LONG, ENGINE, Goals(), 100)
+    assert missed_share(sized.instances, LONG, ENGINE, Goals()) == 0.0
+    assert missed_share(sized.instances // 2, LONG, ENGINE, Goals()) == pytest.approx(0.5, abs=0.06)

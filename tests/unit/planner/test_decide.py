@@ -10,6 +10,7 @@ from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.router.cost.step_model import StepTimes
+from dynamo.planner.budget import share_gpus
 from dynamo.planner.capacity import Size
 from dynamo.planner.decide import PoolPlanner, WhatIfResult
 from dynamo.planner.pools import Arrivals, Bounds, Decision, Engine, Goals, InstanceView, PoolView
@@ -24,7 +25,7 @@ class Fleet:
     """Shows a planner one view after the other, five seconds apart."""
 
     def __init__(self, bounds: Bounds, engine: Engine = KNOWN, pool: Pool | None = None, target: int | None = None) -> None:
-        self.planner = PoolPlanner(pool or Pool("m"), GOALS, bounds, interval_s=5.0)
+        self.planner = PoolPlanner(pool or Pool("m"), GOALS, bounds, interval_s=5.0, tells_misses=True)
         if target is not None:
             self.planner.begin(target)
         self.engine = engine
@@ -207,3 +208,60 @@ def test_a_what_if_corrects_the_formula() -> None:
     assert corrected.by == "what-if"
     assert corrected.goodput_share == 0.97
     assert plain.needed < corrected.needed <= 1.25 * plain.needed + 1
+
+
+class Corrected:
+    """Says that the goals take so many times as many instances as the formula says."""
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+
+    def observe(self, view: PoolView) -> None: ...
+
+    def advise(self, view: PoolView, engine: Engine, goals: Goals, forecast_per_s: float, size: Size) -> WhatIfResult:
+        return WhatIfResult(ratio=self._ratio, goodput_share=0.96)
+
+
+def test_a_decision_says_how_many_requests_miss_the_goals_with_fewer_instances() -> None:
+    decision = Fleet(Bounds(most=40)).decide_often(12, 10.0, 13)
+    missed = decision.misses_per_s
+    assert len(missed) == decision.needed + 1
+    assert missed[0] == pytest.approx(decision.forecast_per_s)
+    assert missed[-1] <= 0.05 * decision.forecast_per_s < missed[decision.needed // 2]
+
+
+def test_where_a_what_if_has_corrected_the_formula_so_many_more_instances_miss_as_much() -> None:
+    fleet = Fleet(Bounds(most=40))
+    fleet.planner = PoolPlanner(Pool("m"), GOALS, Bounds(most=40), interval_s=5.0, what_if=Corrected(2.0), tells_misses=True)
+    corrected, plain = (each.decide_often(12, 10.0, 13) for each in (fleet, Fleet(Bounds(most=40))))
+    assert len(corrected.misses_per_s) == corrected.needed + 1 == 2 * plain.needed + 1
+    assert corrected.misses_per_s[::2] == pytest.approx(plain.misses_per_s)
+
+
+def test_before_steps_are_known_each_instance_that_is_missing_loses_as_much() -> None:
+    decision = Fleet(Bounds(most=40), UNKNOWN).decide(10.0, [InstanceView(id=InstanceId(1), requests=30)])
+    assert decision.by == "load"
+    assert decision.misses_per_s == pytest.approx([decision.forecast_per_s * part for part in (1.0, 0.75, 0.5, 0.25, 0.0)])
+
+
+def test_models_out_of_reach_get_their_least_and_of_the_others_the_one_that_loses_most_gets_the_gpus() -> None:
+    tokens = {"long": 8000, "short": 3000, "lost": 60_000}
+    fleets = {name: Fleet(Bounds(most=40), pool=Pool(name)) for name in tokens}
+    for _ in range(12):
+        decisions = {name: fleet.decide(4.0, 1, tokens=tokens[name]) for name, fleet in fleets.items()}
+    views = {Pool(name): fleet.view(0.0, 0) for name, fleet in fleets.items()}
+
+    def share(budget: int) -> dict[str, int]:
+        shared = share_gpus([*decisions.values()], views, budget, gpus_of=lambda model: 1, least_of=lambda model: 1)
+        return {each.pool.model: each.instances for each in shared}
+
+    long, short = decisions["long"].instances, decisions["short"].instances
+    assert long > short > 1 and decisions["lost"].instances > long
+    assert share(long + short + 1) == {"long": long, "short": short, "lost": 1}
+    for budget in range(3, long + short):
+        shared = share(budget)
+        lost = [
+            decisions["long"].misses_per_s[number] + decisions["short"].misses_per_s[budget - 1 - number]
+            for number in range(max(1, budget - 1 - short), min(long, budget - 2) + 1)
+        ]
+        assert decisions["long"].misses_per_s[shared["long"]] + decisions["short"].misses_per_s[shared["short"]] == min(lost)

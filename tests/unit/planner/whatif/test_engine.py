@@ -141,9 +141,7 @@ def test_requests_that_only_fill_the_caches_leave_there_what_those_that_are_play
         hashes = [1, *(1000 * (session + 1) + block for block in range(lengths[session]))]
         tokens = BLOCK_TOKENS * len(hashes) + 100
         arrivals.append(
-            WhatIfRequest(
-                at=number / 5.0, prompt_tokens=tokens, output_tokens=100, tokens_per_hash=BLOCK_TOKENS, hashes=hashes
-            )
+            WhatIfRequest(at=number / 5.0, prompt_tokens=tokens, output_tokens=100, tokens_per_hash=BLOCK_TOKENS, hashes=hashes)
         )
     engine, goals = replace(ENGINE, total_blocks=400), Goals(ttft_s=0.5)
     filled, played = (
