@@ -192,7 +192,7 @@ class PoolPlanner:
 
     def _demand(self, view: PoolView, peak: float) -> Demand:
         mean, role = self._mean, self.pool.role
-        computed, output = tokens_of(role, mean.computed_tokens, view.engine.times.output_tokens)
+        computed, output = tokens_of(role, mean.computed_tokens, mean.output_tokens or view.engine.times.output_tokens)
         queued = view.waiting_tokens + sum(each.queued_tokens for each in view.instances)
         usual = len(view.instances) * computed
         drain_s = max(_SHORTEST_DRAIN_S, self._startup_s(view))
@@ -269,6 +269,9 @@ class _MeanRequest:
         self._samples = 0.0
         self._sampled = 0.0
         self._squares = 0.0
+        self._told = 0.0
+        """Requests of which frontends expect so many tokens, in samples."""
+        self._expected = 0.0
 
     @property
     def has_tokens(self) -> bool:
@@ -281,6 +284,11 @@ class _MeanRequest:
     @property
     def computed_tokens(self) -> float:
         return self._computed / self._requests if self._requests else 0.0
+
+    @property
+    def output_tokens(self) -> float:
+        """What frontends expect of the requests that arrived, who know their keys and sessions; 0: they do not say."""
+        return self._expected / self._told if self._told else 0.0
 
     @property
     def variation(self) -> float:
@@ -302,7 +310,12 @@ class _MeanRequest:
         self._samples *= kept
         self._sampled *= kept
         self._squares *= kept
+        self._told *= kept
+        self._expected *= kept
         for sample in view.samples:
             self._samples += sample.weight
             self._sampled += sample.weight * sample.prompt_tokens
             self._squares += sample.weight * sample.prompt_tokens**2
+            if sample.expected_output:
+                self._told += sample.weight
+                self._expected += sample.weight * sample.expected_output

@@ -8,6 +8,7 @@ import pytest
 
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
+from dynamo.common.scaling.demand import ArrivalSample
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.router.cost.step_model import StepTimes
 from dynamo.planner.budget import share_gpus
@@ -58,6 +59,7 @@ class Fleet:
         waiting_tokens: int = 0,
         tokens: int = 8000,
         ttft_ratio: float = 0.0,
+        samples: Sequence[ArrivalSample] = (),
     ) -> PoolView:
         self.now += 5.0
         if isinstance(instances, int):
@@ -74,12 +76,24 @@ class Fleet:
             waiting_tokens=waiting_tokens,
             ttft_ratio=ttft_ratio,
             startup_s=self.startup_s,
+            samples=samples,
         )
 
     def decide_often(self, times: int, rate: float, instances: int) -> Decision:
         for _ in range(times - 1):
             self.decide(rate, instances)
         return self.decide(rate, instances)
+
+
+def test_outputs_are_those_that_frontends_expect_of_what_arrives() -> None:
+    """Such as of an API key with long outputs that begins now, of which no engine has completed any."""
+    needed = []
+    for expected in (0, 150, 1500):
+        fleet = Fleet(Bounds(most=90))
+        samples = [ArrivalSample(age_s=1.0, weight=5.0, prompt_tokens=8000, expected_output=expected) for _ in range(10)]
+        decisions = [fleet.planner.decide(fleet.view(10.0, 13, samples=samples)) for _ in range(12)]
+        needed.append(decisions[-1].needed)
+    assert needed[0] == needed[1] < 0.8 * needed[2]
 
 
 def test_a_load_gets_the_instances_that_it_needs() -> None:

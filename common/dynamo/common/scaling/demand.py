@@ -82,6 +82,8 @@ class ArrivalSample(msgspec.Struct, frozen=True, array_like=True):
     """How many tokens lie between two hashes; 0: its blocks are not known."""
     hashes: _Hashes = b""
     """Sequence hashes of the prompt, see `pack_hashes`: of each block, or of every n-th."""
+    expected_output: _Count = 0
+    """How many tokens such requests generate, those of its session or API key where these had some; 0: not known."""
 
     def __post_init__(self) -> None:
         if len(self.hashes) % HASH_BYTES:

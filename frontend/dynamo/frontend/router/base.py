@@ -27,6 +27,9 @@ class RouteRequest(msgspec.Struct, gc=False):
     adapter: str = ""
     cache_salt: str = ""
     expected_output_tokens: int = 0
+    """The limit of its output; 0: none."""
+    learned_output: float = 0.0
+    """The mean output of such requests, of its session or API key where these had some; 0: not known."""
     is_prefilled: bool = False
     """A prefill instance has computed the prompt: neither cached blocks nor the prompt's length matter."""
     was_admitted: bool = False

@@ -27,8 +27,9 @@ RATIOS = 64
 MULTIPLIER, INCREMENT, MODULUS = 6364136223846793005, 1442695040888963407, 1 << 64
 """A random number from the one before. The upper half of its bits is good enough to draw samples."""
 
-Arrived: TypeAlias = tuple[float, bytes, int, int, str, str, int, Sequence[int]]
-"""A request: when it arrived, its prompt, limit of the output, priority, adapter, cache salt, block size and hashes, if known."""
+Arrived: TypeAlias = tuple[float, bytes, int, int, str, str, int, Sequence[int], float]
+"""A request: when it arrived, its prompt, limit of the output, priority, adapter, cache salt, block size, hashes and expected
+output, if known."""
 
 
 class WaitingRequests(msgspec.Struct, frozen=True):
@@ -116,7 +117,8 @@ def arrival(request: RouteRequest, block_size: int, now: float) -> Arrived:
     """Describe a request whose wait has ended now."""
     at = now - request.waited_s
     limit, salt = request.expected_output_tokens, request.cache_salt
-    return at, request.prompt, limit, request.priority, request.adapter, salt, block_size, request.block_hashes
+    known = request.block_hashes, request.learned_output
+    return at, request.prompt, limit, request.priority, request.adapter, salt, block_size, *known
 
 
 class DemandTable:

@@ -230,6 +230,7 @@ class KvRouter:
             fleet.now,
             is_prefilled=request.is_prefilled,
             max_output=request.expected_output_tokens,
+            learned_output=request.learned_output,
             frontends=self.loads.frontends,
             fetches=fleet.fetches,
         )

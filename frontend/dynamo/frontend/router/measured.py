@@ -106,7 +106,8 @@ class MeasuredRouter(RouterWrapper):
             if position < MAX_SAMPLES:
                 limit, salt = request.expected_output_tokens, request.cache_salt
                 at, adapter, hashes = end - request.waited_s, request.adapter, request.block_hashes
-                counts.samples[position] = at, prompt, limit, request.priority, adapter, salt, block_size, hashes
+                output = request.learned_output
+                counts.samples[position] = at, prompt, limit, request.priority, adapter, salt, block_size, hashes, output
         return decision
 
     def first_token(self, booking_id: str) -> None:

@@ -8,6 +8,7 @@
 | `dispatch` | requests to instances, and to other ones when that is safe |
 | `model_catalog` | the models that requests can name |
 | `names` | requests by names of operators |
+| `output_lengths` | how long outputs are, by model, API key and session |
 | `prompt_tokens` | tokens that only a tensor model can count |
 | `queue` | requests that wait while all instances are busy |
 | `request_scope` | one request, from its admission to its outcome |

@@ -55,6 +55,7 @@ from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel, find_loaded
 from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
+from dynamo.frontend.serving.output_lengths import OutputLengths
 from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN, tokens_of
 from dynamo.frontend.serving.queue.admission import AdmissionQueue
 from dynamo.frontend.serving.queue.fair_share import FairShares
@@ -110,6 +111,7 @@ class DataPlane:
         self._metrics = metrics
         self._settings = settings
         self._tracing = tracing
+        self._lengths = OutputLengths()
         self._checks = Offload()
         """Checks large requests without holding up the event loop."""
         self._loop = asyncio.get_running_loop()
@@ -252,7 +254,7 @@ class DataPlane:
             salt = (owner or call.account).isolate(request.cache_salt)
             if salt != request.cache_salt:
                 request = msgspec.structs.replace(request, cache_salt=salt)
-        scope = RequestScope(model, call, self._tracing, request.n, copy)
+        scope = RequestScope(model, call, self._tracing, request.n, copy, self._lengths)
         may_be_apart = model.has_prefill or call.prefill_instance is not None or self._settings.disaggregation.enforce
         is_whole = request.kv_transfer is None and call.progress.carried is None
         disaggregation = self._disaggregation if may_be_apart and is_whole else None

@@ -16,6 +16,7 @@ from dynamo.frontend.security.accounts import Ticket
 from dynamo.frontend.security.ledger import UsageCounts
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.model_catalog import NamedModel
+from dynamo.frontend.serving.output_lengths import OutputLengths
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class RequestScope:
 
     __slots__ = (
         "_is_logged",
+        "_lengths",
         "_model",
         "_on_admitted",
         "_sent_before",
@@ -56,10 +58,11 @@ class RequestScope:
         tracing: Tracing | None,
         sequences: int = 1,
         on_admitted: Callable[[], None] | None = None,
+        lengths: OutputLengths | None = None,
     ) -> None:
         """`sequences` is how many responses are generated side by side.
 
-        `on_admitted` is called if the caller's account admits the request.
+        `on_admitted` is called if the caller's account admits the request; `lengths` learns how long the responses are.
         """
         most = call.account.max_priority
         self.call = call if call.priority <= most else msgspec.structs.replace(call, priority=most)
@@ -73,6 +76,7 @@ class RequestScope:
         self._tracing = tracing
         self._sequences = sequences
         self._on_admitted = on_admitted
+        self._lengths = lengths
         self._ticket: Ticket | None = None
         """None also for a caller of whom nothing is counted."""
         self._sent_before = call.progress.sent
@@ -119,6 +123,12 @@ class RequestScope:
     @property
     def output_tokens(self) -> int:
         return self._timer.output_tokens
+
+    def expected_output(self) -> float:
+        """Return how many tokens each response will have, as far as earlier ones tell; 0: they do not."""
+        if self._lengths is None:
+            return 0.0
+        return self._lengths.expected(self._model.card.name, self.call.account.name, self.call.session)
 
     def prompt(self, tokens: int, output_tokens: int | None) -> None:
         """The prompt has so many tokens, and all sequences of the response together at most `output_tokens`; None: no limit.
@@ -194,6 +204,9 @@ class RequestScope:
             self._give_prompt_back()  # no instance has had it
         if self._is_logged:
             log.debug("request ends: %s", "success" if error is None else repr(error))
+        if error is None and self._lengths is not None:
+            each = self.output_tokens / self._sequences
+            self._lengths.learn(self._model.card.name, self.call.account.name, self.call.session, each)
         self._timer.finish(error, input_tokens=self.input_tokens, cached_tokens=cached_tokens)
         if self._ticket is None:
             return

@@ -162,7 +162,7 @@ class Advisor:
         times = levelled([at for at, _ in samples], seconds)
         per_hash, hashes = at_one_stride([sample for _, sample in samples])
         for at, (_, sample), told in zip(times, samples, hashes, strict=True):
-            output = 1 + int(rng.expovariate(1.0 / mean))
+            output = 1 + int(rng.expovariate(1.0 / (sample.expected_output or mean)))
             requests.append(
                 WhatIfRequest(
                     at=at,

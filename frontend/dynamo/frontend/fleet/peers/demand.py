@@ -127,7 +127,7 @@ async def _described(samples: Sequence[Arrived], arrived: int, now: float) -> tu
     """Describe requests that stand for all that arrived, the earliest first."""
     weight, hashed_bytes = arrived / len(samples), 0
     described = []
-    for at, prompt, limit, priority, adapter, salt, block_size, known in sorted(samples, key=_at):
+    for at, prompt, limit, priority, adapter, salt, block_size, known, output in sorted(samples, key=_at):
         blocks = len(prompt) // (block_size * TOKEN_BYTES) if block_size else 0
         hashes: Sequence[int] = known if blocks else ()
         if len(hashes) != blocks and len(prompt) < LONG_PROMPT_BYTES:
@@ -148,6 +148,7 @@ async def _described(samples: Sequence[Arrived], arrived: int, now: float) -> tu
                 priority,
                 min(stride * block_size, MAX_SAMPLE_TOKENS),
                 pack_hashes(thinned),
+                min(round(output), _MOST),
             )
         )
     return tuple(described)

@@ -10,7 +10,8 @@
             + prefill · (requests there + arrivals · (wait + prefill))      each of them waits for the prefill
             + prefill · further · (1 + mean requests)                       what the placement evicts is computed again
 
-`token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`), and what it takes to fetch a
+`token`, `base`, `sequence`, `block` and the mean output of a request are learned (`step_model.py`; the output also by API key and
+session, where requests bring it), and what it takes to fetch a
 block, which delays no other request (`fetching.py`); `further` is estimated from what instances evict (`evictions.py`). Weights
 and constants are in `cost_terms.py`; decision 17 says what each is for.
 
@@ -121,16 +122,20 @@ class LatencyModel:
         is_prefilled: bool,
         max_output: int,
         frontends: int,
+        learned_output: float = 0.0,
         fetches: Mapping[int, TierFetch] | None = None,
     ) -> Predictions:
         """Return predictions for a request that arrives now. `overlaps`: in blocks by position, `confirmed`: without those
-        that are being computed; `max_output`: 0 for no limit; `frontends`: how many get such requests; `fetches`: what each
-        instance fetches of the blocks in `overlaps`.
+        that are being computed; `max_output`: 0 for no limit; `learned_output`: what to expect of this request, 0: what the
+        model's have; `frontends`: how many get such requests; `fetches`: what each instance fetches of the blocks in `overlaps`.
         """
         times, terms = self.steps.times, self._terms
         token, base, sequence, block = times.token, times.base, times.sequence, times.block
-        is_known = max_output == self._max_output and times is self._output_of
-        output = self._output if is_known else self._expected_output(max_output)
+        if learned_output:  # of outputs with their limits
+            output = min(learned_output, max_output) if max_output else learned_output
+        else:
+            is_known = max_output == self._max_output and times is self._output_of
+            output = self._output if is_known else self._expected_output(max_output)
         self.traffic.pass_time(now)
         requests_per_s, tokens_per_s = self.traffic.of_fleet(frontends)
         arrivals, prefilling = requests_per_s / len(loads), tokens_per_s / len(loads) * token

@@ -349,6 +349,7 @@ class Generation:
             adapter=prompt.adapter,
             cache_salt=prompt.cache_salt,
             expected_output_tokens=prompt.stop.max_tokens or 0,
+            learned_output=self._scope.expected_output(),
             fingerprint=b"" if prompt.sampling.guided is None else _fingerprint(prompt),
             grammar_owner="" if prompt.sampling.guided is None else call.account.name,
             priority=call.priority,

@@ -59,7 +59,7 @@ class Counted:
 
 async def test_totals_count_from_the_start_and_samples_from_the_last_report() -> None:
     counted = Counted()
-    counted.place(expected_output_tokens=5, priority=3, waited_s=2.0)
+    counted.place(expected_output_tokens=5, learned_output=3.7, priority=3, waited_s=2.0)
     counted.now += 0.5
     first = (await counted.report())[TALKER]
     assert first.totals == (await counted.report())[TALKER].totals
@@ -71,6 +71,7 @@ async def test_totals_count_from_the_start_and_samples_from_the_last_report() ->
     )
     [sample] = first.samples
     assert (sample.age_s, sample.weight, sample.prompt_tokens, sample.max_output, sample.priority) == (2.5, 1.0, 40, 5, 3)
+    assert sample.expected_output == 4
     assert sample.tokens_per_hash == BLOCK
     assert sample.hashes == pack_hashes(sequence_hashes(prompt_of(40), BLOCK))
     assert (await counted.report())[TALKER].samples == ()

@@ -89,6 +89,21 @@ def test_a_cached_prefix_is_worth_the_prefill_that_it_saves() -> None:
         assert s.send(prompt(9), 2).instance.id == chosen
 
 
+def test_a_request_that_is_expected_to_generate_much_goes_where_fewer_run() -> None:
+    """A has the prompt cached and more requests; each of the tokens takes longer there."""
+    costs: list[dict[InstanceId, float]] = []
+    for output, chosen in ((5.0, A), (2000.0, B)):
+        s = Situation()
+        s.store(A, prompt(6))
+        s.report(A, running=4)
+        s.report(B, running=1)
+        costs.append(s.costs(prompt(7), learned_output=output))
+        assert s.send(prompt(7), 2, learned_output=output).instance.id == chosen
+    assert costs[1][A] > 10 * costs[0][A]
+    limited, unknown = Situation(), Situation()
+    assert limited.costs(prompt(7), learned_output=900.0, expected_output_tokens=1)[A] < unknown.costs(prompt(7))[A]
+
+
 def test_a_long_prompt_stays_away_from_many_running_requests() -> None:
     """Each of them would wait for its prefill; cached blocks do not make up for that of the rest."""
     s = Situation()

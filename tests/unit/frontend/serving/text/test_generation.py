@@ -221,6 +221,24 @@ async def test_the_worker_gets_the_tokens_under_the_models_own_name() -> None:
         assert f.router.requests[1].expected_output_tokens == 8
 
 
+async def test_the_router_learns_which_keys_and_sessions_have_long_outputs() -> None:
+    async with front(TokenEngine([], gone)) as f:
+
+        async def ask(key: str, session: str, tokens: int, times: int = 1) -> float:
+            call = Call(account=KeyAccount(ApiKey(name=key, salt=b"", digest=b"")), request_id="r", session=session)
+            for _ in range(times):
+                async with generate(f.plane, text_request(max_tokens=tokens), call) as generation:
+                    await read_all(generation)
+            return f.router.requests[-1].learned_output
+
+        assert await ask("long", "", 90) == 0.0
+        await ask("long", "", 90, times=30)
+        await ask("short", "", 3, times=30)
+        await ask("short", "talkative", 60, times=30)
+        long, short, session = [await ask(*each, 5) for each in (("long", ""), ("short", "new"), ("short", "talkative"))]
+        assert long > 75 and 45 < session < 75 and short < 0.6 * long
+
+
 def image(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
