@@ -23,7 +23,6 @@ from dynamo.common.etcd.config import check_etcd
 from dynamo.common.lifecycle import freeze_garbage, stop_on_signal
 from dynamo.common.messaging.nats.connection import Connection, connect_nats
 from dynamo.common.messaging.nats.login import check_nats
-from dynamo.common.model_card import Role
 from dynamo.common.observability.scrape import Scraper
 from dynamo.common.observability.telemetry import RuntimeMetrics, make_registry
 from dynamo.common.process.background import running
@@ -143,9 +142,8 @@ def _planning(
     def make_decider(pool: Pool, bounds: Bounds) -> Decider:
         what_if = None
         # With `direct`, clients choose the instances.
-        can_replay = pool.role is Role.AGGREGATED and config.whatif_router_mode is not RouterMode.DIRECT
-        if can_replay and config.whatif_cpu:
-            what_if = Advisor(routing, cpu_share=config.whatif_cpu, sharers=sharers, start=searches.start)
+        if config.whatif_router_mode is not RouterMode.DIRECT and config.whatif_cpu:
+            what_if = Advisor(routing, pool.role, cpu_share=config.whatif_cpu, sharers=sharers, start=searches.start)
         has_budget = config.bounds.gpu_budget is not None
         return PoolPlanner(pool, goals, bounds, interval_s=config.interval_s, what_if=what_if, tells_misses=has_budget)
 

@@ -29,7 +29,7 @@ _MOST_BLOCKS = 0.9
 """The share of the KV blocks that running requests may hold: lengths vary."""
 _FEW = 1e-6
 _PARTS = 20
-"""Of so many equal parts of the requests it is tried how many can be served in time."""
+"""The requests are divided into so many equal parts, to try how many of these can be served in time."""
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,10 @@
 The arrivals are those that frontends describe in their reports, sped up or slowed down to the rate that is forecast. From the
 number that the formula gives, corrected as the last time, the search goes down while the goals are held, or up until they are.
 What it finds is kept as a ratio to the formula, which goes on with it between two searches. Caches begin with what older
-arrivals would have left there, wherever these went.
+arrivals would have left there.
+
+Of a disaggregated model, each pool is tried alone: prefill instances compute the prompts and generate one token, decode instances
+get the prompts computed when they arrive.
 
 A search takes seconds of CPU at a high rate. The next one begins when the time since has brought its share down to `cpu_share`.
 It may run in another thread, so that decisions go on meanwhile with what the last one found.
@@ -20,6 +23,9 @@ from functools import partial
 from itertools import accumulate
 from typing import TypeAlias
 
+import msgspec
+
+from dynamo.common.model_card import Role
 from dynamo.common.scaling.demand import ArrivalSample
 from dynamo.frontend.config import RouterMode, RouterOptions
 from dynamo.planner.capacity import Size
@@ -66,6 +72,7 @@ class Advisor:
     def __init__(
         self,
         options: RouterOptions | None = None,
+        role: Role = Role.AGGREGATED,
         *,
         cpu_share: float = 0.1,
         sharers: Callable[[], int] = lambda: 1,
@@ -73,12 +80,15 @@ class Advisor:
         cpu_clock: Callable[[], float] = time.thread_time,
         seed: int = 0,
     ) -> None:
-        """`options`: of the router that frontends use, without goals; `cpu_clock`: the CPU time of the calling thread.
+        """`options`: of the router that frontends use, without goals; `role`: what the instances of the pool do.
+
+        `cpu_clock`: the CPU time of the calling thread.
 
         `start`: runs a search, or has it run by another thread.
         `sharers`: among how many advisors the share is divided now.
         """
         self._options = RouterOptions(mode=RouterMode.KV) if options is None else options
+        self._role = role
         self._cpu_share = cpu_share
         self._sharers = sharers
         self._start = start
@@ -143,11 +153,13 @@ class Advisor:
         requests = self._requests(samples, engine, seconds * len(samples) / len(played))
         play_from = requests[-len(played)].at
         count_from = play_from + _WARM_SHARE * seconds
+        # Between tokens a request is with another instance, where one of these has only computed its prompt.
+        counted = msgspec.structs.replace(goals, itl_s=None) if self._role is Role.PREFILL else goals
         least = max(_FEWEST_INSTANCES, math.ceil(size.engine_seconds / each))
 
         def goodput(instances: int) -> float:
             fleet = WhatIfFleet(instances, engine, self._options, self._seed)
-            return fleet.run(requests, goals, count_from, play_from).share
+            return fleet.run(requests, counted, count_from, play_from).share
 
         first = max(least, round(size.instances * self._ratio / each))
         found, share, reachable = _least_good(first, least, goals.share, goodput)
@@ -161,17 +173,20 @@ class Advisor:
         requests: list[WhatIfRequest] = []
         times = levelled([at for at, _ in samples], seconds)
         per_hash, hashes = at_one_stride([sample for _, sample in samples])
+        is_prefilled = self._role is Role.DECODE
         for at, (_, sample), told in zip(times, samples, hashes, strict=True):
             output = 1 + int(rng.expovariate(1.0 / (sample.expected_output or mean)))
+            limit = 1 if self._role is Role.PREFILL else sample.max_output
             requests.append(
                 WhatIfRequest(
                     at=at,
                     prompt_tokens=min(max(1, sample.prompt_tokens), _LONGEST_PROMPT),
-                    output_tokens=min(output, sample.max_output) if sample.max_output else output,
-                    max_output=sample.max_output,
+                    output_tokens=min(output, limit) if limit else output,
+                    max_output=limit,
                     priority=sample.priority,
-                    tokens_per_hash=per_hash if told else 0,
-                    hashes=told,
+                    tokens_per_hash=per_hash if told and not is_prefilled else 0,
+                    hashes=() if is_prefilled else told,
+                    is_prefilled=is_prefilled,
                 )
             )
         return requests

@@ -28,6 +28,8 @@ class Generation(msgspec.Struct, eq=False):
     output_tokens: int
     hashes: Sequence[int] = ()
     tokens_per_hash: int = 0
+    received: int = 0
+    """Prompt tokens whose KV another instance has computed."""
     computed: int = 0
     """Prompt tokens whose KV is there."""
     first_at: float = math.inf
@@ -95,7 +97,7 @@ class WhatIfEngine:
             running=len(self._prefilling) + len(self._decoding),
             active_blocks=self._blocks,
             total_blocks=0 if self._total_blocks == _MANY else self._total_blocks,
-            queued_prefill_tokens=queued + sum(each.prompt_tokens for each in self._waiting),
+            queued_prefill_tokens=queued + sum(each.prompt_tokens - each.received for each in self._waiting),
             totals=self.totals,
         )
 
@@ -196,7 +198,7 @@ class WhatIfEngine:
             self._cache.move_to_end(each)
             hits += 1
         # The last token is always computed, or there would be no next one.
-        generation.computed = min(hits * generation.tokens_per_hash, generation.prompt_tokens - 1)
+        generation.computed = min(max(hits * generation.tokens_per_hash, generation.received), generation.prompt_tokens - 1)
         return True
 
     def _blocks_of(self, generation: Generation) -> int:

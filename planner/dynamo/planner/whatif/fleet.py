@@ -42,6 +42,8 @@ class WhatIfRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     tokens_per_hash: int = 0
     hashes: Sequence[int] = ()
+    is_prefilled: bool = False
+    """Another instance has computed its prompt."""
 
 
 class Tried(msgspec.Struct, frozen=True):
@@ -170,6 +172,7 @@ class WhatIfFleet:
             prompt=bytes(request.prompt_tokens * TOKEN_BYTES),
             expected_output_tokens=request.max_output,
             priority=request.priority,
+            is_prefilled=request.is_prefilled,
             hashes=PromptHashes.from_values(list(request.hashes), self._block_size),
         )
 
@@ -181,6 +184,8 @@ class WhatIfFleet:
         instance = choice.instance.id
         engine = self._engines[instance]
         generation = Generation(request.prompt_tokens, max(1, request.output_tokens), request.hashes, request.tokens_per_hash)
+        if request.is_prefilled:
+            generation.received = request.prompt_tokens - 1
         self._live[generation] = _Live(number, request)
         engine.add(generation)
         if engine.phase is None:

@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from dynamo.common.errors import DynamoError
+from dynamo.common.model_card import Role
 from dynamo.common.scaling.demand import ArrivalSample
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.config import RouterMode, RouterOptions
@@ -35,10 +37,39 @@ def view(now: float, rate: float, *, weight: float = 1.0, seconds: float = 60.0,
     return PoolView(pool=Pool("m"), now=now, arrivals=Arrivals(seconds=seconds), engine=ENGINE, samples=samples)
 
 
-def advise(advisor: Advisor, seen: PoolView, rate: float, instances: int) -> WhatIfResult | None:
+def advise(
+    advisor: Advisor, seen: PoolView, rate: float, instances: int, *, engine: Engine = ENGINE, goals: Goals = GOALS
+) -> WhatIfResult | None:
     size = Size(instances=instances, engine_seconds=rate * 0.5175, bound="work")
     advisor.observe(seen)
-    return advisor.advise(seen, ENGINE, GOALS, rate, size)
+    return advisor.advise(seen, engine, goals, rate, size)
+
+
+LONG_OUTPUTS = replace(ENGINE, times=replace(TIMES, output_tokens=500.0))
+
+
+def test_prefill_instances_are_tried_with_prompts_alone() -> None:
+    """Outputs of 500 tokens and a goal between tokens that a batch with prompts cannot hold are for other instances to reach."""
+    results = {
+        role: advise(Advisor(role=role), view(60.0, 5.0), 5.0, 3, engine=LONG_OUTPUTS, goals=Goals(ttft_s=3.0, itl_s=0.007))
+        for role in (Role.PREFILL, Role.AGGREGATED)
+    }
+    prefill, aggregated = results[Role.PREFILL], results[Role.AGGREGATED]
+    assert prefill is not None and aggregated is not None
+    assert (prefill.reachable_share, prefill.goodput_share >= GOALS.share) == (1.0, True)
+    assert prefill.ratio <= 5 / 3
+    assert aggregated.reachable_share < 0.5
+
+
+def test_decode_instances_are_tried_with_prompts_that_are_computed() -> None:
+    """About `5 · 500 · 10 ms` = 25 requests run. With 6 ms + 0.35 ms for each, 11 of them on an instance get a token in 10 ms."""
+    decode = Advisor(role=Role.DECODE)
+    goals = Goals(ttft_s=0.2, itl_s=0.01)  # prompts take half a second
+    for number in range(6):
+        result = advise(decode, view(60.0 + 60.0 * number, 5.0), 5.0, 6, engine=LONG_OUTPUTS, goals=goals)
+        assert result is not None
+        assert result.goodput_share >= GOALS.share
+    assert 3 / 6 <= result.ratio <= 5 / 6
 
 
 @pytest.mark.parametrize(("sharers", "searches"), [(1, 2), (100, 1)])
