@@ -152,6 +152,9 @@ class Advisor:
             return None
         requests = self._requests(samples, engine, seconds * len(samples) / len(played))
         play_from = requests[-len(played)].at
+        begun = {request.hashes[0] for request in requests[-len(played) :] if request.hashes}
+        if not any(request.hashes and request.hashes[0] in begun for request in requests[: -len(played)]):
+            requests = requests[-len(played) :]  # nothing of these would be found in the caches
         count_from = play_from + _WARM_SHARE * seconds
         # Between tokens a request is with another instance, where one of these has only computed its prompt.
         counted = msgspec.structs.replace(goals, itl_s=None) if self._role is Role.PREFILL else goals
