@@ -119,7 +119,7 @@ class KubernetesApi:
             page = await self._call("GET", f"{self._pods_path}?{query}", PodMetadataList, accept=_METADATA_ONLY)
             pods += [item.metadata for item in page.items]
             after = page.metadata.continue_
-            if not after:
+            if not after or not page.items:  # pages without pods, each of which names a next one, would never end
                 break
         return pods
 

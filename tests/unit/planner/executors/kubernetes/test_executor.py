@@ -199,6 +199,15 @@ async def test_pods_come_in_pages(server: KubernetesApiServer, account: Path) ->
     await own.close()
 
 
+async def test_pages_without_pods_that_each_name_a_next_one_come_to_an_end(server: KubernetesApiServer, account: Path) -> None:
+    server.page = 0
+    workload = server.add_workload("deployments", "workers", 5)
+    own = executor(server, account, registrations([pod.name for pod in server.pods_of(workload)]))
+    await own.carry_out(chat(4, 4))
+    assert sum(call == ("get", "/api/v1/namespaces/dynamo/pods") for call in server.calls) == 1
+    await own.close()
+
+
 async def test_a_statefulset_is_scaled_and_its_pods_are_not_marked(server: KubernetesApiServer, account: Path) -> None:
     workload = server.add_workload("statefulsets", "decoders", 3)
     own = executor(server, account, registrations([pod.name for pod in server.pods_of(workload)], role=Role.DECODE))
