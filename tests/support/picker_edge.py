@@ -146,6 +146,7 @@ async def open_picker_edge(
     router: RouterOptions | None = None,
     serving: ServingOptions | None = None,
     options: PickerOptions | None = None,
+    body_s: float = 30.0,
 ) -> AsyncIterator[PickerEdge]:
     """A picker for instances 1, 2, … that serve one card each; without cards, two pods of one model."""
     served = cards or (pod_card(1), pod_card(2))
@@ -163,7 +164,7 @@ async def open_picker_edge(
         operations = protocol_operations(plane, readiness, TextOptions())
         service = PickerService(
             *(plane, operations, guard or Guard(None), settings, options or PickerOptions()),
-            *(PickerMetrics(registry), metrics.refused, drain),
+            *(PickerMetrics(registry), metrics.refused, drain, body_s),
         )
         async with (
             serve_grpc(GrpcOptions(port=0), service.operations(), capacity=counted) as running,

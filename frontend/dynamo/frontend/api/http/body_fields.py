@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+_TRANSFERS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+
 
 class _Fields(msgspec.Struct):
     model: str | None = None
@@ -19,6 +21,14 @@ def model_in(body: bytes) -> str:
         return _fields_decoder.decode(body).model or ""
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
+
+
+def is_harmless(body: bytes) -> bool:
+    """Return whether a body is a JSON object, as every parser reads it, by which no engine fetches caches from elsewhere."""
+    try:
+        return not _TRANSFERS.intersection(_objects.decode(body))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 def changed_body(body: bytes, *, model: str, cache_salt: str = "") -> bytes | None:

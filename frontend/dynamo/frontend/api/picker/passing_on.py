@@ -7,7 +7,9 @@ has none of them: what is not understood may be for any model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
+from urllib.parse import unquote
 
 import msgspec
 
@@ -16,15 +18,28 @@ from dynamo.common.repository import ALL_MODELS
 from dynamo.frontend.api.declaration import TEXT, Declaration
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.call import Work
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN
 from dynamo.frontend.serving.request_scope import RequestScope
 
-PASSED_ON: Final[Declaration] = TEXT
+_PASSED_ON: Final[Declaration] = TEXT
+_MANAGED: Final = replace(TEXT, surface=Surface.MODEL_REPOSITORY, is_action=True)
+_SERVING: Final = frozenset({"v1", "tokenize", "detokenize", "rerank", "score", "classify", "pooling", "health", "version"})
+"""First parts of paths that engine servers have for the clients of a model."""
+_MANAGING: Final = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 ENDPOINT: Final = "passed_on"
 """Name in metrics of the API that the request came by."""
+
+
+def passed_on(path: str) -> Declaration:
+    """Declare a request for a path that no operation has: engine servers have some that change or stop them, of every name."""
+    parts = unquote(path.partition("?")[0]).split("/")
+    is_plain = path.startswith("/") and not {"..", ".", *_MANAGING}.intersection(parts) and "" not in parts[1:-1]
+    of_models = parts[1:3] == ["v2", "models"]
+    return _PASSED_ON if is_plain and (of_models or parts[1] in _SERVING) else _MANAGED
 
 
 class PassingOn:
@@ -41,8 +56,10 @@ class PassingOn:
         call = exchange.call()
         if account.models != ALL_MODELS:
             raise Forbidden(f"the API key '{account.name}' may use some models, and which one this request is for is not known")
+        size_bytes = self._size_bytes()
+        exchange.hold(size_bytes)  # what has come is kept until the request is placed
         model = self._find(account)
-        call = msgspec.structs.replace(call, expected_tokens=1 + self._size_bytes() // BYTES_PER_TOKEN)
+        call = msgspec.structs.replace(call, expected_tokens=1 + size_bytes // BYTES_PER_TOKEN)
         with RequestScope(model, call, None) as scope:
             work = Work(
                 model=model.card.name,

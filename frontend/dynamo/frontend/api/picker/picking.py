@@ -33,7 +33,7 @@ from dynamo.common.process.background import awaited
 from dynamo.frontend.api.calls import EXPLAIN
 from dynamo.frontend.api.declaration import Declaration, Reads
 from dynamo.frontend.api.guard import Guard
-from dynamo.frontend.api.http.body_fields import changed_body, model_in
+from dynamo.frontend.api.http.body_fields import changed_body, is_harmless, model_in
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, decompress, encoding_of
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorForm
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
@@ -42,6 +42,8 @@ from dynamo.frontend.api.http.paths import PathTable
 from dynamo.frontend.api.picker.gateway_request import GatewayBody, GatewayRequest
 from dynamo.frontend.api.picker.headers import PLACEMENT, by_name, fairness_id, objective_headers, rewritten_model, value_of
 from dynamo.frontend.api.picker.passing_on import ENDPOINT, PASSED_ON, PassingOn
+from dynamo.frontend.api.picker.headers import PLACEMENT, fairness_id, objective_headers, rewritten_model, value_of
+from dynamo.frontend.api.picker.passing_on import ENDPOINT, PassingOn, passed_on
 from dynamo.frontend.api.statuses import http_status
 from dynamo.frontend.config import PickerOptions
 from dynamo.frontend.port_metrics import PickerMetrics
@@ -79,6 +81,8 @@ class PickerParts:
     metrics: PickerMetrics
     refused: Callable[[str, BaseException], None]
     """Counts the failure of a request that the data plane has not begun, by the API that it came by."""
+    body_s: float
+    """Within which a body must come that decides where its request goes, in seconds, and more by its size."""
 
 
 class Picked(msgspec.Struct, frozen=True):
@@ -134,6 +138,8 @@ class Picking:
         self._operation, self._parameters = self._find() if has_body else (None, {})
         self.body = GatewayBody()
         self.outcome: asyncio.Future[Picked | Refused] = asyncio.get_running_loop().create_future()
+        self.needs_body = self.reads_body
+        """Whether more of the body is read before the request is placed: nothing counts what comes after a refusal of it."""
         self.removed: tuple[str, ...] = ()
         """Headers that the request loses."""
         self._carried: CarriedRequest | None = None
@@ -206,10 +212,13 @@ class Picking:
                 return
             if first.status not in _PASSED_ON_STATUSES:
                 return self._refuse(first)
+            if self._parts.guard.requires_keys and not await self._is_harmless():
+                return self._refuse(first)
+        self.needs_body = False
         model = self._parameters.get("model") or (model_in(self.body.joined()) if operation is not None else "")
         handler = PassingOn(self._parts.plane, model, lambda: sum(map(len, self.body.parts)))
         errors = OPENAI_ERRORS if operation is None else operation.errors
-        last = await self._serve(PASSED_ON, errors, ENDPOINT, handler, is_routed=False)
+        last = await self._serve(passed_on(self._path), errors, ENDPOINT, handler, is_routed=False)
         if not self.outcome.done():
             self._refuse(first if first is not None and last.status == 403 else last)
 
@@ -299,6 +308,13 @@ class Picking:
             self.removed = ("content-encoding",)
         return changed
 
+    async def _is_harmless(self) -> bool:
+        try:
+            body, _ = await self._plain_body()
+        except DynamoError:
+            return False
+        return is_harmless(body)
+
     async def _plain_body(self) -> tuple[bytes, str]:
         """Return the body without its encoding, and that. Raises DynamoError."""
         body, encoding = self.body.joined(), encoding_of(self._encoding)
@@ -312,6 +328,12 @@ class Picking:
         """Replace the model in the body by the one that a header names. Return the refusal of a body that is too long."""
         settings, number = self._parts.settings, 0
         limit, encoding = settings.body_limit(Reads.JSON), ""
+        assert self._operation is not None
+        request = GatewayRequest(self._method, self._path, self._headers, self._peer, self.body)
+        try:
+            self._account(Exchange(request, settings), self._operation.declared)
+        except DynamoError:
+            return None  # nothing is read for a caller without rights, who is refused as without the header
         try:
             with settings.capacity.holding() as occupied:
                 while (part := await self.body.part(number)) is not None:

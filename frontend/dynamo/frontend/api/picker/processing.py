@@ -28,6 +28,8 @@ from dynamo.protos import ext_proc_pb2 as pb
 
 _FIRST_MESSAGE_S: Final = 30.0
 """Within which a call has to say what it is about."""
+_MIN_BODY_BYTES_PER_S: Final = 1024
+"""A body that decides where its request goes has `body_s`, and a second more for so many bytes that have come."""
 _WHOLE: Final = (pb.BUFFERED, pb.BUFFERED_PARTIAL)
 _DROPPED_REASONS: Final = {429: b"rejected-saturated", 503: b"rejected-no-endpoints", 504: b"rejected-ttl-expired"}
 
@@ -83,10 +85,12 @@ class Processing:
         if self._request_mode in _WHOLE and picking.reads_body:
             return await self._place_buffered(picking)
         has_trailers = False
-        while picking.reads_body and not picking.body.is_complete and not picking.outcome.done():
-            message = await self._next()
+        size_bytes, began = 0, asyncio.get_running_loop().time()
+        while picking.needs_body and not picking.body.is_complete and not picking.outcome.done():
+            message = await self._next_of_body(began + self._parts.body_s + size_bytes / _MIN_BODY_BYTES_PER_S)
             if message is None:
                 return False
+            size_bytes += len(message.request_body.body)
             if has_trailers := message.WhichOneof("request") == "request_trailers":
                 picking.body.add(b"", is_last=True)
             else:
@@ -105,9 +109,17 @@ class Processing:
                 await self._context.write(GO_ON["request_trailers"])
         return True
 
+    async def _next_of_body(self, deadline: float) -> pb.ProcessingRequest | None:
+        """Return the next message, None after the last. Past the deadline, on the loop's clock, refuse the request: None, too."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                return await self._next()
+        await self._context.write(refused(408, (), b"The body of the request did not arrive in time."))
+        return None
+
     async def _place_buffered(self, picking: Picking) -> bool:
         await self._context.write(GO_ON["request_headers"])
-        message = await self._next()
+        message = await self._next_of_body(asyncio.get_running_loop().time() + self._parts.body_s)
         if message is None:
             return False
         picking.body.add(message.request_body.body, is_last=True)

@@ -58,6 +58,7 @@ class PickerService:
         metrics: PickerMetrics,
         refused: Callable[[str, BaseException], None],
         drain: StreamDrain,
+        body_s: float = 30.0,
     ) -> None:
         table: PathTable[Operation] = PathTable()
         for operation in operations:
@@ -72,6 +73,7 @@ class PickerService:
             priorities=dict(options.objectives),
             metrics=metrics,
             refused=refused,
+            body_s=body_s,
         )
         self._drain = drain
 

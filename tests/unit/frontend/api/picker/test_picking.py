@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from dynamo.frontend.api.guard import Accounts, Guard, watch_keys
+from dynamo.frontend.api.picker.gateway_request import GatewayBody
 from dynamo.frontend.config import (
     CapacityOptions,
+    HttpOptions,
     PickerOptions,
     QueueOptions,
     RouterMode,
@@ -22,8 +25,9 @@ from dynamo.frontend.config import (
 )
 from dynamo.frontend.security.keys import Limits, entry_for, make_key
 from dynamo.frontend.security.surfaces import Scope
+from dynamo.protos import ext_proc_pb2 as pb
 from tests.support.picker_edge import GatewayCall, PickerEdge, headers_of, open_picker_edge, pod_card
-from tests.support.waiting import until_free
+from tests.support.waiting import until, until_free
 
 DESTINATION = "x-gateway-destination-endpoint"
 BODY = b'{"model": "talker", "prompt": "once upon a time", "max_tokens": 2}'
@@ -34,12 +38,15 @@ OBJECTIVES = PickerOptions(objectives=(("batch", -1), ("chat", 5)))
 
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, str]:
-    """Keys by name: `all` may use every model, twice; `some` those whose names begin with `talk`; `other` none of them."""
-    made = {name: make_key() for name in ("all", "some", "other")}
+    """Keys by name: `all` may use every model, twice, and `free` without limit; `operator` may do all there is; `some` may use
+    those whose names begin with `talk`; `other` none of them."""
+    made = {name: make_key() for name in ("all", "some", "other", "free", "operator")}
     once = Limits(requests_per_s=2)
     (tmp_path / "keys.yaml").write_text(
         entry_for(made["all"], "all", scopes=[Scope.INFER], limits=once)
         + entry_for(made["some"], "some", scopes=[Scope.INFER], models=["talk*"])
+        + entry_for(made["free"], "free", scopes=[Scope.INFER])
+        + entry_for(made["operator"], "operator", scopes=[Scope.ADMIN])
         + entry_for(made["other"], "other", scopes=[Scope.INFER], models=["walk*"])
     )
     return {**made, "file": str(tmp_path / "keys.yaml")}
@@ -87,6 +94,41 @@ async def test_what_is_not_understood_is_for_keys_that_may_use_every_model(keys:
         assert status == 400 and "'prompt'" in body["error"]["message"]
         assert (await outcome(edge, b"", "/v1/other", x_api_key=keys["some"]))[0] == 403
         assert (await outcome(edge, unclear, x_api_key=keys["all"]))[1]["x-dynamo-placement"] == "least-loaded"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/flush_cache",
+        "/v1/load_lora_adapter",
+        "/v1/%6coad_lora_adapter",
+        "/v1/../flush_cache",
+        "/v1//load_lora_adapter",
+        "/v2/repository/index",
+        "/inference/v1/generate",
+        "*",
+    ],
+)
+async def test_paths_by_which_engine_servers_are_managed_need_a_key_that_may_do_that(keys: dict[str, str], path: str) -> None:
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        assert (await outcome(edge, b"", path, x_api_key=keys["free"]))[0] == 403
+        assert (await outcome(edge, b"", path, x_api_key=keys["operator"]))[0] == 200
+        assert (await outcome(edge, b"", "/v1/embeddings", x_api_key=keys["free"]))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "talker", "prompt": "a", "kv_transfer_params": {"remote_host": "10.9.9.9"}}',
+        b'{"model": "talker", "prompt": "a", "kv_transfer_params": {"remote_host": "10.9.9.9"}, "temperature": NaN}',
+        '{"model": "talker", "prompt": "a", "kv_transfer_params": {"remote_host": "10.9.9.9"}}'.encode("utf-16"),
+    ],
+)
+async def test_no_key_has_an_engine_fetch_caches_from_where_it_says(keys: dict[str, str], body: bytes) -> None:
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        assert (await outcome(edge, body, x_api_key=keys["free"]))[0] == 400
+        assert (await outcome(edge, body, "/v1/%63ompletions", x_api_key=keys["free"]))[0] in (400, 403)
+        assert (await outcome(edge, b'{"model": "talker", "prompt": 17}', x_api_key=keys["free"]))[0] == 200
 
 
 async def test_limits_of_keys_hold_behind_a_gateway(keys: dict[str, str]) -> None:
@@ -217,3 +259,62 @@ async def test_an_endpoint_whose_engine_fails_gets_no_requests_and_what_clients_
             await call.ended()
         assert (sent_to["10.0.0.1:8000"] == 5) is bool(opened)
         assert edge.value("dynamo_frontend_circuits_opened_total", model="talker") == opened
+
+
+def kept_bytes() -> int:
+    """Return how many bytes of bodies pickers of this process keep."""
+    return sum(sum(map(len, each.parts)) for each in gc.get_objects() if isinstance(each, GatewayBody))
+
+
+async def test_a_body_that_nothing_reads_is_left_to_the_gateway_while_its_request_waits() -> None:
+    serving = ServingOptions(queue=QueueOptions(size=10))
+    async with open_picker_edge(pod_card(1), router=BUSY, serving=serving, options=OBJECTIVES) as edge:
+        running = await sent(edge)
+        await running.read()
+        waiting = edge.call()
+        await waiting.headers(content_type="text/plain")  # refused for it by the operation: on to the endpoint with little load
+        await until(edge.plane.waiting)
+        parts = [b"%d" % number * 10_000 for number in range(5)]
+        for part in parts:
+            await waiting.body(part, ends=part is parts[-1])
+        await outcome(edge, x_gateway_inference_objective="batch")  # on the same connection: what was sent before has come
+        assert kept_bytes() < 2 * len(parts[0])
+        turn = asyncio.create_task(waiting.read())
+        await running.ended()
+        assert headers_of(await turn)["x-dynamo-placement"] == "least-loaded"
+        chunks = [(await waiting.read()).request_body.response.body_mutation.streamed_response for _ in parts]
+        assert [chunk.body for chunk in chunks] == parts and chunks[-1].end_of_stream
+        await waiting.ended()
+        await until_free(edge.capacity)
+
+
+async def test_a_body_that_was_read_and_not_understood_counts_while_its_request_waits() -> None:
+    serving = ServingOptions(queue=QueueOptions(size=10))
+    async with open_picker_edge(pod_card(1), router=BUSY, serving=serving) as edge:
+        running = await sent(edge)
+        await running.read()
+        waiting = await sent(edge, b"{" * 50_000)
+        await until(edge.plane.waiting)
+        assert edge.capacity.buffered_bytes >= 50_000
+        waiting.call.cancel()
+        await running.ended()
+        await until_free(edge.capacity)
+
+
+async def test_nothing_is_read_for_a_caller_without_a_key_whose_header_names_another_model(keys: dict[str, str]) -> None:
+    async with open_picker_edge(guard=guard_of(keys), http=HttpOptions(max_json_bytes=100)) as edge:
+        long = b'{"model": "talker", "prompt": "%s"}' % (b"x" * 200)
+        assert (await outcome(edge, long, x_gateway_model_name_rewrite="talker"))[0] == 401
+        status, _ = await outcome(edge, long, x_gateway_model_name_rewrite="talker", x_api_key=keys["some"])
+        assert status == 413
+
+
+@pytest.mark.parametrize("mode", [pb.FULL_DUPLEX_STREAMED, pb.BUFFERED])
+async def test_a_body_that_does_not_come_gives_its_place_back(mode: pb.BodyMode.ValueType) -> None:
+    async with open_picker_edge(body_s=0.0) as edge:
+        call = edge.call()
+        await call.headers(mode=mode)
+        if mode == pb.BUFFERED:
+            assert (await call.read()).WhichOneof("response") == "request_headers"
+        assert (await call.read()).immediate_response.status.code == 408
+        await until_free(edge.capacity)
