@@ -41,8 +41,6 @@ from dynamo.frontend.api.http.operation import Handler, Operation, within_declar
 from dynamo.frontend.api.http.paths import PathTable
 from dynamo.frontend.api.picker.gateway_request import GatewayBody, GatewayRequest
 from dynamo.frontend.api.picker.headers import PLACEMENT, by_name, fairness_id, objective_headers, rewritten_model, value_of
-from dynamo.frontend.api.picker.passing_on import ENDPOINT, PASSED_ON, PassingOn
-from dynamo.frontend.api.picker.headers import PLACEMENT, fairness_id, objective_headers, rewritten_model, value_of
 from dynamo.frontend.api.picker.passing_on import ENDPOINT, PassingOn, passed_on
 from dynamo.frontend.api.statuses import http_status
 from dynamo.frontend.config import PickerOptions
