@@ -58,7 +58,7 @@ class Case(NamedTuple):
     """How much faster than in the trace requests arrive."""
     policy: str
     seed: int = 0
-    """Of the order of ties."""
+    """The order of ties follows from it."""
 
 
 def read_rows(trace: str, requests: int) -> list[Row]:

@@ -114,7 +114,7 @@ class Load:
 
         async def send(client: Client) -> None:
             prompt = f"{rng.randrange(_CACHED_PROMPTS)} " + "and the same words, many times over; " * 8
-            await client.text(text_request(prompt, 2, model=MODEL), timeout_s=DEADLINE_S)
+            await client.text(text_request(prompt, 2, model=MODEL), Text(), DEADLINE_S)
 
         rng = Random(1)
         for number in itertools.count():
