@@ -401,6 +401,9 @@ class TextLimits:
     max_logprobs: int = option(
         MAX_LOGPROBS, minimum=0, maximum=MAX_LOGPROBS, help="Most alternatives that log probabilities are shown of."
     )
+    max_image_pixels: int = option(
+        128 * 1024**2, minimum=1, maximum=2**40, help="Pixels of the images of a request together, as their headers say."
+    )
     max_embedding_inputs: int = option(2048, minimum=1, maximum=1_000_000, help="Texts in a request for embeddings.")
 
 

@@ -17,7 +17,7 @@ MODALITIES = {
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
 """The modality that a model needs for content parts of these types."""
-_URL_FIELDS = frozenset((*MODALITIES, "url"))
+URL_FIELDS = frozenset((*MODALITIES, "url"))
 """Where servers look for the URL of a part, or for an object that has it."""
 
 
@@ -37,6 +37,17 @@ def url_of(part: Mapping[str, Any]) -> str:
     value = None if field is None else part[field]
     url = value.get("url") if isinstance(value, Mapping) else value
     return url if isinstance(url, str) else ""
+
+
+def media_in(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the media of a conversation in their order, none of them checked."""
+    contents = (content for message in messages if isinstance(content := message.get("content"), list | tuple))
+    return tuple(
+        part
+        for content in contents
+        for part in content
+        if isinstance(part, dict) and isinstance(kind := part.get("type"), str) and kind in MODALITIES
+    )
 
 
 def check_text_request(request: TextRequest, info: LlmInfo, limits: TextLimits) -> None:
@@ -90,7 +101,7 @@ def _check_part(part: object, modalities: Collection[str]) -> None:
         raise InvalidRequest(f"the model supports {supported}; got a content part of type {kind!r:.80}", param="messages")
     assert isinstance(part, Mapping)
     for field, value in part.items():
-        if field in _URL_FIELDS and value is not None:
+        if field in URL_FIELDS and value is not None:
             _check_url(value)
 
 

@@ -99,7 +99,7 @@ class TextPipeline:
         check_text_request(request, self._info, self._limits)
         tokens = await self._tokens(request)
         has_media = self._info.modalities and (request.media or has_parts(request.messages or ()))
-        media = await self._offload.run(_images, request) if has_media else ()
+        media = await self._offload.run(_images, request, self._limits.max_image_pixels) if has_media else ()
         if media:
             check_places(tokens, len(media), self._info.image_token)
         conversation = await self._offload.run(self._pack_conversation, request) if media and self._info.renders_media else b""
@@ -153,7 +153,9 @@ class TextPipeline:
                     f"'{param}' cannot be combined with images: the server of model '{self._name}' renders them itself",
                     param=param,
                 )
-        packed, _ = pack_conversation(request, request.messages or (), self._info, plain_tools=False)
+        packed, _ = pack_conversation(
+            request, request.messages or (), self._info, self._limits.max_image_pixels, plain_tools=False
+        )
         return packed
 
     def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> Detokenizer:
@@ -342,8 +344,8 @@ def _message(message: Mapping[str, Any], modalities: Collection[str]) -> dict[st
     return result
 
 
-def _images(request: TextRequest) -> tuple[dict[str, Any], ...]:
-    return read_parts(request.media) if request.messages is None else read_images(request.messages)
+def _images(request: TextRequest, max_pixels: int) -> tuple[dict[str, Any], ...]:
+    return read_parts(request.media, max_pixels) if request.messages is None else read_images(request.messages, max_pixels)
 
 
 def _with_marker(message: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,7 @@ parser of its own; for all others, and for calls that are required, they are des
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from typing import Any, Never
-
-import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, TextPrompt, pack_text
@@ -19,7 +16,9 @@ from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.common.output_formats import GENERIC
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.checks import check_length, check_text_request, with_checked_content
+from dynamo.frontend.preprocess.media.images import content_digest
 from dynamo.frontend.preprocess.media.media import MediaUrls
+from dynamo.frontend.preprocess.media.pixels import PixelBudget
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import ContextExceeded, TextDelta, TextRequest
 from dynamo.frontend.preprocess.tokens.detokenize import new_stoppers
@@ -85,7 +84,8 @@ class PlainTextModel:
             assert isinstance(request.prompt, str)
             return pack_text(TextPrompt(prompt=request.prompt)), ()
         check_length(request.messages, self._limits)
-        return pack_conversation(request, request.messages, self._info, plain_tools=request.sampling.guided is not None)
+        is_guided, most = request.sampling.guided is not None, self._limits.max_image_pixels
+        return pack_conversation(request, request.messages, self._info, most, plain_tools=is_guided)
 
     def _check_needs(self, request: TextRequest) -> None:
         """Raises InvalidRequest for a setting that needs tokens or the template, which only the engine has."""
@@ -109,21 +109,24 @@ class PlainTextModel:
 
 
 def pack_conversation(
-    request: TextRequest, messages: Sequence[Mapping[str, Any]], info: LlmInfo, *, plain_tools: bool
+    request: TextRequest, messages: Sequence[Mapping[str, Any]], info: LlmInfo, max_image_pixels: int, *, plain_tools: bool
 ) -> tuple[bytes, tuple[dict[str, Any], ...]]:
     """Return a conversation for an engine that renders it, and the media that it names.
 
-    Tools are described in its messages with `plain_tools`, and where the model's template has no place for them.
+    Tools are described in its messages with `plain_tools`, and where the model's template has no place for them. Raises
+    InvalidRequest, also if its images have more than `max_image_pixels` together.
     """
     messages, tools = [with_checked_content(message, info.modalities) for message in messages], request.tools
     if plain_tools or info.tool_parser == GENERIC.name:
         messages, tools = in_plain_messages(messages, tools), ()
-    placed, media = _with_places(messages)
+    placed, media = _with_places(messages, PixelBudget(max_image_pixels))
     variables = dict(request.chat_template_kwargs)
     return pack_text(TextPrompt(tools=list(map(dict, tools)), template_variables=variables, messages=placed)), media
 
 
-def _with_places(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
+def _with_places(
+    messages: Sequence[Mapping[str, Any]], budget: PixelBudget
+) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
     """Return messages in which media have left their number and, for routers, their digest; and the media by their numbers."""
     media: list[dict[str, Any]] = []
     result = []
@@ -136,8 +139,7 @@ def _with_places(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, 
                 if isinstance(part, str) or part["type"] == "text":
                     parts.append(part)
                     continue
-                digest = sha256(msgspec.json.encode(part)).hexdigest()
-                parts.append({"type": "media", "index": len(media), "sha256": digest})
+                parts.append({"type": "media", "index": len(media), "sha256": content_digest(part, budget)})
                 media.append(part)
             shaped["content"] = parts
         result.append(shaped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.plain import PlainDetokenizer, PlainTextModel
 from dynamo.frontend.preprocess.text import TextRequest
+from tests.support.pictures import huge_png
 
 HELLO = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
@@ -75,6 +77,49 @@ async def test_media_travel_beside_the_prompt_which_has_their_digests() -> None:
     first, _, second = message["content"]
     assert (first["type"], first["index"], second["index"]) == ("media", 0, 1)
     assert first["sha256"] != second["sha256"], "other images are other prompts to routers"
+
+
+def part(url: str, **settings: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **settings}}
+
+
+PNG = "data:image/png;base64,AAAAAAAA"
+
+
+async def digest_of(part: dict[str, Any]) -> str:
+    prompt = await prompt_of(model(modalities=("image", "audio")), messages=[{"role": "user", "content": [part]}], media=(part,))
+    assert prompt.messages is not None
+    return str(prompt.messages[0]["content"][0]["sha256"])
+
+
+@pytest.mark.parametrize(
+    ("other", "is_equal"),
+    [
+        (part("data:image/x-png;base64,AAAAAAAA"), True),
+        (part("data:IMAGE/PNG;name=a;Base64,AAAA\r\nAAAA"), True),
+        (part(PNG, detail="auto"), True),
+        ({"type": "input_image", "image_url": PNG}, True),
+        ({"type": "image", "image": PNG}, True),
+        ({"type": "image", "url": PNG}, True),
+        (part("data:image/png;base64,AAAAAAAB"), False),
+        (part(PNG, detail="low"), False),
+        ({"type": "image", "image": PNG, "url": PNG}, False),
+        ({"type": "audio_url", "audio_url": {"url": PNG}}, False),
+        (part("data:image/png;base64,AAA"), False),
+        (part("data:image/png,\ud800"), False),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, False),
+    ],
+)
+async def test_the_same_image_in_another_spelling_is_the_same_to_routers(other: dict[str, Any], is_equal: bool) -> None:
+    assert (await digest_of(other) == await digest_of(part(PNG))) == is_equal
+
+
+async def test_images_of_too_many_pixels_never_reach_an_engine() -> None:
+    huge = f"data:image/png;base64,{base64.b64encode(huge_png()).decode()}"
+    for bomb in (part(huge), {"type": "image", "image": PNG, "url": huge}):
+        with pytest.raises(InvalidRequest, match=r"100000 x 100000 pixels .* larger than 134217728") as refused:
+            await digest_of(bomb)
+        assert refused.value.param == "messages"
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from dynamo.common.tensors.tensors import (
     to_numpy,
 )
 from dynamo.frontend.api.http.json_scan import check_json
+from dynamo.frontend.preprocess.checks import media_in
 from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.protos.inference_pb2 import (
     InferParameter,
@@ -159,7 +160,10 @@ def to_text_requests(request: TensorRequest, card: ModelCard) -> list[TextReques
     if tokens:
         return [msgspec.structs.replace(settings, model=model, prompt=tokens)]
     if conversations:
-        return [msgspec.structs.replace(settings, model=model, messages=messages) for messages in conversations]
+        return [
+            msgspec.structs.replace(settings, model=model, messages=messages, media=media_in(messages))
+            for messages in conversations
+        ]
     return [msgspec.structs.replace(settings, model=model, prompt=prompt) for prompt in prompts]
 
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import binascii
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
+
+import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import GenerateRequest, image_part, pack_tokens
-from dynamo.frontend.preprocess.checks import MODALITIES, url_of
+from dynamo.frontend.preprocess.checks import MODALITIES, URL_FIELDS, url_of
+from dynamo.frontend.preprocess.media.pixels import PixelBudget
 
 _PLACE = {"type": "image"}
 
@@ -31,11 +35,10 @@ def with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}] if content else []}
 
 
-def read_images(messages: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+def read_images(messages: Iterable[Mapping[str, Any]], max_pixels: int) -> tuple[dict[str, Any], ...]:
     """Return the images of a conversation, whose parts were checked, in their order. Raises InvalidRequest."""
-    return read_parts(
-        part for message in messages for part in _parts(message) if isinstance(part, Mapping) and part["type"] != "text"
-    )
+    parts = (part for message in messages for part in _parts(message) if isinstance(part, Mapping) and part["type"] != "text")
+    return read_parts(parts, max_pixels)
 
 
 def has_parts(messages: Iterable[Mapping[str, Any]]) -> bool:
@@ -43,14 +46,45 @@ def has_parts(messages: Iterable[Mapping[str, Any]]) -> bool:
     return any(_parts(message) for message in messages)
 
 
-def read_parts(parts: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the images of content parts. Raises InvalidRequest for one that is not base64 in a data URL, and for other media."""
-    images = []
+def read_parts(parts: Iterable[Mapping[str, Any]], max_pixels: int) -> tuple[dict[str, Any], ...]:
+    """Return the images of content parts.
+
+    Raises InvalidRequest for one that is not base64 in a data URL, for other media, and for more than `max_pixels` together.
+    """
+    images, budget = [], PixelBudget(max_pixels)
     for part in parts:
         if not _is_image(part):
             raise InvalidRequest(f"models that take tokens take images only, not {part['type']!r:.80}", param="messages")
-        images.append(image_part(_decoded(part)))
+        data = _decoded(url_of(part))
+        budget.take(data)
+        images.append(image_part(data))
     return tuple(images)
+
+
+def content_digest(part: Mapping[str, Any], budget: PixelBudget) -> str:
+    """Return what names a medium for routers: equal for equal content, however its URL writes that.
+
+    Raises InvalidRequest for an image that is too large for `budget`. A URL that cannot be read is left to the engine.
+    """
+    said: dict[str, Any] = {}
+    contents = []
+    for name, value in part.items():
+        settings: Mapping[str, Any] = value if isinstance(value, Mapping) else {"url": value}
+        if name not in URL_FIELDS or not isinstance(url := settings.get("url"), str):
+            said[name] = value
+            continue
+        try:
+            data = _decoded(url)
+        except InvalidRequest:
+            data = url.encode("utf-8", "surrogatepass")
+        if _is_image(part):
+            budget.take(data)
+        contents.append(sha256(data).hexdigest())
+        said |= {setting: each for setting, each in settings.items() if setting != "url"}
+    if said.get("detail") == "auto":  # as without it
+        del said["detail"]
+    said["type"] = MODALITIES[part["type"]]
+    return sha256(msgspec.json.encode([contents, said], order="deterministic")).hexdigest()
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Any]:
@@ -94,12 +128,12 @@ def prompt_of_contents(request: GenerateRequest, image_token: int | None) -> byt
     return b"".join([*pieces, pack_tokens(tokens[start:])])
 
 
-def _decoded(part: Mapping[str, Any]) -> bytes:
-    url = url_of(part)
+def _decoded(url: str) -> bytes:
+    """Return the content of a data URL. Raises InvalidRequest."""
     head, _, data = url.partition(",")
-    if not data or not head.endswith(";base64"):
+    if not data or not head.lower().endswith(";base64"):
         raise InvalidRequest(f"an image must be a data URL, data:…;base64,…; got {url!r:.80}", param="messages")
     try:
-        return binascii.a2b_base64(data, strict_mode=True)
+        return binascii.a2b_base64("".join(data.split()), strict_mode=True)  # lines are broken by some encoders
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest(f"an image is not base64: {error}", param="messages") from error

@@ -17,7 +17,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import encode_bytes
 from dynamo.frontend.api.kserve.text import to_text_requests
-from dynamo.frontend.config import TextOptions
+from dynamo.frontend.config import TextLimits, TextOptions
 from dynamo.frontend.preprocess.media.images import prompt_of_contents
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.pipeline import TextPipeline
@@ -25,6 +25,7 @@ from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.preprocess.text_files import TextFiles
 from dynamo.protos.inference_pb2 import ModelInferRequest
 from dynamo.worker.engine.echo import byte_tokenizer
+from tests.support.pictures import huge_png
 
 TOKENS = Tokenizer.from_str(byte_tokenizer().decode())
 PLACE = TOKENS.token_to_id("@")
@@ -48,11 +49,14 @@ class Files:
         await self.get(key)
 
 
-async def seer(template: str = TEMPLATE, image_token: int | None = PLACE, **settings: Any) -> TextPipeline:
+async def seer(
+    template: str = TEMPLATE, image_token: int | None = PLACE, limits: TextLimits | None = None, **settings: Any
+) -> TextPipeline:
     info = LlmInfo(
         context_length=999, tokenizer="t", chat_template="c", modalities=("image",), image_token=image_token, **settings
     )
-    model = await TextFiles(Files(template), TextOptions(), Offload()).load(ModelCard(name="seer", kind=ModelKind.LLM, llm=info))
+    options = TextOptions(limits=limits or TextLimits())
+    model = await TextFiles(Files(template), options, Offload()).load(ModelCard(name="seer", kind=ModelKind.LLM, llm=info))
     assert isinstance(model, TextPipeline)
     return model
 
@@ -95,6 +99,25 @@ async def test_images_come_over_kserve_in_conversations() -> None:
     request.raw_input_contents.append(encode_bytes([json.dumps(conversation)]))
     [text] = to_text_requests(TensorRequest.parse(request.SerializeToString()), ModelCard(name="seer", kind=ModelKind.LLM))
     assert (await (await seer()).to_generate(text)).media == (image_part(b"one"),)
+    assert text.media == (image(b"one"),), "so that frontends fetch those at URLs"
+
+
+async def test_an_image_may_be_spelled_in_other_ways() -> None:
+    data = bytes(range(90))
+    broken = base64.encodebytes(data).decode()
+    assert "\n" in broken.strip()
+    part = {"type": "image_url", "image_url": {"url": f"data:IMAGE/JPEG;name=a;BASE64,{broken}"}}
+    assert (await (await seer()).to_generate(asking(part))).media == (image_part(data),)
+
+
+async def test_images_of_too_many_pixels_are_refused_before_they_are_decoded() -> None:
+    model = await seer(limits=TextLimits(max_image_pixels=2 * 100 * 50))
+    small = image(huge_png(100, 50))
+    await model.to_generate(asking(small, small))
+    with pytest.raises(InvalidRequest, match=r"an image of 100 x 50 pixels makes the images of the request larger than 10000"):
+        await model.to_generate(asking(small, small, small))
+    with pytest.raises(InvalidRequest, match=r"100000 x 100000 pixels .* larger than 134217728"):
+        await (await seer()).to_generate(asking(image(huge_png())))
 
 
 @pytest.mark.parametrize(
