@@ -137,7 +137,7 @@ class HttpRequest:
         except Exception:
             _log.exception("%s %s failed unforeseen", self.method, self.path)
         finally:
-            if not self.complete and not self.watch.has_left and not connection.is_closing:
+            if not self.complete and not connection.is_closing:
                 if self.started and not self._head:
                     connection.abort()
                 else:

@@ -85,9 +85,6 @@ class HttpSettings:
                 return NAME_BYTES
 
 
-_UNCHARGED = "the operation declares to be charged as a request to a model, and responds without one"
-
-
 class Exchange:
     """One request and its response, which is either one `respond` or a stream of `events`."""
 
@@ -409,8 +406,9 @@ class Exchange:
     ) -> None:
         """Send a response while it is read, the next piece when the client has taken most of those before.
 
-        So it takes the memory of two pieces, which count against the capacity. `size_bytes`: of all of them; None: not known.
-        Closes `pieces`. Raises Overloaded, and what reading the first piece raises.
+        So it takes the memory of two pieces, which count against the capacity. `size_bytes`: of all of them; None: not known, and
+        a client that closes its side has left, since nothing can be sent to try it. Closes `pieces`. Raises Overloaded, and what
+        reading the first piece raises.
         """
         length = () if size_bytes is None else ((b"content-length", b"%d" % size_bytes),)
         async with aclosing(pieces):
@@ -419,6 +417,7 @@ class Exchange:
             self._check_charged(status)
             with self.settings.capacity.unread(self.account.name, held_bytes):
                 self.status = status
+                self._request.on_half_close = self._request.watch.leave if size_bytes is None else None
                 self._request.begin(status, (*headers, *length, *self._common()))
                 while piece and self.method != "HEAD":
                     await self._request.write(piece)
@@ -471,7 +470,7 @@ class Exchange:
     def _check_charged(self, status: int = 200) -> None:
         """Raise EngineError for a request to a model that none was admitted for, before it gets a response other than errors."""
         if status < 400 and self._is_request and not self.progress.started:
-            raise EngineError(_UNCHARGED)
+            raise EngineError("the operation declares to be charged as a request to a model, and responds without one")
 
     def ensure_id(self) -> str:
         """Return the request's id: the caller's, or a new one."""
