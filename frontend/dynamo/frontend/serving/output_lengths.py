@@ -17,7 +17,7 @@ _MEMORY = 64
 _PRIOR = 8.0
 """Requests that what is known of the wider group weighs."""
 
-_Group: TypeAlias = tuple[str, ...]
+_Group: TypeAlias = str | tuple[str, ...]
 """A model, a key's part of it, or a session's part of that."""
 
 
@@ -25,10 +25,6 @@ _Group: TypeAlias = tuple[str, ...]
 class _Mean:
     requests: int = 0
     tokens: float = 0.0
-
-    def add(self, tokens: float) -> None:
-        self.requests = min(self.requests + 1, _MEMORY)
-        self.tokens += (tokens - self.tokens) / self.requests
 
 
 class OutputLengths:
@@ -43,29 +39,32 @@ class OutputLengths:
 
     def learn(self, model: str, key: str, session: str, tokens: float) -> None:
         """Note that a request was completed. `key` and `session` may be empty."""
-        for group in reversed(_groups(model, key, session)):
-            self._means.setdefault(group, _Mean()).add(tokens)
-            self._means.move_to_end(group)
-        while len(self._means) > self._most:
-            self._means.popitem(last=False)
+        means = self._means
+        for group in (*_narrower(model, key, session), model) if key or session else (model,):
+            mean = means.get(group)
+            if mean is None:
+                mean = means[group] = _Mean()
+            if mean.requests < _MEMORY:
+                mean.requests += 1
+            mean.tokens += (tokens - mean.tokens) / mean.requests
+            means.move_to_end(group)
+        while len(means) > self._most:
+            means.popitem(last=False)
 
     def expected(self, model: str, key: str, session: str) -> float:
         """Return the mean length to expect; 0: no request of the model has been completed."""
-        expected = weight = 0.0
-        for group in _groups(model, key, session):
+        mean = self._means.get(model)
+        if mean is None or not (key or session):
+            return 0.0 if mean is None else mean.tokens
+        expected = mean.tokens
+        for group in reversed(_narrower(model, key, session)):
             mean = self._means.get(group)
             if mean is None:
                 break
-            expected = (weight * expected + mean.requests * mean.tokens) / (weight + mean.requests)
-            weight = _PRIOR
+            expected = (_PRIOR * expected + mean.requests * mean.tokens) / (_PRIOR + mean.requests)
         return expected
 
 
-def _groups(model: str, key: str, session: str) -> list[_Group]:
-    """Return what a request belongs to, the widest group first."""
-    groups: list[_Group] = [(model,)]
-    if key or session:
-        groups.append((model, key))
-    if session:
-        groups.append((model, key, session))
-    return groups
+def _narrower(model: str, key: str, session: str) -> list[_Group]:
+    """Return what a request belongs to within its model, the narrowest group first."""
+    return [(model, key, session), (model, key)] if session else [(model, key)]

@@ -34,7 +34,6 @@ class RequestScope:
 
     __slots__ = (
         "_is_logged",
-        "_lengths",
         "_model",
         "_on_admitted",
         "_sent_before",
@@ -45,6 +44,7 @@ class RequestScope:
         "call",
         "input_tokens",
         "is_over",
+        "lengths",
         "media",
     )
 
@@ -76,7 +76,7 @@ class RequestScope:
         self._tracing = tracing
         self._sequences = sequences
         self._on_admitted = on_admitted
-        self._lengths = lengths
+        self.lengths = lengths
         self._ticket: Ticket | None = None
         """None also for a caller of whom nothing is counted."""
         self._sent_before = call.progress.sent
@@ -123,12 +123,6 @@ class RequestScope:
     @property
     def output_tokens(self) -> int:
         return self._timer.output_tokens
-
-    def expected_output(self) -> float:
-        """Return how many tokens each response will have, as far as earlier ones tell; 0: they do not."""
-        if self._lengths is None:
-            return 0.0
-        return self._lengths.expected(self._model.card.name, self.call.account.name, self.call.session)
 
     def prompt(self, tokens: int, output_tokens: int | None) -> None:
         """The prompt has so many tokens, and all sequences of the response together at most `output_tokens`; None: no limit.
@@ -204,9 +198,9 @@ class RequestScope:
             self._give_prompt_back()  # no instance has had it
         if self._is_logged:
             log.debug("request ends: %s", "success" if error is None else repr(error))
-        if error is None and self._lengths is not None:
-            each = self.output_tokens / self._sequences
-            self._lengths.learn(self._model.card.name, self.call.account.name, self.call.session, each)
+        if error is None and self.lengths is not None:
+            each = self._timer.output_tokens / self._sequences
+            self.lengths.learn(self._model.card.name, self.call.account.name, self.call.session, each)
         self._timer.finish(error, input_tokens=self.input_tokens, cached_tokens=cached_tokens)
         if self._ticket is None:
             return

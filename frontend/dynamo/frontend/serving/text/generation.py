@@ -337,7 +337,7 @@ class Generation:
 
     def _work(self, prompt: GenerateRequest) -> Work:
         assert self._card.llm is not None
-        call, has_images = self._call, bool(prompt.media) and not self._takes_text
+        call, lengths, has_images = self._call, self._scope.lengths, bool(prompt.media) and not self._takes_text
         return Work(
             model=self._card.name,
             verb="generate",
@@ -349,7 +349,7 @@ class Generation:
             adapter=prompt.adapter,
             cache_salt=prompt.cache_salt,
             expected_output_tokens=prompt.stop.max_tokens or 0,
-            learned_output=self._scope.expected_output(),
+            learned_output=0.0 if lengths is None else lengths.expected(self._card.name, call.account.name, call.session),
             fingerprint=b"" if prompt.sampling.guided is None else _fingerprint(prompt),
             grammar_owner="" if prompt.sampling.guided is None else call.account.name,
             priority=call.priority,
