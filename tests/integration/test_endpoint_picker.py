@@ -359,7 +359,7 @@ async def test_requests_without_a_picker_are_as_the_gateway_says_until_one_is_ba
 
             async def statuses(requests: int) -> set[int]:
                 posts = [http.post("/v1/completions", json=completion()) for _ in range(requests)]
-                return {response.status_code for response in await asyncio.gather(*posts)}
+                return {response.status_code for response in await asyncio.gather(*posts, http.get("/v1/models"))}
 
             for pod in gate.pods:
                 pod.step_s = 0.02
@@ -376,12 +376,11 @@ async def test_requests_without_a_picker_are_as_the_gateway_says_until_one_is_ba
             async with asyncio.timeout(WAIT_S):  # until its health checks say so, Envoy has 500 for some requests
                 while (seen := await statuses(20)) != {without}:
                     assert seen <= {without, 500}
-            assert (await http.get("/v1/models")).status_code == without
 
             async with frontend(etcd_server.endpoint, nats_server.url, namespace, *gate.picker):
                 async with asyncio.timeout(WAIT_S):
                     while "x-dynamo-placement" not in (response := await http.post("/v1/completions", json=completion())).headers:
-                        assert response.status_code == without
+                        assert response.status_code in (without, 500)  # as above: it may have tried the picker too early
                 assert (response.status_code, response.headers["x-dynamo-placement"]) == (200, "routed")
                 assert await statuses(20) == {200}
 

@@ -20,7 +20,7 @@ PODS = tuple(instance(number, pod_card(number)) for number in (1, 2, 3))
 
 def carried(endpoints: set[str] | None = None) -> tuple[CarriedRequest, list[Instance]]:
     placed: list[Instance] = []
-    return CarriedRequest(endpoints, lambda request, decision: placed.append(decision.instance)), placed
+    return CarriedRequest(endpoints, lambda request, decision, candidates: placed.append(decision.instance)), placed
 
 
 def test_instances_with_an_address_are_reached_and_a_subset_may_have_ports() -> None:
@@ -34,8 +34,8 @@ async def test_all_prompts_of_a_request_go_where_the_first_one_went() -> None:
     request, placed = carried()
     body = request_encoder.encode(GenerateRequest(model="talker", prompt=b"", n=2))
     streams = [
-        request.place(RouteRequest("talker"), RoutingDecision(PODS[1], "turn"), "generate", body),
-        request.place(RouteRequest("talker"), RoutingDecision(PODS[1], "turn"), "generate", body),
+        request.place(RouteRequest("talker"), RoutingDecision(PODS[1], "turn"), PODS, "generate", body),
+        request.place(RouteRequest("talker"), RoutingDecision(PODS[1], "turn"), PODS, "generate", body),
     ]
     assert placed == [PODS[1]] and request.reached_of(PODS) == (PODS[1],)
     reading = asyncio.gather(*(stream.read() for stream in streams))
@@ -50,7 +50,7 @@ async def test_all_prompts_of_a_request_go_where_the_first_one_went() -> None:
 
 async def test_a_failure_is_raised_wherever_the_response_was() -> None:
     request, _ = carried()
-    stream = request.place(RouteRequest("adder"), RoutingDecision(PODS[0], "turn"), "infer", b"tensors")
+    stream = request.place(RouteRequest("adder"), RoutingDecision(PODS[0], "turn"), PODS, "infer", b"tensors")
     request.end(EngineError("the endpoint responded with status 500"))
     request.end()  # too late
     with pytest.raises(EngineError, match="status 500"):
