@@ -10,22 +10,42 @@ from urllib.parse import unquote
 from dynamo.common.http.served import ClientWatch, Header
 from dynamo.common.messaging.buffers import Buffer
 
+_SMALL_BYTES = 2048
+"""Parts below are gathered: an object takes more than the two bytes that a part may have."""
+
 
 class GatewayBody:
     """The body of a request, as it comes, which is read once by the operation, and once more on the way to the endpoint."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
-        """What has come."""
+        """What has come, but for small parts that are being gathered."""
         self.is_complete = False
+        self._gathered = bytearray()
         self._arrival: asyncio.Future[None] | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        """How much has come."""
+        return sum(map(len, self.parts)) + len(self._gathered)
+
     def add(self, part: bytes, *, is_last: bool) -> None:
-        if part:
-            self.parts.append(part)
         self.is_complete = is_last
+        if self._gathered or len(part) < _SMALL_BYTES:
+            self._gathered += part
+            if not is_last and len(self._gathered) < _SMALL_BYTES:
+                return
+            self.flush()
+        else:
+            self.parts.append(part)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
+
+    def flush(self) -> None:
+        """Have all that has come in `parts`."""
+        if self._gathered:
+            self.parts.append(bytes(self._gathered))
+            self._gathered.clear()
 
     async def part(self, number: int) -> bytes | None:
         """Return the part with this number, when it has come; None after the last."""
@@ -43,8 +63,10 @@ class GatewayBody:
     def clear(self) -> None:
         """Forget what has come: it is on its way."""
         self.parts.clear()
+        self._gathered.clear()
 
     def joined(self) -> bytes:
+        self.flush()
         return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
 
 

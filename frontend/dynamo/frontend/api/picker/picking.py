@@ -214,7 +214,7 @@ class Picking:
                 return self._refuse(first)
         self.needs_body = False
         model = self._parameters.get("model") or (model_in(self.body.joined()) if operation is not None else "")
-        handler = PassingOn(self._parts.plane, model, lambda: sum(map(len, self.body.parts)))
+        handler = PassingOn(self._parts.plane, model, lambda: self.body.size_bytes)
         errors = OPENAI_ERRORS if operation is None else operation.errors
         last = await self._serve(passed_on(self._path), errors, ENDPOINT, handler, is_routed=False)
         if not self.outcome.done():

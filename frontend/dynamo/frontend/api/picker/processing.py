@@ -101,6 +101,7 @@ class Processing:
         changed = await picking.changed_body(outcome)
         await self._context.write(chosen_often(outcome.endpoints, tuple(outcome.headers.items()), picking.removed))
         if picking.reads_body:
+            picking.body.flush()
             parts = picking.body.parts if changed is None else [changed]
             for chunk in body_chunks(parts, is_last=picking.body.is_complete and not has_trailers):
                 await self._context.write(chunk)

@@ -99,7 +99,7 @@ async def test_a_request_that_is_cut_before_its_body_is_complete_holds_nothing()
     async with open_picker_edge() as edge:
         call = edge.call()
         await call.headers()
-        await call.body(b'{"model": "talker", ', ends=False)
+        await call.body(b'{"model": "talker", ' + b" " * 4096, ends=False)
         await until(lambda: edge.capacity.buffered_bytes)
         call.call.cancel()
         await until_free(edge.capacity)
