@@ -192,10 +192,13 @@ def _allocations(function: Any) -> int:
 
 
 def test_two_counts_of_a_routing_decision_are_equal() -> None:
+    """Allocations are equal within a hundredth: at times an object comes from a free list that earlier tests have filled."""
     first, second = _decisions(), _decisions()
+    path = "routing decision among 8 instances | frontend | allocations"
+    allocations = first.pop(path)
+    assert allocations > 10 and allocations == pytest.approx(second.pop(path), rel=0.01)
     assert first == second
     assert first["routing decision among 8 instances | frontend | calls"] > 10
-    assert first["routing decision among 8 instances | frontend | allocations"] > 10
 
 
 @pytest.mark.slow  # two runs of the command
