@@ -1,6 +1,6 @@
 """A gRPC client that costs little, so that a benchmark measures the server and not its own client.
 
-It speaks just enough HTTP/2 for unary calls and for streaming calls that send one message: requests are two frames made of
+It speaks just enough HTTP/2 for unary calls, and for streaming calls that send one message, or small ones: requests are two frames made of
 prepared bytes, and of a response it reads the frame headers, the message lengths and the status.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import struct
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import unquote
 
@@ -65,6 +65,13 @@ class Reply:
                     self._prefix = b""
                     if not self._missing:
                         self.messages += 1
+
+
+@dataclass(slots=True)
+class Stream(Reply):
+    """A call to which more than one message is sent; `number` names it on its connection."""
+
+    number: int = field(kw_only=True)
 
 
 @dataclass(slots=True)
@@ -145,6 +152,19 @@ class GrpcConnection(asyncio.Protocol):
             self._uploads.append(_Upload(stream, memoryview(body), self._stream_window))
             self._upload()
         return reply
+
+    def begin(self, headers: bytes) -> Stream:
+        """Begin a call to which messages are sent one after the other."""
+        reply = Stream(time.perf_counter(), asyncio.get_running_loop().create_future(), number=self._next_stream)
+        self._next_stream += 2
+        self._replies[reply.number] = reply
+        self._transport.write(_frame(_HEADERS, _END_HEADERS, reply.number, len(headers)) + headers)
+        return reply
+
+    def send(self, stream: Stream, body: bytes, *, ends: bool = False) -> None:
+        """Send a message of such a call, or `ends` it without one. It has to fit into a frame and the windows."""
+        self._window -= len(body)
+        self._transport.write(_frame(_DATA, END_STREAM if ends else 0, stream.number, len(body)) + body)
 
     def close(self) -> None:
         self._transport.close()

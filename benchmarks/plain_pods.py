@@ -33,10 +33,10 @@ _RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-leng
 
 
 class PodEngine(SimEngine):
-    """An engine whose requests go to an HTTP server."""
+    """An engine whose requests go to an HTTP server. Without a tokenizer's file, each byte of a prompt is a token."""
 
-    def __init__(self, address: str, tokenizer: str) -> None:
-        settings = f"speedup=0,block_size=16,blocks=65536,tokenizer={tokenizer}"
+    def __init__(self, address: str, tokenizer: str = "") -> None:
+        settings = "speedup=0,block_size=16,blocks=65536" + (f",tokenizer={tokenizer}" if tokenizer else "")
         super().__init__(sim_config(settings, MODEL, None, 1_000_000))
         self._address = address
 

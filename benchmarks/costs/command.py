@@ -25,11 +25,12 @@ from benchmarks.costs.counting import Count
 from benchmarks.costs.deployment import Loop
 from benchmarks.costs.events import count_decisions, count_idle, count_kv_events
 from benchmarks.costs.figures import Comparison, Figures, compare, file_of_interpreter, read, write
+from benchmarks.costs.picks import count_picks
 from benchmarks.costs.recording import Counted, Recorder
 from benchmarks.costs.requests import request_parts
 from benchmarks.measuring import table
 
-_PARTS = (count_decisions, *request_parts(), count_kv_events, count_idle)
+_PARTS = (count_decisions, *request_parts(), count_picks, count_kv_events, count_idle)
 _COLUMNS = ("calls", "C calls", "instructions", "allocations", "sends", "receives", "NATS messages", "NATS bytes")
 _CONTRIBUTORS = 12
 

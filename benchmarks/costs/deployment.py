@@ -27,7 +27,7 @@ from dynamo.common.messaging.jetstream import store as file_store
 from dynamo.common.names import Endpoint
 from dynamo.common.options import EtcdOptions, LogOptions, NatsOptions, SharedMemoryOptions
 from dynamo.frontend.app import Frontend, serve_frontend
-from dynamo.frontend.config import FrontendConfig, GrpcOptions, HttpOptions, RouterMode, RouterOptions
+from dynamo.frontend.config import FrontendConfig, GrpcOptions, HttpOptions, PickerOptions, RouterMode, RouterOptions
 from dynamo.frontend.preprocess import offload
 from dynamo.worker.app import open_worker
 from dynamo.worker.config import WorkerConfig
@@ -137,6 +137,8 @@ class Plan:
     """Models to wait for."""
     workers: int = 1
     mode: RouterMode = RouterMode.ROUND_ROBIN
+    picker: bool = False
+    """Whether the frontend serves an endpoint picker."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -193,6 +195,7 @@ async def _front(plan: Plan, memory: SharedMemoryOptions, opened: asyncio.Queue[
         shared_memory=memory,
         http=HttpOptions(port=0),
         grpc=GrpcOptions(enabled=True, port=0),
+        endpoint_picker=PickerOptions(enabled=plan.picker, port=0),
         router=RouterOptions(mode=plan.mode),
     )
     async with serve_frontend(config) as frontend:

@@ -25,13 +25,13 @@ from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import make_repository, sim_config
 
 TOKENS = 128
-_AFTER_S = 0.004
+AFTER_S = 0.004
 """What follows a response within this time belongs to it."""
-_LEAST = 8
+LEAST = 8
 """Requests in a round, of few clients one after the other: what only some of them do counts by its share."""
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
 _PROMPT = " ".join(random.Random(1).choices(_WORDS, k=100))
-_PHASE_S = 15.0
+PHASE_S = 15.0
 """The clients of a request connect at a multiple of it, so that beats meet them alike however long the fleet takes to start."""
 _REPOSITORY = Path(__file__).parents[1] / "repository"
 
@@ -98,7 +98,7 @@ def _bound(send: Callable[[Any], Awaitable[None]], connection: object) -> Callab
     return lambda: send(connection)
 
 
-def _completion(model: str, tokens: int, *, stream: bool) -> Http:
+def completion(model: str, tokens: int, *, stream: bool) -> Http:
     body = {"model": model, "prompt": _PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": stream}
     return Http("/v1/completions", body, tokens // 2 if stream else 0)
 
@@ -154,10 +154,10 @@ def _requests() -> Iterator[tuple[str, Request, int]]:
     for clients in (1, 16):
         yield f"Python model, 64 B, gRPC, c{clients}", Grpc("ModelInfer", tensor_body("echo", (16,))), clients
     for clients in (1, 64):
-        yield f"completion of 1 token, c{clients}", _completion("sim", 1, stream=False), clients
+        yield f"completion of 1 token, c{clients}", completion("sim", 1, stream=False), clients
     for model in ("sim", "paced"):
         for clients in (1, 16, 64):
-            yield f"stream of {TOKENS} tokens, {model}, c{clients}", _completion(model, TOKENS, stream=True), clients
+            yield f"stream of {TOKENS} tokens, {model}, c{clients}", completion(model, TOKENS, stream=True), clients
     yield "chat stream with tools, paced, c16", _chat_with_tools(), 16
     yield f"KServe text stream of {TOKENS} tokens, paced, c16", _kserve_text(), 16
     yield f"Anthropic stream of {TOKENS} tokens, paced, c16", _anthropic(), 16
@@ -186,13 +186,13 @@ async def _count(name: str, request: Request, number: int, loop: Loop, recorder:
         lambda: make_repository(RepositoryOptions(repositories=(str(_REPOSITORY),)), (), 0.0),
     )
     async with open_fleet(loop, recorder.count, Plan(engines, ("sim", "paced", "tools", "tensor", "echo"))) as fleet:
-        await asyncio.sleep(-loop.time() % _PHASE_S)
+        await asyncio.sleep(-loop.time() % PHASE_S)
         clients = await request.clients(fleet, number)
-        rows = max(1, _LEAST // number)
+        rows = max(1, LEAST // number)
 
         async def once() -> None:
             for _ in range(rows):
                 await asyncio.gather(*(client() for client in clients))
-                await asyncio.sleep(_AFTER_S)
+                await asyncio.sleep(AFTER_S)
 
         await recorder.record(name, once, times=rows * number)
