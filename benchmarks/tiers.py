@@ -7,13 +7,15 @@ Eight workers, whose GPUs together hold a tenth of the blocks of the trace. The 
 
 - `cpu`: the hosts' memories, which hold all blocks together, and read 200,000 tokens per second. Computing makes 8,000.
 - `shared`: a store of all blocks, from which each worker reads 20,000 tokens per second.
+- `disk`: half of it in the hosts' memories, as above, and all of it on their disks, which read 16,000 tokens per second.
 - `slow cpu`: the hosts' memories, read at 4,000 tokens per second, so that computing is faster. Engines read such blocks
   nevertheless.
 
 Each is replayed three times: with a router that knows nothing of it (`ignored`), with one that takes a block there for as large a
-part of a block on the GPU as NVIDIA Dynamo does (`constants`: 0.75 on a host, 0.5 in a store), and with one that learns the price
-of a block in seconds (`learned`). Shown are the blocks of prompts that were found cached, TTFT p50 and p90, and goodput (within
-10 s, and 100 ms between tokens). The last line of each has the highest goodput of all rates. Without `--traces`, one is made up.
+part of a block on the GPU as NVIDIA Dynamo does (`constants`: 0.75 on a host, 0.25 on a disk, 0.5 in a store), and with one that
+learns the price of a block in seconds (`learned`). Shown are the blocks of prompts that were found cached, TTFT p50 and p90, and
+goodput (within 10 s, and 100 ms between tokens). The last line of each has the highest goodput of all rates. Without `--traces`,
+one is made up.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ WORKERS = 8
 GPU_SHARE = 0.1
 """Share of the blocks of a trace that all GPUs hold together."""
 RATES = (1.0, 1.5, 2.0, 3.0)
-TIERS = ("cpu", "shared", "slow cpu")
+TIERS = ("cpu", "shared", "disk", "slow cpu")
 POLICIES = ("ignored", "constants", "learned")
 _MADE_UP_REQUESTS = 2000
 _LONGEST_PROMPTS = 1.2
 """Prompts like the longest one of the trace that the cache of a GPU holds at least."""
-_DYNAMO_WEIGHTS = {Tier.CPU: 0.75, Tier.SHARED: 0.5}
-"""What a block there is worth, where one on the GPU is worth 1: its defaults for hosts and shared caches."""
+_DYNAMO_WEIGHTS = {Tier.CPU: 0.75, Tier.DISK: 0.25, Tier.SHARED: 0.5}
+"""What a block there is worth, where one on the GPU is worth 1: its defaults for hosts, disks and shared caches."""
 
 
 class Case(NamedTuple):
@@ -76,6 +78,9 @@ def make_config(rows: Sequence[Row], case: Case) -> ReplayConfig:
             config = dataclasses.replace(config, cpu_blocks=working_set // WORKERS, cpu_fetch=200_000.0)
         case "shared":
             config = dataclasses.replace(config, shared_blocks=working_set, shared_fetch=20_000.0)
+        case "disk":
+            half, whole = working_set // (2 * WORKERS), working_set // WORKERS
+            config = dataclasses.replace(config, cpu_blocks=half, cpu_fetch=200_000.0, disk_blocks=whole, disk_fetch=16_000.0)
         case "slow cpu":
             config = dataclasses.replace(config, cpu_blocks=working_set // WORKERS, cpu_fetch=4_000.0)
     if case.policy != "constants":

@@ -1,11 +1,12 @@
 """How long instances take to fetch cached blocks from tiers slower than their GPU's memory, learned from times to first token.
 
-    time to first token = predicted without fetching + offset + Σ price of tier · blocks fetched from it        prices ≥ 0
+    time to first token = (1 + share) · predicted without fetching + offset + Σ price of tier · blocks fetched from it
 
 Each first token of a model whose instances have such tiers is one observation of this equation, also if nothing was fetched:
-those show by how much predictions are off anyway. The prices are fitted by least squares, as step times are (`step_model.py`):
-errors are relative to the time to first token, a large one counts only in part, and what observations do not determine stays
-near a typical price, a share of the time to compute a block.
+those show by how much predictions are off anyway. In overload that is a share of a long wait, beside which fetching takes next to
+nothing: without a term of its own, that error would be the price. The prices, none below zero, are fitted by least squares, as
+step times are (`step_model.py`): errors are relative to the time to first token, a large one counts only in part, and what
+observations do not determine stays near a typical price, a share of the time to compute a block.
 
 Where fetching is dearer than computing, a block is worth nothing: it counts as one that is computed.
 """
@@ -24,8 +25,8 @@ _MOST = 20.0
 """The highest price, as a multiple of the time to compute a block."""
 _SCALE = 0.2
 """What counts as a large difference from a typical price, as a share of the time to compute a block."""
-_OFFSET_SCALE_S = 5e-3
-"""What counts as a large offset."""
+_ERROR_SCALES = (5e-3, 0.2)
+"""What counts as a large error of a prediction without fetching: in seconds, and as a share of it."""
 _RIDGE = 0.02
 """Weight of what is typical against an observation."""
 _DECAY = 0.99
@@ -40,9 +41,10 @@ class FetchModel:
         self._fixed = dict(fixed or {})
         self._learned: dict[Tier, float] = {}
         """Seconds per block, of the tiers that have been fetched from."""
-        self._offset_s = 0.0
+        self._errors = [0.0, 0.0]
+        """By how much predictions without fetching are off: in seconds, and as a share of them."""
         self.observations = 0
-        size = 1 + len(SLOW_TIERS)
+        size = len(self._errors) + len(SLOW_TIERS)
         self._gram = [[0.0] * size for _ in range(size)]
         self._moments = [0.0] * size
 
@@ -77,9 +79,9 @@ class FetchModel:
         if scale <= 0.0:
             return
         self.observations += 1
-        row = [1.0 / scale, *(blocks.get(tier, 0) / scale for tier in SLOW_TIERS)]
+        row = [1.0 / scale, without_s / scale, *(blocks.get(tier, 0) / scale for tier in SLOW_TIERS)]
         target = (seconds - without_s) / scale
-        current = [self._offset_s, *(self.price_s(tier, block_s) for tier in SLOW_TIERS)]
+        current = [*self._errors, *(self.price_s(tier, block_s) for tier in SLOW_TIERS)]
         error = abs(target - sum([value * price for value, price in zip(row, current, strict=True)]))
         weight = 1.0 if error <= _HUBER else _HUBER / error
         gram, moments = self._gram, self._moments
@@ -89,16 +91,17 @@ class FetchModel:
             gram[i] = [_DECAY * old + weighted * other for old, other in zip(gram[i], row, strict=True)]
         self._fit(current, block_s)
 
-    def _fit(self, prices: list[float], block_s: float) -> None:
-        """Improve the offset and the prices by coordinate descent. Each call goes on where the last one ended."""
+    def _fit(self, values: list[float], block_s: float) -> None:
+        """Improve the errors and the prices by coordinate descent. Each call goes on where the last one ended."""
+        first = len(self._errors)
         for _ in range(2):
             for i, row in enumerate(self._gram):
-                typical = block_s * _TYPICAL[SLOW_TIERS[i - 1]] if i else 0.0
-                ridge = _RIDGE / (_SCALE * block_s if i else _OFFSET_SCALE_S) ** 2
-                others = sum([value * price for value, price in zip(row, prices, strict=True)]) - row[i] * prices[i]
+                typical = block_s * _TYPICAL[SLOW_TIERS[i - first]] if i >= first else 0.0
+                ridge = _RIDGE / (_SCALE * block_s if i >= first else _ERROR_SCALES[i]) ** 2
+                others = sum([value * each for value, each in zip(row, values, strict=True)]) - row[i] * values[i]
                 best = (self._moments[i] - others + ridge * typical) / (row[i] + ridge)
-                prices[i] = min(max(best, 0.0), _MOST * block_s) if i else best
-        self._offset_s = prices[0]
-        for i, tier in enumerate(SLOW_TIERS, 1):
+                values[i] = min(max(best, 0.0), _MOST * block_s) if i >= first else best
+        self._errors = values[:first]
+        for i, tier in enumerate(SLOW_TIERS, first):
             if self._gram[i][i] > 0.0:
-                self._learned[tier] = prices[i]
+                self._learned[tier] = values[i]

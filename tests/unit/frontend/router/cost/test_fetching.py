@@ -42,6 +42,23 @@ def test_predictions_that_are_off_anyway_make_no_price() -> None:
     assert taught({Tier.CPU: 1e-4}, bias_s=0.02).price_s(Tier.CPU, BLOCK_S) == pytest.approx(1e-4, rel=0.2)
 
 
+@pytest.mark.parametrize("price", [1e-4, 1e-3, 3e-3])
+def test_waits_that_are_predicted_wrongly_in_overload_hardly_change_a_price(price: float) -> None:
+    right = in_overload(price, 1.0)
+    assert all(right / 3 < in_overload(price, share) < right * 3 for share in (0.5, 0.7, 1.5))
+
+
+def in_overload(price: float, share: float) -> float:
+    """The price that is learned where waits are `share` of what is predicted; prompts that have more on the tier wait longer."""
+    model, rng = FetchModel(), Random(2)
+    for _ in range(1000):
+        blocks = rng.randrange(200)
+        fetch = model.fetch([(Tier.CPU, blocks)] if blocks else [], BLOCK_S)
+        waited_s = 1.0 + 0.005 * blocks + rng.random()
+        model.learn(fetch, waited_s + fetch.assumed_s, share * waited_s + price * blocks, BLOCK_S)
+    return model.price_s(Tier.CPU, BLOCK_S)
+
+
 def test_a_tier_that_is_dearer_than_computing_is_learned_and_worth_nothing() -> None:
     model = taught({Tier.DISK: 5e-3})
     assert model.price_s(Tier.DISK, BLOCK_S) == pytest.approx(5e-3, rel=0.1)
