@@ -1,7 +1,8 @@
 """A gRPC client that costs little, so that a benchmark measures the server and not its own client.
 
-It speaks just enough HTTP/2 for unary calls, and for streaming calls that send one message, or small ones: requests are two frames made of
-prepared bytes, and of a response it reads the frame headers, the message lengths and the status.
+It speaks just enough HTTP/2 for unary calls, for streaming calls that send one message, whose requests are two frames made of
+prepared bytes, and for those that send small messages one by one. Of a response it reads the frame headers, the message lengths
+and the status.
 """
 
 from __future__ import annotations

@@ -604,7 +604,7 @@ class HttpEntry(Entry):
         asked = self.request.of(self.kind.open if self.kind else "")
         headers: dict[str, str] = {}
         if self.declared.reads is Reads.FILE:
-            limit = HttpSettings(options=options).body_limit(Reads.FILE)
+            limit = HttpSettings(options=options).body_limits[Reads.FILE]
             body = form(self.kind.open if self.kind else "", bytes(limit - FORM_BYTES)) if shape == "text" else None
         elif self.name.endswith("/infer") and shape == "text":
             size = (options.max_body_bytes - _MARGIN_BYTES) // 4
@@ -619,7 +619,7 @@ class HttpEntry(Entry):
     def largest_json(self, shape: str, options: HttpOptions) -> bytes | None:
         """Return one of the largest bodies in JSON; None if there is none of this shape."""
         asked = self.request.of(self.kind.open if self.kind else "")
-        limit = HttpSettings(options=options).body_limit(self.declared.reads)
+        limit = HttpSettings(options=options).body_limits[self.declared.reads]
         if self.name.endswith("/infer"):
             body = _tensors(shape, options)
         elif self.name.startswith("POST") and self.name.endswith("/load") and shape == "text":

@@ -69,20 +69,22 @@ class HttpSettings:
     steps: Steps = field(default_factory=Steps)
     """For what is long and in Python."""
 
-    def body_limit(self, reads: Reads) -> int:
-        """Return the largest body of a request."""
-        options = self.options
-        match reads:
-            case Reads.JSON:
-                return min(options.max_json_bytes, options.max_body_bytes)
-            case Reads.TENSORS:
-                return options.max_body_bytes
-            case Reads.FILE:
-                return min(MAX_FILE_BYTES, options.max_body_bytes) + FORM_BYTES
-            case Reads.LITTLE:
-                return min(LITTLE_BYTES, options.max_body_bytes)
-            case Reads.NAME:
-                return NAME_BYTES
+    body_limits: Mapping[Reads, int] = field(init=False)
+    """The largest body of a request, in bytes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "body_limits", _body_limits(self.options))
+
+
+def _body_limits(options: HttpOptions) -> Mapping[Reads, int]:
+    most = options.max_body_bytes
+    return {
+        Reads.JSON: min(options.max_json_bytes, most),
+        Reads.TENSORS: most,
+        Reads.FILE: min(MAX_FILE_BYTES, most) + FORM_BYTES,
+        Reads.LITTLE: min(LITTLE_BYTES, most),
+        Reads.NAME: NAME_BYTES,
+    }
 
 
 class Exchange:
@@ -273,7 +275,8 @@ class Exchange:
         body = await self.any_body(max_bytes)
         if not encoding:
             return body
-        steps = decompress_steps(body, encoding, self._limit(max_bytes))
+        limit = self.settings.body_limits[self.declared.reads]
+        steps = decompress_steps(body, encoding, limit if max_bytes is None else min(limit, max_bytes))
         if len(body) <= BRIEF_BYTES:
             decompressed = b"".join(steps)
             self.hold(self.declared.copies * len(decompressed))
@@ -326,13 +329,11 @@ class Exchange:
         """Return the result of long work, whose memory counts until the end of this request. Raises Overloaded."""
         return await self.settings.steps.run(work, self.hold)
 
-    def _limit(self, max_bytes: int | None) -> int:
-        limit = self.settings.body_limit(self.declared.reads)
-        return limit if max_bytes is None else min(limit, max_bytes)
-
     async def any_body(self, max_bytes: int | None = None) -> bytes:
         """Return the request's body as it was sent. Raises PayloadTooLarge, Overloaded, and Cancelled if the client left."""
-        limit = self._limit(max_bytes)
+        limit = self.settings.body_limits[self.declared.reads]
+        if max_bytes is not None and max_bytes < limit:
+            limit = max_bytes
         length = self.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
             raise _too_large(limit)

@@ -319,13 +319,13 @@ class Picking:
         if not encoding:
             return body, ""
         settings = self._parts.settings
-        limit, is_long = settings.body_limit(Reads.JSON), len(body) > BRIEF_BYTES
+        limit, is_long = settings.body_limits[Reads.JSON], len(body) > BRIEF_BYTES
         return await settings.offload.run_if(is_long, decompress, body, encoding, limit), encoding
 
     async def _rewrite_model(self) -> GatewayRequest | None:
         """Replace the model in the body by the one that a header names. Return the refusal of a body that is too long."""
         settings, number = self._parts.settings, 0
-        limit, encoding = settings.body_limit(Reads.JSON), ""
+        limit, encoding = settings.body_limits[Reads.JSON], ""
         assert self._operation is not None
         request = GatewayRequest(self._method, self._path, self._headers, self._peer, self.body)
         try:

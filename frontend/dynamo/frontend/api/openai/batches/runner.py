@@ -330,7 +330,7 @@ class BatchRunner:
 
     async def _lines_of(self, owner: str, batch: Batch, hold: Hold) -> list[BatchLine]:
         content = await self._files.content(owner, batch.input_file_id, hold)
-        return await self._thread.run(parse_lines, content, batch.endpoint, self._settings.body_limit(Reads.JSON))
+        return await self._thread.run(parse_lines, content, batch.endpoint, self._settings.body_limits[Reads.JSON])
 
     async def _count(self, owner: str, batch: Batch, results_bytes: int, counts: Collection[RequestCounts]) -> Batch:
         completed, failed = sum(each.completed for each in counts), sum(each.failed for each in counts)

@@ -66,7 +66,7 @@ class EmbeddingsEndpoint:
     async def _serve(
         self, exchange: Exchange, request: EmbeddingRequest, inputs: Sequence[str | list[int]], model: NamedModel, call: Call
     ) -> None:
-        building = to_tensors(inputs, model.name, model.card, exchange.settings.body_limit(Reads.TENSORS))
+        building = to_tensors(inputs, model.name, model.card, exchange.settings.body_limits[Reads.TENSORS])
         tensors = await exchange.in_steps(building) if len(inputs) * max(map(len, inputs)) > _BRIEF_INPUTS else finish(building)
         call = msgspec.structs.replace(call, expected_tokens=expected_tokens(inputs))
         async with exchange.attended():

@@ -158,7 +158,7 @@ class TextTask(Generic[R]):
 
         if not self._suits(model.card):
             raise InvalidRequest(f"model '{model.card.name}' cannot do this: see its inputs and outputs", param="model")
-        max_bytes = exchange.settings.body_limit(Reads.TENSORS)
+        max_bytes = exchange.settings.body_limits[Reads.TENSORS]
         numbers = Numbers(model.card, model.name, edge.limits, infer, exchange.in_steps, max_bytes)
         async with exchange.attended():
             response = await self._serve(request, numbers)
