@@ -20,6 +20,7 @@ from dynamo.frontend.api.http.operation import Operation
 from dynamo.frontend.api.http.request_reader import RequestReader
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.api.text.gathering import Gathering
+from dynamo.frontend.api.text.generations import read_carried
 from dynamo.frontend.api.text.model_names import described_model, name_or_only_model
 from dynamo.frontend.api.text.rules import llm_of, new_tool_call_id, one_by_one, parse_delta
 from dynamo.frontend.config import TextLimits
@@ -136,7 +137,9 @@ class Messages:
         prepared = await edge.offload.run_if(exchange.has_large_body, to_text, request, model.card, edge.parsers, edge.limits)
         generation = edge.plane.generate(model, prepared.text, call)
         async with exchange.attended(), generation:
-            if request.stream:
+            if exchange.progress.carried is not None:
+                await read_carried(generation)
+            elif request.stream:
                 await _stream(exchange, generation, prepared)
             else:
                 await _respond(exchange, generation, prepared)

@@ -40,6 +40,7 @@ from dynamo.frontend.api.openai.response_objects import (
 from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, chat_to_text, last_words, renamed, with_tools
 from dynamo.frontend.api.openai.whole import LONG_CHARS, WholeResponse, hold_echo
 from dynamo.frontend.api.text.gathering import Gathering
+from dynamo.frontend.api.text.generations import read_carried
 from dynamo.frontend.api.text.reasoning_tokens import ReasoningTokenCounter
 from dynamo.frontend.api.text.rules import new_tool_call_id, one_by_one, parse_delta
 from dynamo.frontend.api.text.token_texts import TokenTexts
@@ -78,6 +79,8 @@ class ChatCompletions:
         extras = Extras(request, started, edge.clock)
         generation = edge.plane.generate(model, prepared.texts[0], call)
         async with exchange.attended(), generation:
+            if exchange.progress.carried is not None:
+                return await read_carried(generation)
             details = await self._details(exchange.account, request, prepared, generation)
             await hold_echo(exchange, edge.offload, details.echo, prepared.n)
             head = Head(

@@ -35,7 +35,7 @@ from dynamo.frontend.api.openai.response_objects import Completion, CompletionCh
 from dynamo.frontend.api.openai.to_text import PreparedRequest, call_of, completion_to_text, renamed
 from dynamo.frontend.api.openai.whole import LONG_CHARS, WholeResponse, hold_echo
 from dynamo.frontend.api.text.gathering import Gathering
-from dynamo.frontend.api.text.generations import TextSource, text_source
+from dynamo.frontend.api.text.generations import TextSource, read_carried, text_source
 from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.frontend.serving.call import Call
@@ -77,6 +77,8 @@ class Completions:
             raise InvalidRequest("'nvext.annotations' and 'nvext.extra_fields' need a request with one prompt", param="nvext")
         generations = [plane.generate(model, text, call) for text in prepared.texts]
         async with exchange.attended(), text_source(generations, prepared.n) as source:
+            if exchange.progress.carried is not None:
+                return await read_carried(source)
             head = Head(
                 id=f"cmpl-{exchange.request_id}",
                 kind="text_completion",

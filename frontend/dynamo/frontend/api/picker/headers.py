@@ -40,8 +40,10 @@ Headers = Mapping[bytes, bytes]
 def headers_of(message: pb.HttpHeaders) -> tuple[Header, ...]:
     """Return the headers of a request or a response, with names in lower case."""
     return tuple(
-        (header.key.encode("latin-1", "replace"), header.raw_value or header.value.encode("latin-1", "replace"))
-        for header in message.headers.headers
+        [
+            (header.key.encode("latin-1", "replace"), header.raw_value or header.value.encode("latin-1", "replace"))
+            for header in message.headers.headers
+        ]
     )
 
 

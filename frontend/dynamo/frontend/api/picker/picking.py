@@ -127,7 +127,7 @@ class Picking:
         self._encoding = value_of(named, b"content-encoding")
         host = named.get(b":authority")
         self._headers: tuple[Header, ...] = (
-            *((name, value) for name, value in headers if not name.startswith(b":")),
+            *[header for header in headers if header[0][:1] != b":"],
             *(((b"host", host),) if host else ()),
             *objective_headers(named, parts.priorities),
             *((_EXPLAINED,) if parts.options.endpoints > 1 else ()),

@@ -12,12 +12,10 @@ Once the request is placed the call ends cleanly if this process is about to sto
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from time import perf_counter
 from typing import Final
 
-from dynamo.common.errors import InvalidRequest, ShuttingDown
-from dynamo.frontend.api.declaration import within
+from dynamo.common.errors import DeadlineExceeded, InvalidRequest, ShuttingDown
 from dynamo.frontend.api.picker import messages
 from dynamo.frontend.api.picker.headers import DROPPED, PLACEMENT, by_name, headers_of, served_by, subset_of, value_of
 from dynamo.frontend.api.picker.messages import GO_ON, body_chunks, chosen, chosen_often, refused
@@ -47,8 +45,11 @@ class Processing:
 
     async def run(self) -> None:
         """Return when the response has ended. Raises InvalidRequest for a call that is none of the protocol, DeadlineExceeded."""
-        async with within(_FIRST_MESSAGE_S):
-            message = await self._next()
+        try:
+            async with asyncio.timeout(_FIRST_MESSAGE_S):
+                message = await self._next()
+        except TimeoutError:
+            raise DeadlineExceeded() from None
         if message is None or message.observability_mode:
             return
         if message.WhichOneof("request") != "request_headers":
@@ -112,11 +113,12 @@ class Processing:
 
     async def _next_of_body(self, deadline: float) -> pb.ProcessingRequest | None:
         """Return the next message, None after the last. Past the deadline, on the loop's clock, refuse the request: None, too."""
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout_at(deadline):
                 return await self._next()
-        await self._context.write(refused(408, (), b"The body of the request did not arrive in time."))
-        return None
+        except TimeoutError:
+            await self._context.write(refused(408, (), b"The body of the request did not arrive in time."))
+            return None
 
     async def _place_buffered(self, picking: Picking) -> bool:
         await self._context.write(GO_ON["request_headers"])
@@ -174,10 +176,11 @@ class Processing:
 
     async def _next_or_stop(self) -> pb.ProcessingRequest | None:
         """Return the next message; None at the end of the call, or when this process is about to stop."""
-        with suppress(ShuttingDown):
+        try:
             data = await self._drain.read(self._context)
-            return None if data is None else messages.read(data)
-        return None
+        except ShuttingDown:
+            return None
+        return None if data is None else messages.read(data)
 
     async def _begin_response(self, picking: Picking, message: pb.ProcessingRequest) -> None:
         headers = by_name(headers_of(message.response_headers))

@@ -142,3 +142,9 @@ class ParallelGenerations:
 def text_source(generations: Sequence[Generation], n: int) -> TextSource:
     """Return the one generation itself, or a source that combines several with `n` choices each."""
     return generations[0] if len(generations) == 1 else ParallelGenerations(generations, n)
+
+
+async def read_carried(source: TextSource) -> None:
+    """Read a response of which nothing is written here, to its end: a gateway carries it to the client."""
+    while await source.read():
+        pass
