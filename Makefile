@@ -48,7 +48,7 @@ EXAMPLES ?= .venv-triton/client/src/python/examples
 OWN_EXAMPLES := $(filter .venv-triton/%,$(EXAMPLES))
 EXAMPLES_COMMIT := 58a44caa0dce77303115302e6dbdf64626b2b093
 VLLM := .venv-vllm
-VLLM_TESTS ?= tests/unit/worker/engine/test_engine_contract.py tests/unit/worker/engine/vllm/test_vllm_engine.py tests/unit/worker/engine/vllm/test_vllm_images.py tests/unit/worker/engine/vllm/test_vllm_offload.py tests/integration/test_vllm_end_to_end.py
+VLLM_TESTS ?= tests/unit/worker/engine/test_engine_contract.py tests/unit/worker/engine/vllm/test_vllm_engine.py tests/unit/worker/engine/vllm/test_vllm_images.py tests/unit/worker/engine/vllm/test_vllm_offload.py tests/unit/worker/engine/vllm/test_vllm_speech.py tests/integration/test_vllm_end_to_end.py
 VLLM_FLAGS ?= -k "vllm"
 
 .PHONY: help run test unit integration slow test-all test-vllm test-backends test-clients lint format docs bench costs compare profile setup clean simulate fuzz drill soak kills differential triton-examples

@@ -12,6 +12,7 @@ PACKAGES = {
     "unit/worker/engine/vllm/test_vllm_engine.py": "vllm",
     "unit/worker/engine/vllm/test_vllm_images.py": "vllm",
     "unit/worker/engine/vllm/test_vllm_offload.py": "vllm",
+    "unit/worker/engine/vllm/test_vllm_speech.py": "vllm",
 }
 """The package that a file of tests needs, by its path."""
 

@@ -384,9 +384,15 @@ def _make_vllm(
 ) -> AnyEngine:
     with _imported(f"{model} needs the vllm engine", "vllm into the same environment"):
         from dynamo.worker.engine.vllm.engine import SharedVllm, VllmEngine
-    return VllmEngine(
-        SharedVllm(model, name=name, engine_args=engine_args, role=role, max_num_seqs=max_num_seqs, context_length=context_length)
+        from dynamo.worker.engine.vllm.speech import VllmSpeech
+    vllm = SharedVllm(
+        model, name=name, engine_args=engine_args, role=role, max_num_seqs=max_num_seqs, context_length=context_length
     )
+    if not vllm.only_transcribes():
+        return VllmEngine(vllm)
+    if role is not Role.AGGREGATED:
+        raise InvalidRequest(f"{model} is a speech model: it takes no --role {role}")
+    return VllmSpeech(vllm)
 
 
 def _make_sglang(model: str, name: str, engine_args: str, max_num_seqs: int | None, context_length: int | None) -> AnyEngine:

@@ -34,6 +34,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError, LoRAAdapterNotFoundError, VLLMClientError
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import get_model_cls
+from vllm.model_executor.models import ModelRegistry
 from vllm.multimodal.media import ImageMediaIO
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -141,6 +142,14 @@ class SharedVllm:
 
     def __repr__(self) -> str:
         return f"<SharedVllm {self.name}, ranks={self.ranks}>"
+
+    def only_transcribes(self) -> bool:
+        """Return whether it is a model of speech; also False for one that cannot be read, as starting it will say."""
+        try:
+            config = self._arguments.create_model_config()
+        except (ValueError, OSError):
+            return False
+        return bool(ModelRegistry.is_transcription_only_model(config.architectures, config))
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[None]:
@@ -384,9 +393,7 @@ class VllmEngine:
 
     async def failure(self) -> EngineError:
         """Return when vLLM's engine process has died, which it does not recover from."""
-        while not self.vllm.llm.errored:  # noqa: ASYNC110 - vLLM offers no event for it
-            await asyncio.sleep(_LOOK_S)
-        return EngineError("vLLM's engine process has died")
+        return await died(self.vllm)
 
     @property
     def max_adapters(self) -> int | None:
@@ -420,6 +427,13 @@ class VllmEngine:
 
     async def close(self) -> None:
         await self._stack.aclose()
+
+
+async def died(vllm: SharedVllm) -> EngineError:
+    """Return when the engine process of an open vLLM has died."""
+    while not vllm.llm.errored:  # noqa: ASYNC110 - vLLM offers no event for it
+        await asyncio.sleep(_LOOK_S)
+    return EngineError("vLLM's engine process has died")
 
 
 def _to_error(error: Exception) -> DynamoError:
