@@ -13,6 +13,8 @@ A connection is closed as follows.
 4. A client that closes its side after the request still gets the response. It is sent `100 Continue` meanwhile, which clients
    ignore, or in a stream what the application has for this (`on_half_close`); one that is gone resets the connection, which ends
    the request.
+5. After a response 101 the connection is the request's (`hand_over`): `read` returns what comes, as it comes, and the end of the
+   response closes it. A client that closes its side then has left.
 """
 
 from __future__ import annotations
@@ -113,6 +115,10 @@ class HttpConnection(asyncio.Protocol):
         self._in_head = True
         self._asks_to_upgrade = False
         """The head that was just parsed asks for another protocol."""
+        self._upgrade: list[tuple[bytes, bytes]] = []
+        """The headers that ask for it, while the head is parsed without them."""
+        self._tunnel: HttpRequest | None = None
+        """The request that has the connection to itself."""
         self._url: list[bytes] = []
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
@@ -155,7 +161,7 @@ class HttpConnection(asyncio.Protocol):
             if request is not None:
                 request.disconnect()
         self._queue.clear()
-        self._current = self._parsing = None
+        self._current = self._parsing = self._tunnel = None
         self.is_full = False
         self._writable.set()
         self._parser = None
@@ -166,6 +172,8 @@ class HttpConnection(asyncio.Protocol):
         last = self._parsing
         if self._current is None or last is None or last.more_body or self._head_bytes or self._lingering or self._is_tls:
             return False  # closes the transport
+        if self._tunnel is not None:
+            return False
         last.keep_alive = False
         self._probe_client(_PROBE_S)
         return True
@@ -194,12 +202,21 @@ class HttpConnection(asyncio.Protocol):
         self._unread_since = None
 
     def data_received(self, data: bytes) -> None:
+        if self._tunnel is not None:
+            return self._pass_on(self._tunnel, data)
         if self._lingering or self._failed:
             return self._discard(data)
         if self._unparsed:
             self._unparsed += data
         else:
             self._parse(data)
+
+    def _pass_on(self, request: HttpRequest, data: bytes) -> None:
+        if request.complete:
+            return
+        request.add(data)
+        if request.pending_bytes > HIGH_WATER_BYTES:
+            self.pause_reading()
 
     def _discard(self, data: bytes) -> None:
         self._received_bytes += len(data)
@@ -269,6 +286,7 @@ class HttpConnection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         lines = [b"%s %s HTTP/%s" % (method, b"".join(self._url), version)]
         lines += [b"%s: %s" % (name, value) for name, value in self._headers if name != b"upgrade"]
+        self._upgrade = [header for header in self._headers if header[0] == b"upgrade"]
         return b"\r\n".join(lines) + b"\r\n\r\n" + rest
 
     def _fail(self, status: int, message: str) -> None:
@@ -342,6 +360,8 @@ class HttpConnection(asyncio.Protocol):
             raise ValueError(f"{hosts} Host headers, of which proxies and servers may use different ones")
         if not hosts and self._parser.get_http_version() == "1.1":
             raise ValueError("an HTTP/1.1 request must have a Host header (RFC 9112, 3.2)")
+        self._headers += self._upgrade
+        self._upgrade = []
         parsed = httptools.parse_url(url)
         request = HttpRequest(
             self,
@@ -402,6 +422,12 @@ class HttpConnection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         self.transport.write(data)
+
+    def hand_over(self, request: HttpRequest) -> None:
+        """Give what comes from now on to a request. A client that did not wait for the response to send more is cut off."""
+        self._tunnel = request
+        if self._head_bytes or self._failed or self._queue or self._unparsed:
+            self.abort()
 
     async def writable(self) -> None:
         await self._writable.wait()

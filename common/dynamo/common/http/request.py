@@ -37,7 +37,7 @@ def _status_line(status: int) -> bytes:
     return f"HTTP/1.1 {status} {phrase}\r\n".encode()
 
 
-STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
+STATUS_LINES = {status: _status_line(status) for status in (101, *range(200, 600))}
 
 
 class HttpRequest:
@@ -191,7 +191,7 @@ class HttpRequest:
             if name == b"content-length":
                 length = int(value)
             lines.append(b"%b: %b\r\n" % (name, value))
-        no_body = self.method == "HEAD" or status in (204, 304)
+        no_body = self.method == "HEAD" or status in (101, 204, 304)
         if length is None and not no_body:
             if self.version == "1.0":
                 self.keep_alive = False  # the end of the connection is that of the body
@@ -203,7 +203,10 @@ class HttpRequest:
             self.keep_alive = False
         if connection.is_last_response:
             self.keep_alive = False
-        if not self.keep_alive:
+        if status == 101:
+            self.keep_alive = False
+            connection.hand_over(self)
+        elif not self.keep_alive:
             lines.append(b"connection: close\r\n")
         elif self.version == "1.0":
             lines.append(b"connection: keep-alive\r\n")

@@ -53,7 +53,10 @@ class ServedRequest(Protocol):
         ...
 
     def begin(self, status: int, headers: Sequence[Header]) -> None:
-        """Give the head of the response, which leaves with the first part of its body."""
+        """Give the head of the response, which leaves with the first part of its body.
+
+        After the status 101 the connection speaks another protocol until the last `write`: `read` and `write` are its bytes.
+        """
         ...
 
     async def write(self, body: Buffer, *, is_last: bool = False) -> None:

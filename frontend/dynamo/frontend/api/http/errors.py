@@ -12,8 +12,10 @@ import msgspec
 from msgspec import Struct
 
 from dynamo.common.errors import Code, DynamoError, InvalidRequest, ModelNotFound, NotFound
+from dynamo.common.http.served import Header
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.preprocess.text import ContextExceeded
+from dynamo.frontend.security.accounts import RateLimit
 
 _TYPES = {
     401: "authentication_error",
@@ -91,6 +93,20 @@ def error_body(error: BaseException, status: int) -> bytes:
 def error_event(error: BaseException, status: int) -> bytes:
     """Return the last event of a stream that failed. No `[DONE]` follows, since the response is incomplete."""
     return b"event: error\ndata: " + error_body(error, status) + b"\n\n"
+
+
+def retry_after(pause_s: float) -> Header:
+    return b"retry-after", b"%d" % max(1, round(pause_s))
+
+
+def rate_limit_headers(limit: RateLimit) -> tuple[Header, ...]:
+    """Return the headers that say what is left of a limit of the caller's key."""
+    kind = limit.kind.encode()
+    return (
+        (b"x-ratelimit-limit-" + kind, b"%d" % limit.size),
+        (b"x-ratelimit-remaining-" + kind, b"%d" % limit.remaining),
+        (b"x-ratelimit-reset-" + kind, b"%.3fs" % limit.reset_s),
+    )
 
 
 OPENAI_ERRORS = ErrorForm(body=error_body, event=error_event)

@@ -32,14 +32,14 @@ from dynamo.frontend.api.calls import EXPLAIN, read_call, usable_id
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, MAX_FILE_BYTES, NAME_BYTES, Charge, Declaration, Reads
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, UnknownEncoding, decompress_steps, encoding_of
-from dynamo.frontend.api.http.errors import PLAIN_ERRORS, ErrorForm
+from dynamo.frontend.api.http.errors import PLAIN_ERRORS, ErrorForm, rate_limit_headers, retry_after
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.router.explanation import Explanation
-from dynamo.frontend.security.accounts import ANONYMOUS, Account, RateLimit
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.serving.call import Call, Progress
 
 log = logging.getLogger(__name__)
@@ -425,6 +425,14 @@ class Exchange:
                     piece = await anext(pieces, b"")
                 await self._request.write(b"", is_last=True)
 
+    async def upgrade(self, headers: Sequence[Header]) -> ServedRequest:
+        """Respond with 101, and return the request, whose `read` and `write` are from then on the bytes of another protocol."""
+        self._check_charged(101)
+        self.status = 101
+        self._request.begin(101, (*headers, *self._common()))
+        await self._request.write(b"")
+        return self._request
+
     @asynccontextmanager
     async def events(self) -> AsyncIterator[EventStream]:
         """A stream of server-sent events. Its head goes with the first event, so that an earlier failure has its own status."""
@@ -442,7 +450,7 @@ class Exchange:
             self._on_refused(error)
         pause_s = retry_after_s(error)
         if pause_s is not None:
-            headers = (*headers, _retry_after(pause_s))
+            headers = (*headers, retry_after(pause_s))
         await self.respond(form.body(error, status), status, (JSON, *headers))
 
     async def fail(self, error: BaseException) -> None:
@@ -465,7 +473,7 @@ class Exchange:
         if pause_s is None and isinstance(error, DynamoError) and error.code is Code.UNAVAILABLE and error.retryable:
             pause_s = 1.0
         if pause_s is not None:
-            headers = (JSON, _retry_after(pause_s))
+            headers = (JSON, retry_after(pause_s))
         await self.respond(self.errors.body(error, status), status, headers)
 
     def _check_charged(self, status: int = 200) -> None:
@@ -486,7 +494,7 @@ class Exchange:
         if self.errors.request_id:
             headers += ((self.errors.request_id, request_id),)
         for limit in self._limited.rate_limits():
-            headers += _rate_limit(limit)
+            headers += rate_limit_headers(limit)
         if self.explanation is not None and (explained := self.explanation.to_json()):
             headers += ((EXPLAIN.encode(), explained),)
         return headers
@@ -526,19 +534,6 @@ def _join(pieces: list[bytes]) -> bytes:
     while pieces:
         del pieces[-_FREED_AT_ONCE:]
     return body
-
-
-def _rate_limit(limit: RateLimit) -> tuple[Header, ...]:
-    kind = limit.kind.encode()
-    return (
-        (b"x-ratelimit-limit-" + kind, b"%d" % limit.size),
-        (b"x-ratelimit-remaining-" + kind, b"%d" % limit.remaining),
-        (b"x-ratelimit-reset-" + kind, b"%.3fs" % limit.reset_s),
-    )
-
-
-def _retry_after(pause_s: float) -> Header:
-    return b"retry-after", b"%d" % max(1, round(pause_s))
 
 
 def _is_json(content_type: str) -> bool:
