@@ -13,5 +13,6 @@
 | `queue` | requests that wait while all instances are busy |
 | `request_scope` | one request, from its admission to its outcome |
 | `shadows` | copies of requests to shadow models |
+| `tensor_responses` | the responses to one tensor request |
 | `text` | text generation, from text to text |
 """

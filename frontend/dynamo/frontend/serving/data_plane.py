@@ -13,8 +13,6 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from types import TracebackType
-from typing import Self
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -48,20 +46,20 @@ from dynamo.frontend.preprocess.text import TextRequest
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.demand import DemandTable, WaitingRequests
 from dynamo.frontend.security.accounts import Account
-from dynamo.frontend.security.keys import MAX_PRIORITY
-from dynamo.frontend.serving.call import Call, Client, Link, TensorSource, Work, priority_of_level
+from dynamo.frontend.serving.call import Call, Client, Link, TensorSource, Work
 from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation
 from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel, find_loaded
 from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
 from dynamo.frontend.serving.output_lengths import OutputLengths
-from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN, tokens_of
+from dynamo.frontend.serving.prompt_tokens import tokens_of
 from dynamo.frontend.serving.queue.admission import AdmissionQueue
 from dynamo.frontend.serving.queue.fair_share import FairShares
 from dynamo.frontend.serving.queue.starting import NoStandby, StandbyModels, StartQueue
 from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.shadows import Shadows, content_length
+from dynamo.frontend.serving.tensor_responses import TensorResponses, infer_work, with_estimate
 from dynamo.frontend.serving.text.generation import Generation
 from dynamo.frontend.serving.text.text_models import TextLoader, TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
@@ -202,7 +200,7 @@ class DataPlane:
     ) -> Buffer:
         """Return the serialized ModelInferResponse. Raises DynamoError. `source`: where the tensors of the request are read."""
         if model.counts_tokens:
-            call = _with_estimate(call, request, source)
+            call = with_estimate(call, request, source)
         with RequestScope(model, call, self._tracing) as scope:
             if model.card.decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
@@ -218,8 +216,10 @@ class DataPlane:
     ) -> TensorResponses:
         """The responses of any tensor model, decoupled or not. `source`: see `infer`. Entering and reading raise DynamoError."""
         if model.counts_tokens:
-            call = _with_estimate(call, request, source)
-        return TensorResponses(self, model, request, RequestScope(model, call, self._tracing), source)
+            call = with_estimate(call, request, source)
+        scope = RequestScope(model, call, self._tracing)
+        begin = partial(self.dispatched, model, request, scope, source)
+        return TensorResponses(model, scope, begin, self._dispatcher.stream)
 
     async def dispatched(
         self, model: NamedModel, request: TensorRequest, scope: RequestScope, source: TensorSource | None
@@ -235,7 +235,7 @@ class DataPlane:
             await self._checks.run(checker.check, request)
         else:
             checker.check(request)
-        return self._dispatcher.stream(_infer(request, model, call), call)
+        return self._dispatcher.stream(infer_work(request, model, call), call)
 
     async def read(self, source: TensorSource, call: Call) -> TensorRequest:
         """Return a request that has been admitted with its tensors, which are counted before. Raises DynamoError."""
@@ -393,72 +393,6 @@ class DataPlane:
         self._metrics.for_model(model).ready.set(self.model_ready(model))
 
 
-class TensorResponses:
-    """The responses to one tensor request. Leaving it early cancels the request at the instance."""
-
-    def __init__(
-        self,
-        plane: DataPlane,
-        model: NamedModel,
-        request: TensorRequest,
-        scope: RequestScope,
-        source: TensorSource | None,
-    ) -> None:
-        self._plane = plane
-        self._model = model
-        self._request = request
-        self._scope = scope
-        self._source = source
-        self._stream: DispatchedStream | None = None
-
-    async def __aenter__(self) -> Self:
-        scope = self._scope
-        scope.__enter__()
-        try:
-            self._stream = await self._plane.dispatched(self._model, self._request, scope, self._source)
-        except BaseException as error:
-            scope.fail(error)
-            raise
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._stream is not None:
-            self._stream.close()
-        self._scope.__exit__(kind, error, traceback)
-
-    async def read(self) -> list[Buffer]:
-        """Return all serialized ModelInferResponses since the last call, at least one; [] at the end. Raises DynamoError."""
-        scope, stream = self._scope, self._stream
-        if stream is None or scope.is_over:
-            return []
-        try:
-            if not self._model.card.decoupled:
-                response = await stream.result()
-                if self._model.counts_tokens:
-                    scope.counted(tokens_of(response))
-                scope.succeed()
-                return [response]
-            responses = await stream.read()
-        except DynamoError as error:
-            scope.fail(error)
-            raise
-        if responses:
-            scope.responded()
-        else:
-            scope.succeed()
-        return responses
-
-
-def _with_estimate(call: Call, request: TensorRequest, source: TensorSource | None) -> Call:
-    """Return a call of a model that counts tokens with an estimate of them, unless its protocol made a better one."""
-    if call.expected_tokens:
-        return call
-    size = len(request.raw) if source is None else source.size_bytes
-    return msgspec.structs.replace(call, expected_tokens=1 + size // BYTES_PER_TOKEN)
-
-
 @asynccontextmanager
 async def open_data_plane(
     directory: ModelDirectory,
@@ -518,32 +452,3 @@ async def open_data_plane(
         finally:
             catalog.close()
             await plane.shadows.close()
-
-
-def _infer(request: TensorRequest, model: NamedModel, call: Call) -> Work:
-    account = call.account
-    # Workers order requests by the level in the message.
-    is_too_urgent = account.max_priority < MAX_PRIORITY and priority_of_level(request.priority) > account.max_priority
-    sequence = request.sequence if model.card.has_sequences else ""
-    parameters = request.head.parameters
-    owner = account.name if parameters and "sequence_id" in parameters else ""  # of a step of an ensemble, too
-    if sequence and owner:
-        sequence = f"{owner}\0{sequence}"
-    return Work(
-        model=model.card.name,
-        verb="infer",
-        body=request.without_priority() if is_too_urgent else request.raw,
-        metrics=model.metrics,
-        name=model.name,
-        version=model.version,
-        sequence=sequence,
-        sequence_owner=owner,
-        priority=call.priority,
-        pinned=call.instance,
-        needs_room=call.instance is not None,
-        session=call.session,
-        session_owner=call.account.name if call.session else "",
-        overrides=call.overrides,
-        request_id=call.request_id,
-        explanation=call.explanation,
-    )
