@@ -445,6 +445,7 @@ class Asked:
     """JSON, or bytes."""
     query: str = ""
     kind: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def encoded(self) -> bytes:
@@ -643,7 +644,13 @@ class HttpEntry(Entry):
             path = path.replace(name, quote(value, safe=""))
         assert "{" not in path, path
         body = asked.encoded
-        given = {"content-type": asked.kind, "content-length": str(len(body)), "host": "127.0.0.1", **(headers or {})}
+        given = {
+            "content-type": asked.kind,
+            "content-length": str(len(body)),
+            "host": "127.0.0.1",
+            **asked.headers,
+            **(headers or {}),
+        }
         encoded = [(name.encode(), value.encode()) for name, value in given.items()]
         client = Client(self.operation.method, path, encoded, asked.query, body)
         if leaving is not None:
@@ -930,6 +937,12 @@ def _form(kind: Kind | None = None) -> Http:
     return Http(lambda model: Asked(body=form(model, b"{}"), kind="multipart/form-data; boundary=b"), kind)
 
 
+WEB_SOCKET = {
+    "connection": "Upgrade",
+    "upgrade": "websocket",
+    "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==",
+    "sec-websocket-version": "13",
+}
 TENSOR = {"inputs": [{"name": "x", "datatype": "INT32", "shape": [2], "data": [1, 2]}]}
 _ID, _CONVERSATION, _FILE, _BATCH = "resp_" + "0" * 48, "conv_" + "0" * 48, "file-" + "0" * 32, "batch_" + "0" * 32
 _V = "/v2/models/{model:path}/versions/{version}"
@@ -966,6 +979,7 @@ HTTP: dict[str, Http] = {
     "POST /invocations": _with(TEXTS, input="Hi"),
     **{f"POST {path}": _form(MEDIA) for path in FORM_PATHS},
     **{f"POST {path}": _with(MEDIA, input="Hi") for path in JSON_PATHS},
+    "GET /v1/realtime": Http(lambda model: Asked(query=f"model={model}", headers=WEB_SOCKET), MEDIA),
     **dict.fromkeys(("POST /tokenize", "POST /v1/tokenize"), _with(TEXT, prompt="Hi")),
     "GET /tokenizer_info": Http(lambda model: Asked(query=f"model={model}"), TEXT),
     **dict.fromkeys(("POST /detokenize", "POST /v1/detokenize"), _with(TEXT, tokens=[65])),

@@ -146,6 +146,13 @@ class HttpClient:
         async with self.send(method, path, body) as response:
             return response.status, await response.read()
 
+    def websocket(self, path: str) -> tuple[str, dict[str, str], ssl.SSLContext | None]:
+        """Return the URL, the headers and the TLS context with which a WebSocket to the server is opened."""
+        scheme = "wss" if self._url.scheme == "https" else "ws"
+        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
+        tls = self._tls if self._tls_source is None else self._tls_source()
+        return f"{scheme}://{self._url.netloc}{self._url.path}{path}", headers, tls
+
     async def read(self, reader: asyncio.StreamReader) -> bytes:
         """Return what comes next. Raises Unavailable at the end of the connection, and after `timeout_s`."""
         with self._mapped():

@@ -6,6 +6,10 @@ A model of audio or images has bodies that only it can read. As a *relay* it tak
     outputs   http_status INT32 [1]   http_content_type BYTES [1]     http_body UINT8 [-1]
 
 It is decoupled: its first response has all outputs, and those after it the next parts of the body.
+
+A conversation over a WebSocket is such a request to `REALTIME_PATH`, whose body opens it. The first response has the status 101,
+and each body after it, as each body of further requests of the same session, a `RealtimeFrame`. These go to the instance that
+responds.
 """
 
 from __future__ import annotations
@@ -45,6 +49,42 @@ FORM_PATHS: Final = (
 JSON_PATHS: Final = ("/v1/audio/speech", "/v1/images/generations")
 RELAYED_PATHS: Final = frozenset((*FORM_PATHS, *JSON_PATHS, CHAT_PATH))
 """All paths of requests to a relay; a server may have others, which are not for clients."""
+
+
+REALTIME_PATH: Final = "/v1/realtime"
+"""A WebSocket to it is relayed."""
+MAX_MESSAGE_BYTES: Final = 16 << 20
+"""Bytes of one message of a WebSocket, at most."""
+SWITCHING: Final = 101
+
+
+class RealtimeFrame(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one side of a conversation says. The first one opens it, with nothing but `session` and `query`."""
+
+    session: str = ""
+    """Which conversation, known to no other caller; empty in responses."""
+    query: str = ""
+    """The query of the URL, with the model's name as the server knows it."""
+    number: int = 0
+    """Counts the requests of a session, of which each may arrive twice; 0 opens it."""
+    messages: tuple[str, ...] = ()
+    close: tuple[int, str] | None = None
+    """Code and reason of a side that says no more."""
+
+    def encode(self) -> bytes:
+        return _frames.encode(self)
+
+    @classmethod
+    def decode(cls, body: Buffer) -> RealtimeFrame:
+        """Raises InvalidRequest for a body that is none."""
+        try:
+            return _frame_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"the body is no frame of a conversation: {error}") from None
+
+
+_frames = msgspec.msgpack.Encoder()
+_frame_decoder = msgspec.msgpack.Decoder(RealtimeFrame)
 
 
 class RelayedRequest(msgspec.Struct, frozen=True):

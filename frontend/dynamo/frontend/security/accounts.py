@@ -88,6 +88,10 @@ class Account(Protocol):
         """Raise RateLimited if every request to a model would be refused now. Takes nothing."""
         ...
 
+    def check_tokens(self) -> None:
+        """Raise RateLimited if its budget has no tokens left, Unauthenticated for a key that is valid no more. Takes nothing."""
+        ...
+
     def occupy(self) -> Ticket:
         """Count work that is no request to a model, such as tokenizing, as one of the requests at once. Raises RateLimited."""
         ...
@@ -302,6 +306,11 @@ class KeyAccount:
             self._requested(1, now)
             self._check_for_one(now)
 
+    def check_tokens(self) -> None:
+        self._follow()
+        self.check_valid()
+        self._check_tokens(self._clock())
+
     def _check_for_one(self, now: float) -> None:
         self._check_concurrency(1, 0)
         self._check_tokens(now)
@@ -514,6 +523,9 @@ class AnonymousAccount:
         return _UNCOUNTED
 
     def check_limits(self) -> None:
+        pass
+
+    def check_tokens(self) -> None:
         pass
 
     def occupy(self) -> Ticket:

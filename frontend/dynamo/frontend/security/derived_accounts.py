@@ -48,6 +48,9 @@ class SameAccount:
     def check_limits(self) -> None:
         self._account.check_limits()
 
+    def check_tokens(self) -> None:
+        self._account.check_tokens()
+
     def occupy(self) -> Ticket:
         return self._account.occupy()
 

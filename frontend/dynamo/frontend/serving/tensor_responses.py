@@ -83,7 +83,7 @@ class TensorResponses:
         stream = self._stream
         if stream is None or stream.decision is None:
             raise EngineError("nothing has been read of the responses yet, so no instance is known to send more to")
-        call = msgspec.structs.replace(self._scope.call, instance=stream.decision.instance, progress=Progress())
+        call = msgspec.structs.replace(self._scope.call, instance=stream.decision.instance.id, progress=Progress())
         work = infer_work(request, self._model, call)
         work.needs_room = False
         async with self._dispatch(work, call) as sent:

@@ -25,7 +25,7 @@ class Shouting:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Nothing is read before it is set."""
     most_bytes: int = 0
-    """Of what was read at once."""
+    """Most bytes that were read at once."""
 
     async def __call__(self, request: ServedRequest) -> None:
         self.headers = dict(request.headers)

@@ -4,6 +4,7 @@
 |---|---|
 | `adapters` | LoRA adapters that an engine server loads and unloads while it runs, by its own calls |
 | `completions` | `/v1/completions` with token ids in both directions |
+| `conversations` | conversations over WebSockets with a server of the kind `relay` |
 | `dialect` | what the remote engine requires of the protocol of a kind of engine server |
 | `engine` | `RemoteEngine`: what all kinds of servers share |
 | `errors` | errors of engine servers as errors of ours |

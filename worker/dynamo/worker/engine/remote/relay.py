@@ -11,6 +11,7 @@ from dynamo.common.errors import EngineError, InvalidRequest, Unavailable
 from dynamo.common.http.client import MAX_BODY_BYTES, HttpClient, HttpResponse
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.tensors.relay import (
+    REALTIME_PATH,
     RELAY_INPUTS,
     RELAY_OUTPUTS,
     RELAYED_PATHS,
@@ -21,12 +22,10 @@ from dynamo.common.tensors.relay import (
 )
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.worker.engine.base import Context, TensorResponse
-from dynamo.worker.engine.remote.errors import read_failure
+from dynamo.worker.engine.remote.conversations import OF_SERVER, Conversations, failure_of
 from dynamo.worker.engine.remote.models import fetch_models, when_ready
 
 _TRACE_HEADERS: Final[tuple[str, ...]] = ("traceparent", "tracestate")
-_OURS: Final = frozenset({401, 403, 429, 502, 503, 504})
-"""Statuses that say something of this worker or of the server, not of the request: other instances may serve it."""
 _EVENTS: Final = "text/event-stream"
 
 
@@ -38,6 +37,7 @@ class RelayEngine:
         self._client = client
         self._name = name
         self._is_closed = False
+        self._conversations = Conversations(client)
 
     def __repr__(self) -> str:
         return f"<RelayEngine {self._name} at {self._client}>"
@@ -63,6 +63,11 @@ class RelayEngine:
         if self._is_closed:
             raise Unavailable("the engine is closed")
         relayed = from_tensors(request)
+        if relayed.path == REALTIME_PATH:
+            async with aclosing(self._conversations.serve(relayed.body, context)) as parts:
+                async for part in parts:
+                    yield _response(part)
+            return
         if relayed.path not in RELAYED_PATHS:
             raise InvalidRequest(
                 f"{relayed.path[:80]!r} is no path for requests to a model: {', '.join(sorted(RELAYED_PATHS))} are"
@@ -70,8 +75,8 @@ class RelayEngine:
         headers: dict[str, str] = {name: context.headers[name] for name in _TRACE_HEADERS if name in context.headers}
         headers |= {"content-type": relayed.content_type, "x-request-id": context.request_id}
         async with self._client.send("POST", relayed.path, bytes(relayed.body), headers) as response:
-            if response.status in _OURS:
-                raise self._failure(response.status, await response.read(), response.headers.get("retry-after", ""))
+            if response.status in OF_SERVER:
+                raise failure_of(self._client, response.status, await response.read(), response.headers.get("retry-after", ""))
             kind = response.headers.get("content-type", "")
             first = RelayedPart(b"", response.status, kind)
             pieces = _whole_events(response) if kind.startswith(_EVENTS) else response.chunks()
@@ -81,11 +86,6 @@ class RelayEngine:
                     first = RelayedPart(b"")
             if first.status:  # the body is empty
                 yield _response(first)
-
-    def _failure(self, status: int, body: bytes, retry_after: str) -> Exception:
-        if status in (401, 403):
-            return EngineError(f"the server at {self._client} refuses the key of its worker")
-        return read_failure(status, body, retry_after)
 
     async def close(self) -> None:
         self._is_closed = True

@@ -3,6 +3,8 @@
 | module | holds |
 |---|---|
 | `operations` | the operations, and chats of models that make more than text |
+| `realtime` | conversations over WebSockets |
 | `relayed_bodies` | bodies that are relayed, and the model's name in them |
 | `relays` | an endpoint whose requests and responses pass through |
+| `web_socket` | a WebSocket to a client |
 """

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dynamo.common.errors import DynamoError
-from dynamo.common.tensors.relay import CHAT_PATH, FORM_PATHS, JSON_PATHS, relays_http
+from dynamo.common.tensors.relay import CHAT_PATH, FORM_PATHS, JSON_PATHS, REALTIME_PATH, relays_http
 from dynamo.frontend.api.declaration import TEXT, Reads
 from dynamo.frontend.api.http.body_fields import model_in
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_body import scanned_body
 from dynamo.frontend.api.http.operation import Handler, Operation
 from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.media.realtime import Realtime
 from dynamo.frontend.api.openai.media.relays import Relay
 
 _FORM = replace(TEXT, reads=Reads.FILE, copies=4)
 """A form with files; beside it there are the request to the model and, where its name changes, a form with the other name."""
+_CONVERSATION = replace(TEXT, reads=Reads.NAME, copies=1)
+"""What is read later is held as it comes, and the conversation's own deadline is `realtime.LONGEST_S`."""
 _SUMMARIES = {
     "/v1/audio/transcriptions": "Speech to text",
     "/v1/audio/translations": "Speech to text in English",
@@ -24,6 +27,7 @@ _SUMMARIES = {
     "/v1/images/generations": "A text to images",
     "/v1/images/edits": "Images to changed ones",
     "/v1/images/variations": "An image to others like it",
+    REALTIME_PATH: "Conversations over WebSockets",
 }
 
 
@@ -36,6 +40,7 @@ def media_operations(edge: Edge, infer: Callable[..., Operation]) -> list[Operat
     return [
         *(operation(path, Relay(edge, path, is_form=True), declared=_FORM) for path in FORM_PATHS),
         *(operation(path, Relay(edge, path)) for path in JSON_PATHS),
+        operation(REALTIME_PATH, Realtime(edge), method="GET", declared=_CONVERSATION),
     ]
 
 

@@ -14,8 +14,8 @@ from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.media.relayed_bodies import FormBody, JsonBody, RelayedBody
 from dynamo.frontend.api.text.model_names import name_or_only_model
 from dynamo.frontend.serving.call import Call
-from dynamo.frontend.serving.data_plane import TensorResponses
 from dynamo.frontend.serving.model_catalog import NamedModel
+from dynamo.frontend.serving.tensor_responses import TensorResponses
 
 _LONG_BYTES = 1 << 20
 """Longer bodies are read and copied in a thread."""
@@ -58,12 +58,12 @@ class Relay:
         is_long = exchange.body_bytes > _LONG_BYTES
         request = await self._edge.offload.run_if(is_long, lambda: to_tensors(tensors(), model.name))
         async with exchange.attended(), self._edge.plane.infer_stream(model, request, call) as responses:
-            await _pass_on(exchange, responses)
+            parts = parts_of(responses)
+            await pass_on(exchange, await anext(parts, None), parts)
 
 
-async def _pass_on(exchange: Exchange, responses: TensorResponses) -> None:
-    parts = _parts(responses)
-    first = await anext(parts, None)
+async def pass_on(exchange: Exchange, first: RelayedPart | None, parts: AsyncGenerator[RelayedPart, None]) -> None:
+    """Respond with what a relay responds: the first part and those that follow it."""
     if first is None or not 200 <= first.status <= 599:
         raise EngineError("the model responded without a status")
     if first.status == 200 and first.content_type.startswith(_EVENTS):
@@ -76,7 +76,8 @@ async def _pass_on(exchange: Exchange, responses: TensorResponses) -> None:
     await exchange.respond_while_read(None, _bodies(first, parts), ((b"content-type", kind),), first.status)
 
 
-async def _parts(responses: TensorResponses) -> AsyncGenerator[RelayedPart, None]:
+async def parts_of(responses: TensorResponses) -> AsyncGenerator[RelayedPart, None]:
+    """Yield the parts of a response of a relay."""
     while batch := await responses.read():
         for encoded in batch:
             yield part_from_outputs(encoded)

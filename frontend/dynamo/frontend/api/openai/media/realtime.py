@@ -1,0 +1,263 @@
+"""`/v1/realtime`: conversations over WebSockets, which pass through to a model that has them: see `dynamo.common.tensors.relay`.
+
+A conversation is one request to the model, open until one side closes it, to which belongs what the client says. It is charged by
+the tokens that the server says responses took. It ends when its key has none left for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Coroutine
+from functools import partial
+from typing import Any, Final
+from urllib.parse import urlencode
+
+import msgspec
+
+from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest, Overloaded, RateLimited
+from dynamo.common.tensors.relay import (
+    REALTIME_PATH,
+    SERVER_MODEL,
+    SWITCHING,
+    RealtimeFrame,
+    RelayedPart,
+    RelayedRequest,
+    relays_http,
+    to_tensors,
+)
+from dynamo.common.tensors.request import TensorRequest
+from dynamo.frontend.api.http.errors import error_info
+from dynamo.frontend.api.http.exchange import Exchange
+from dynamo.frontend.api.openai.edge import Edge
+from dynamo.frontend.api.openai.media.relays import parts_of, pass_on
+from dynamo.frontend.api.openai.media.web_socket import ClientSocket
+from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
+from dynamo.frontend.api.text.model_names import name_or_only_model
+from dynamo.frontend.metrics import RequestType
+from dynamo.frontend.serving.call import Call
+from dynamo.frontend.serving.model_catalog import NamedModel
+from dynamo.frontend.serving.tensor_responses import TensorResponses
+
+LONGEST_S: Final = 3600.0
+"""As long as OpenAI has a conversation last."""
+PING_S: Final = 20.0
+"""A client from which nothing has come between two pings has left."""
+IDLE_S: Final = 600.0
+"""A conversation in which neither side has said anything for so long is closed."""
+_LAST_WORDS_S = 1.0
+_BUFFER_BYTES = 256 * 1024
+"""What a connection keeps of a client that is not read, and of messages to it."""
+_PATIENCE_S = 5.0
+
+Closing = tuple[int, str]
+"""Code and reason of the end of a conversation."""
+
+
+class _TokensUsed(msgspec.Struct):
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Responded(msgspec.Struct):
+    usage: _TokensUsed | None = None
+
+
+class _ServerEvent(msgspec.Struct):
+    type: str = ""
+    usage: _TokensUsed | None = None
+    response: _Responded | None = None
+
+
+_server_events = msgspec.json.Decoder(_ServerEvent)
+
+
+class Realtime:
+    """The endpoint."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+
+    async def __call__(self, exchange: Exchange) -> None:
+        call = exchange.call()
+        exchange.hold(_BUFFER_BYTES)
+        if exchange.headers.get("content-length", "0") != "0":
+            raise InvalidRequest("a request for a WebSocket has no body")
+        socket = ClientSocket(exchange)
+        latest = asyncio.get_running_loop().time() + LONGEST_S
+        deadline = latest if call.deadline is None else min(call.deadline, latest)
+        call = msgspec.structs.replace(call, deadline=deadline, request_type=RequestType.STREAM)
+        plane = self._edge.plane
+        name = name_or_only_model(plane, exchange.account, exchange.query.get("model"), relays_http)
+        await plane.names.serve(call, name, partial(self._respond, exchange, socket), has_begun=exchange.has_begun)
+
+    async def _respond(self, exchange: Exchange, socket: ClientSocket, model: NamedModel, call: Call) -> None:
+        if not relays_http(model.card):
+            raise InvalidRequest(
+                f"model '{model.card.name}' has no {REALTIME_PATH}: that takes a model behind --remote-kind relay", param="model"
+            )
+        known = model.card.labels.get(SERVER_MODEL, model.card.name)
+        session = secrets.token_hex(16)
+        opening = RealtimeFrame(session, urlencode({**exchange.query, "model": known}))
+        call = msgspec.structs.replace(call, shadows=())  # nothing would listen to a copy
+        request = _request(opening, model)
+        async with exchange.attended(), self._edge.plane.infer_stream(model, request, call) as responses:
+            parts = parts_of(responses)
+            first = await anext(parts, None)
+            if first is None or first.status != SWITCHING:
+                return await pass_on(exchange, first, parts)
+            await socket.open()
+            await _Talk(exchange, socket, model, known, session, responses).run(parts)
+
+
+class _Talk:
+    """A conversation that is open."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        socket: ClientSocket,
+        model: NamedModel,
+        known: str,
+        session: str,
+        responses: TensorResponses,
+    ) -> None:
+        self._exchange = exchange
+        self._socket = socket
+        self._model = model
+        self._known = known
+        """The model's name at its server."""
+        self._session = session
+        self._responses = responses
+        self._number = 0
+        self._input_tokens = self._output_tokens = 0
+        self._loop = asyncio.get_running_loop()
+        self._last_s = self._loop.time()
+        """When something was said."""
+
+    async def run(self, parts: AsyncGenerator[RelayedPart, None]) -> None:
+        """Let both sides talk until one of them, or a failure, ends it; the client is told which."""
+        async with asyncio.TaskGroup() as tasks:
+            speaking = tasks.create_task(self._ended(self._listen(parts)))
+            sides = {speaking, *(tasks.create_task(self._ended(side)) for side in (self._pass_on_client(), self._keep_alive()))}
+            done, _ = await asyncio.wait(sides, return_when=asyncio.FIRST_COMPLETED)
+            end = (speaking if speaking in done else done.pop()).result()
+            if not speaking.done():
+                await asyncio.wait((speaking,), timeout=_LAST_WORDS_S)
+            if isinstance(end, DynamoError) and speaking.done():  # which may be why another side has failed
+                end = speaking.result()
+            for side in sides:
+                side.cancel()
+        if isinstance(end, DynamoError):
+            end = await self._tell(end)
+        await self._socket.close(*end)
+
+    async def _ended(self, side: Coroutine[Any, Any, Closing]) -> Closing | DynamoError:
+        try:
+            return await side
+        except DynamoError as error:
+            return error
+
+    async def _listen(self, parts: AsyncGenerator[RelayedPart, None]) -> Closing:
+        """Pass on what the server says."""
+        closing: Closing | None = None
+        async for part in parts:
+            frame = RealtimeFrame.decode(part.body)
+            with self._exchange.holding() as hold:
+                hold(2 * len(part.body))
+                for message in frame.messages:
+                    self._last_s = self._loop.time()
+                    self._charge(message)
+                    await self._socket.send(message)
+            closing = frame.close or closing
+        if closing is None:
+            raise EngineError("the model ended the conversation without a word")
+        return closing
+
+    def _charge(self, message: str) -> None:
+        """Charge the tokens that an event says were used."""
+        if '"usage"' not in message:
+            return
+        try:
+            event = _server_events.decode(message)
+        except msgspec.MsgspecError:  # of another form, which only the client has to know
+            return
+        for usage in (event.usage, event.response.usage if event.response is not None else None):
+            if usage is not None:
+                self._input_tokens += max(0, usage.input_tokens)
+                self._output_tokens += max(0, usage.output_tokens)
+                self._responses.used(self._input_tokens, self._output_tokens)
+
+    async def _pass_on_client(self) -> Closing:
+        """Pass on what the client says."""
+        while True:
+            with self._exchange.holding() as hold:
+                messages = await self._socket.receive(hold)
+                if not messages:
+                    return await self._leave(*self._socket.closed_with)
+                self._last_s = self._loop.time()
+                await self._until_allowed()
+                await self._say(RealtimeFrame(self._session, messages=tuple(map(self._named, messages))))
+
+    async def _say(self, frame: RealtimeFrame) -> None:
+        self._number += 1
+        await self._responses.send(_request(msgspec.structs.replace(frame, number=self._number), self._model))
+
+    async def _leave(self, code: int, reason: str) -> Closing:
+        await self._say(RealtimeFrame(self._session, close=(code, reason)))
+        return code, reason
+
+    async def _until_allowed(self) -> None:
+        """Wait for a moment until the key has tokens left. Raises RateLimited if that takes longer."""
+        while True:
+            try:
+                return self._exchange.account.check_tokens()
+            except RateLimited as error:
+                wait_s = retry_after_s(error) or _PATIENCE_S
+                if wait_s > _PATIENCE_S:
+                    raise
+                await asyncio.sleep(wait_s)
+
+    def _named(self, message: str) -> str:
+        """Return an event with the model's name as the server knows it. Raises InvalidRequest for another model."""
+        if '"model"' not in message or '"session.update"' not in message:
+            return message
+        try:
+            event = json.loads(message)
+        except ValueError:
+            return message  # which the server refuses in its own words
+        if not isinstance(event, dict):
+            return message
+        named = [each for each in (event, event.get("session")) if isinstance(each, dict) and each.get("model") is not None]
+        for each in named:
+            if each["model"] not in (self._model.name, self._model.card.name, self._known):
+                raise InvalidRequest(f"this conversation is with the model '{self._model.name}' only", param="model")
+            each["model"] = self._known
+        return json.dumps(event) if named else message
+
+    async def _keep_alive(self) -> Closing:
+        while True:
+            self._socket.has_news = False
+            await self._socket.ping()
+            await asyncio.sleep(PING_S)
+            if self._loop.time() - self._last_s > IDLE_S:
+                return await self._leave(1001, "idle")
+            if not self._socket.has_news:
+                return await self._leave(1001, "no response to a ping")
+
+    async def _tell(self, error: DynamoError) -> Closing:
+        """Send the failure as an event, and return the code that says the same."""
+        log_failure(error, self._exchange.ensure_id(), f"GET {REALTIME_PATH}")
+        info = msgspec.to_builtins(error_info(error, http_status(error, self._exchange.settings.overload)))
+        event = {"type": "error", "event_id": f"event_{secrets.token_hex(8)}", "error": {**info, "event_id": None}}
+        await self._socket.send(json.dumps(event))
+        if isinstance(error, DeadlineExceeded):
+            return 1001, "the conversation has lasted as long as it may"
+        if isinstance(error, InvalidRequest):
+            return 1008, "the request is invalid"
+        return (1013, "try again later") if isinstance(error, Overloaded) else (1011, "the server failed")
+
+
+def _request(frame: RealtimeFrame, model: NamedModel) -> TensorRequest:
+    return to_tensors(RelayedRequest(REALTIME_PATH, "application/msgpack", frame.encode()), model.name)

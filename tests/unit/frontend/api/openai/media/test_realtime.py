@@ -1,0 +1,133 @@
+"""Conversations of clients that are slow, silent or gone, with a model in the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+
+from dynamo.common.errors import InstanceGone
+from dynamo.common.tensors.relay import RealtimeFrame, RelayedPart, from_tensors, part_to_outputs
+from dynamo.common.tensors.request import TensorRequest, build_response
+from dynamo.frontend.api.http.server import serve_http
+from dynamo.frontend.config import HttpOptions
+from tests.support.every_operation import MEDIA, Frontend, open_frontend
+from tests.support.fakes import FakeStream
+from tests.support.waiting import WAIT_S, until, until_free
+
+
+@dataclass
+class Model:
+    """Takes a conversation, and keeps what clients say."""
+
+    opened: list[FakeStream] = field(default_factory=list)
+    frames: list[RealtimeFrame] = field(default_factory=list)
+
+    def __call__(self, stream: FakeStream) -> None:
+        frame = RealtimeFrame.decode(from_tensors(TensorRequest.parse(stream.body)).body)
+        self.frames.append(frame)
+        if frame.number == 0:
+            self.opened.append(stream)
+            return self.send(RelayedPart(b"", 101))
+        if frame.close is not None:
+            self.say(close=frame.close)
+            self.opened[-1].end()
+        self._write(stream, RelayedPart(b""))
+        stream.end()
+
+    def say(self, *messages: str, close: tuple[int, str] | None = None) -> None:
+        self.send(RelayedPart(RealtimeFrame(messages=messages, close=close).encode()))
+
+    def send(self, part: RelayedPart) -> None:
+        self._write(self.opened[-1], part)
+
+    def _write(self, stream: FakeStream, part: RelayedPart) -> None:
+        head, raws = part_to_outputs(part)
+        stream.data(b"".join(build_response(head, raws)))
+
+
+@asynccontextmanager
+async def talking() -> AsyncIterator[tuple[Frontend, Model, ClientConnection]]:
+    async with open_frontend() as front, serve_http(HttpOptions(port=0), front.app) as server:
+        model = Model()
+        front.engine.behaves = [model]
+        url = f"ws://127.0.0.1:{server.port}/v1/realtime?model={MEDIA.open}"
+        async with connect(url, proxy=None, ping_interval=None, max_size=None) as socket:
+            yield front, model, socket
+        await until_free(front.capacity)
+
+
+async def end_of(socket: ClientConnection) -> tuple[int | None, str | None]:
+    async with asyncio.timeout(WAIT_S):
+        await socket.wait_closed()
+    return socket.close_code, socket.close_reason
+
+
+async def test_messages_go_both_ways_in_their_order_to_the_instance_that_has_the_conversation() -> None:
+    async with talking() as (front, model, socket):
+        for number in range(20):
+            await socket.send(f'{{"type":"a","number":{number}}}')
+        await until(lambda: sum(len(frame.messages) for frame in model.frames) == 20)
+        said = [json.loads(message)["number"] for frame in model.frames for message in frame.messages]
+        assert said == list(range(20)) and [frame.number for frame in model.frames] == list(range(len(model.frames)))
+        assert {stream.instance for stream in front.requests} == {model.opened[0].instance}
+        model.say("1", "2")
+        model.say("3")
+        assert [await socket.recv() for _ in range(3)] == ["1", "2", "3"]
+        await socket.close(4000, "enough")
+        assert model.frames[-1].close == (4000, "enough")
+
+
+@pytest.mark.parametrize(("idle_s", "reason"), [(0.0, "idle"), (600.0, "no response to a ping")])
+async def test_a_conversation_that_is_idle_or_whose_client_is_silent_is_closed(
+    idle_s: float, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynamo.frontend.api.openai.media.realtime.PING_S", 0.2)
+    monkeypatch.setattr("dynamo.frontend.api.openai.media.realtime.IDLE_S", idle_s)
+    async with talking() as (_, model, socket):
+        if idle_s:
+            socket.transport.pause_reading()
+            await until(lambda: model.frames[-1].close is not None)
+            socket.transport.resume_reading()
+        assert await end_of(socket) == (1001, reason)
+        assert model.frames[-1].close == (1001, reason)
+
+
+async def test_a_client_that_answers_pings_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo.frontend.api.openai.media.realtime.PING_S", 0.2)
+    pings = 0
+
+    def counted(data: Any) -> None:
+        nonlocal pings
+        pings += 1
+
+    async with talking() as (_, model, socket):
+        protocol = socket.protocol
+        original = protocol.recv_frame
+        monkeypatch.setattr(protocol, "recv_frame", lambda frame: (counted(frame), original(frame)))
+        await until(lambda: pings >= 4)
+        assert model.frames[-1].close is None
+
+
+async def test_a_model_that_is_lost_ends_the_conversation_with_an_event() -> None:
+    async with talking() as (front, model, socket):
+        model.opened[0].fail(InstanceGone(model.opened[0].instance))
+        event = json.loads(await socket.recv())
+        assert (event["type"], event["error"]["type"]) == ("error", "service_unavailable")
+        assert (await end_of(socket))[0] == 1011
+        assert len(front.requests) == 1
+
+
+async def test_a_long_message_is_held_while_it_comes_and_let_go_of_when_it_has_been_passed_on() -> None:
+    async with talking() as (front, model, socket):
+        before = front.capacity.buffered_bytes
+        await socket.send("a" * (2 << 20))
+        await until(lambda: len(model.frames) == 2)
+        assert front.capacity.peak_bytes >= before + (4 << 20)
+        await until(lambda: front.capacity.buffered_bytes == before)

@@ -1,0 +1,78 @@
+"""Conversations over WebSockets with a server, as the relay has them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from dynamo.common.errors import EngineError, InvalidRequest, Overloaded, Unavailable
+from dynamo.common.http.client import HttpClient
+from dynamo.common.tensors.relay import RealtimeFrame, RelayedPart
+from dynamo.worker.engine.base import Context
+from dynamo.worker.engine.remote.conversations import Conversations
+from tests.support.realtime_server import RealtimeServer
+from tests.support.waiting import WAIT_S, until
+
+CREATE = '{"type":"response.create"}'
+
+
+@asynccontextmanager
+async def conversing(server: RealtimeServer) -> AsyncIterator[Conversations]:
+    async with server.serving():
+        yield Conversations(HttpClient(server.url, key="secret", timeout_s=WAIT_S))
+
+
+def parts(conversations: Conversations, frame: RealtimeFrame) -> AsyncGenerator[RelayedPart, None]:
+    return conversations.serve(frame.encode(), Context("r"))
+
+
+async def said(opened: AsyncGenerator[RelayedPart, None]) -> RealtimeFrame:
+    async with asyncio.timeout(WAIT_S):
+        return RealtimeFrame.decode((await anext(opened)).body)
+
+
+async def say(conversations: Conversations, *messages: str, number: int, session: str = "s") -> None:
+    frame = RealtimeFrame(session, number=number, messages=messages)
+    assert [part.body async for part in parts(conversations, frame)] == [b""]
+
+
+async def test_what_arrives_twice_is_passed_on_once_and_leaving_ends_the_conversation() -> None:
+    server = RealtimeServer()
+    async with conversing(server) as conversations:
+        async with aclosing(parts(conversations, RealtimeFrame("s", "model=m"))) as opened:
+            assert (await anext(opened)).status == 101
+            assert json.loads((await said(opened)).messages[0])["type"] == "session.created"
+            for _ in range(2):
+                await say(conversations, CREATE, number=1)
+            await say(conversations, CREATE, CREATE, number=2)
+            assert sum([len((await said(opened)).messages) for _ in range(9)]) == 9
+            assert len(server.events) == 3 and server.open == 1
+            with pytest.raises(InvalidRequest, match="opened once"):
+                await anext(parts(conversations, RealtimeFrame("s", "model=m")))
+        await until(lambda: server.open == 0)
+        with pytest.raises(Unavailable, match="has ended"):
+            await say(conversations, CREATE, number=3)
+    assert server.headers[0]["authorization"] == "Bearer secret" and server.headers[0]["x-request-id"] == "r"
+
+
+@pytest.mark.parametrize(("status", "error"), [(401, EngineError), (429, Overloaded), (503, Overloaded)])
+async def test_what_a_server_says_of_itself_is_an_error_that_another_instance_may_make_good(
+    status: int, error: type[Exception]
+) -> None:
+    async with conversing(RealtimeServer(refusals=[status])) as conversations:
+        with pytest.raises(error):
+            await anext(parts(conversations, RealtimeFrame("s")))
+
+
+async def test_a_server_that_is_not_there_is_unavailable_and_no_frame_is_refused() -> None:
+    server = RealtimeServer()
+    async with conversing(server) as conversations:
+        pass
+    with pytest.raises(Unavailable, match="opens no WebSocket"):
+        await anext(parts(conversations, RealtimeFrame("s")))
+    with pytest.raises(InvalidRequest, match="is no frame"):
+        await anext(conversations.serve(b"\xff", Context("r")))

@@ -1,0 +1,119 @@
+"""Conversations over WebSockets with a server: see `dynamo.common.tensors.relay`.
+
+One request opens a conversation, and its responses are what the server says, until one side closes it. Further requests have what
+the client says; each ends when the server has taken that, so a server that reads slowly slows down its client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from dynamo.common.errors import EngineError, InvalidRequest, Unavailable
+from dynamo.common.http.client import HttpClient
+from dynamo.common.messaging.buffers import Buffer
+from dynamo.common.tensors.relay import MAX_MESSAGE_BYTES, REALTIME_PATH, SWITCHING, RealtimeFrame, RelayedPart
+from dynamo.worker.engine.base import Context
+from dynamo.worker.engine.remote.errors import read_failure
+
+OF_SERVER: Final = frozenset({401, 403, 429, 502, 503, 504})
+"""Statuses that say something of this worker or of the server, not of the request: other instances may serve it."""
+_OPEN_S = 5.0
+_CLOSE_S = 1.0
+_WAITING_MESSAGES = 4
+"""Messages of the server that wait for the client to read, at most; more stay in the connection."""
+_NO_CODE: Final = (1005, 1006)
+"""Say that there is no code; they are not sent."""
+
+
+def failure_of(client: HttpClient, status: int, body: bytes, retry_after: str) -> Exception:
+    """Return the failure that one of the statuses `OF_SERVER` says."""
+    if status in (401, 403):
+        return EngineError(f"the server at {client} refuses the key of its worker")
+    return read_failure(status, body, retry_after)
+
+
+class Conversations:
+    """The conversations with one server that are open."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+        self._open: dict[str, _ServerSocket] = {}
+
+    async def serve(self, body: Buffer, context: Context) -> AsyncGenerator[RelayedPart, None]:
+        """Yield what the server says if `body` opens a conversation, else pass on what the client says. Raises DynamoError."""
+        frame = RealtimeFrame.decode(body)
+        if frame.number:
+            conversation = self._open.get(frame.session)
+            if conversation is None:
+                raise Unavailable("the conversation has ended")
+            await conversation.say(frame)
+            yield RelayedPart(b"")
+            return
+        if not frame.session or frame.session in self._open:
+            raise InvalidRequest("a conversation is opened once, with a name that no other one has")
+        try:
+            async with self._connected(frame, context) as socket:
+                yield RelayedPart(b"", SWITCHING)
+                while True:
+                    message = await socket.recv()
+                    if not isinstance(message, str):
+                        raise EngineError("the server sent a binary message, of which there are none in conversations")
+                    yield RelayedPart(RealtimeFrame(messages=(message,)).encode())
+        except InvalidStatus as error:
+            response = error.response
+            status, said = response.status_code, bytes(response.body or b"")
+            if status in OF_SERVER:
+                raise failure_of(self._client, status, said, response.headers.get("retry-after", "")) from None
+            yield RelayedPart(said, status, response.headers.get("content-type", "text/plain"))
+        except ConnectionClosed as error:
+            code, reason = (1011, "the server has left") if error.rcvd is None else (error.rcvd.code, error.rcvd.reason)
+            yield RelayedPart(RealtimeFrame(close=(1000 if code in _NO_CODE else code, reason)).encode())
+        except (InvalidHandshake, OSError, TimeoutError) as error:
+            raise Unavailable(f"the server at {self._client} opens no WebSocket: {error}") from error
+
+    @asynccontextmanager
+    async def _connected(self, frame: RealtimeFrame, context: Context) -> AsyncGenerator[ClientConnection, None]:
+        url, headers, tls = self._client.websocket(f"{REALTIME_PATH}?{frame.query}")
+        opened = connect(
+            url,
+            additional_headers={**headers, "x-request-id": context.request_id},
+            user_agent_header=None,
+            compression=None,
+            proxy=None,
+            open_timeout=_OPEN_S,
+            close_timeout=_CLOSE_S,
+            max_size=MAX_MESSAGE_BYTES,
+            max_queue=_WAITING_MESSAGES,
+            ssl=tls,
+        )
+        async with opened as socket:
+            self._open[frame.session] = _ServerSocket(socket)
+            try:
+                yield socket
+            finally:
+                del self._open[frame.session]
+
+
+class _ServerSocket:
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+        self._number = 0
+        """The number of the last request that was passed on."""
+
+    async def say(self, frame: RealtimeFrame) -> None:
+        """Pass on what the client says, unless that was done. Returns when the server has room for more."""
+        if frame.number <= self._number:
+            return
+        self._number = frame.number
+        try:
+            for message in frame.messages:
+                await self._socket.send(message)
+            if frame.close is not None:
+                await self._socket.close(*frame.close)
+        except ConnectionClosed as error:
+            raise Unavailable("the conversation has ended") from error
