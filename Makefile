@@ -6,7 +6,7 @@
 # make test-all     test and slow (11 minutes)
 # make test-vllm    tests that need vLLM (3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
 # make test-backends  S3 with a real server, PyTorch and OpenVINO (1 minute), in .venv-backends (1.5 GB; the first time some minutes more)
-# make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, SDKs of OpenAI and Anthropic, and AIPerf (1 minute), in .venv-clients
+# make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, OpenAI's Agents SDK, SDKs of OpenAI and Anthropic, and AIPerf (1 minute), in .venv-clients and .venv-agents
 # make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
 # make fuzz         a million inputs for each decoder of untrusted input, guided by coverage (at most 85 minutes); FLAGS="--seconds 20 gguf" for less
 # make drill        one fault after the other in real processes under load, and what callers see (25 minutes); FLAGS="nats etcd" for a part
@@ -39,6 +39,7 @@ SINGLE := -m "not slow and not real_model and not source_tree"
 # In environments of their own, warnings of other projects' packages are shown and fail nothing.
 THEIR_WARNINGS := -W default -W error::RuntimeWarning -W error::pytest.PytestUnraisableExceptionWarning
 CLIENTS := .venv-clients
+AGENTS := .venv-agents
 BACKENDS := .venv-backends
 BACKEND_TESTS := tests/unit/worker/repository/stores/test_s3_store.py tests/unit/worker/repository/sessions/test_torch_backend.py tests/unit/worker/repository/sessions/test_openvino_backend.py
 HELM := .venv-helm
@@ -81,8 +82,9 @@ test-vllm: $(VLLM)/.made
 test-backends: $(BACKENDS)/.made
 	$(BACKENDS)/bin/python -m pytest $(THEIR_WARNINGS) $(BACKEND_TESTS)
 
-test-clients: $(CLIENTS)/.made $(VENV)/.run
+test-clients: $(CLIENTS)/.made $(AGENTS)/.made $(VENV)/.run
 	DYNAMO_LOCAL=$(BIN)/dynamo-local $(CLIENTS)/bin/python -m pytest $(THEIR_WARNINGS) --confcutdir=tests/clients tests/clients
+	DYNAMO_LOCAL=$(BIN)/dynamo-local $(AGENTS)/bin/python -m pytest $(THEIR_WARNINGS) --confcutdir=tests/clients tests/clients
 
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m tests.fuzz $(FLAGS)
@@ -139,7 +141,7 @@ profile: $(VENV)/.profile
 setup: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(BACKENDS) $(HELM) .venv-triton .dynamo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(AGENTS) $(BACKENDS) $(HELM) .venv-triton .dynamo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f protos/dynamo/protos/*_pb2.py protos/dynamo/protos/*_pb2.pyi protos/dynamo/protos/*_pb2_grpc.py*
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
@@ -195,6 +197,12 @@ $(BACKENDS)/.made: $(MADE_FROM) | $(BIN)/python
 $(CLIENTS)/.made: pyproject.toml | $(BIN)/python
 	$(call environment,clients of other projects; a minute)
 	@$(CLIENTS)/bin/pip install -qq --group test-clients
+	@touch $@
+
+# Its client of OpenAI is later than LlamaIndex takes.
+$(AGENTS)/.made: pyproject.toml | $(BIN)/python
+	$(call environment,OpenAI's Agents SDK; a minute)
+	@$(AGENTS)/bin/pip install -qq --group test-agents
 	@touch $@
 
 # tritonserver's Python backend starts its models with the stub of this Python's version.

@@ -93,6 +93,7 @@ HELM = _made(".venv-helm/.made", "Helm", "helm-python-sdk is not installed")
 ATHERIS = _made(".venv/.fuzz", "atheris")
 VLLM = _made(".venv-vllm/.made", "vLLM")
 CLIENTS = _made(".venv-clients/.made", "other people's clients")
+AGENTS = _made(".venv-agents/.made", "OpenAI's Agents SDK")
 BACKENDS = _made(".venv-backends/.made", "PyTorch, OpenVINO and S3")
 TRITON = _made(".venv-triton/.made", "Triton")
 EXAMPLES = _made(".venv-triton/.client", "Triton's client examples")
@@ -123,7 +124,7 @@ SUITES = (
     ),
     Suite("slow", "make slow", 1200, uses=(DEBIAN, JDK, NODE)),
     Suite("vllm", "make test-vllm", 900, needs=(VLLM,)),
-    Suite("clients", "make test-clients", 600, needs=(CLIENTS,), uses=(NODE,)),
+    Suite("clients", "make test-clients", 600, needs=(CLIENTS, AGENTS), uses=(NODE,)),
     Suite("backends", "make test-backends", 300, needs=(BACKENDS,)),
     Suite(
         "differential",
