@@ -6,6 +6,7 @@
 # make test-all     test and slow (11 minutes)
 # make test-vllm    tests that need vLLM (3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
 # make test-backends  S3 with a real server, PyTorch and OpenVINO (1 minute), in .venv-backends (1.5 GB; the first time some minutes more)
+# make test-gpu     models on a GPU (1 minute), experimental; says what it skipped. GPU_PYTHON has PyTorch for CUDA; DEVICE=cpu needs no GPU
 # make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, OpenAI's Agents SDK, SDKs of OpenAI and Anthropic, and AIPerf (1 minute), in .venv-clients and .venv-agents
 # make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
 # make fuzz         a million inputs for each decoder of untrusted input, guided by coverage (at most 85 minutes); FLAGS="--seconds 20 gguf" for less
@@ -41,6 +42,8 @@ THEIR_WARNINGS := -W default -W error::RuntimeWarning -W error::pytest.PytestUnr
 CLIENTS := .venv-clients
 AGENTS := .venv-agents
 BACKENDS := .venv-backends
+GPU_PYTHON ?= $(BACKENDS)/bin/python
+DEVICE ?= cuda
 BACKEND_TESTS := tests/unit/worker/repository/stores/test_s3_store.py tests/unit/worker/repository/sessions/test_torch_backend.py tests/unit/worker/repository/sessions/test_openvino_backend.py
 HELM := .venv-helm
 TRITON ?= .venv-triton
@@ -52,7 +55,7 @@ VLLM := .venv-vllm
 VLLM_TESTS ?= tests/unit/worker/engine/test_engine_contract.py tests/unit/worker/engine/vllm/test_vllm_engine.py tests/unit/worker/engine/vllm/test_vllm_images.py tests/unit/worker/engine/vllm/test_vllm_offload.py tests/unit/worker/engine/vllm/test_vllm_speech.py tests/integration/test_vllm_end_to_end.py
 VLLM_FLAGS ?= -k "vllm"
 
-.PHONY: help run test unit integration slow test-all test-vllm test-backends test-clients lint format docs bench costs compare profile setup clean simulate fuzz drill soak kills differential triton-examples
+.PHONY: help run test unit integration slow test-all test-vllm test-backends test-gpu test-clients lint format docs bench costs compare profile setup clean simulate fuzz drill soak kills differential triton-examples
 
 help:
 	@sed -n 's/^# \?//; /^$$/q; p' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +84,9 @@ test-vllm: $(VLLM)/.made
 
 test-backends: $(BACKENDS)/.made
 	$(BACKENDS)/bin/python -m pytest $(THEIR_WARNINGS) $(BACKEND_TESTS)
+
+test-gpu: $(if $(filter $(BACKENDS)/%,$(GPU_PYTHON)),$(BACKENDS)/.made)
+	DYNAMO_TEST_DEVICE=$(DEVICE) $(GPU_PYTHON) -m pytest $(THEIR_WARNINGS) -rs tests/gpu
 
 test-clients: $(CLIENTS)/.made $(AGENTS)/.made $(VENV)/.run
 	DYNAMO_LOCAL=$(BIN)/dynamo-local $(CLIENTS)/bin/python -m pytest $(THEIR_WARNINGS) --confcutdir=tests/clients tests/clients

@@ -506,7 +506,7 @@ def test_no_variable_of_the_caller_makes_a_suite_smaller(commands: Commands, mon
     used = set(re.findall(r"\$\(([A-Z_]+)\)|\$\((?:or|if) \$\(([A-Z_]+)\)", makefile))
     defined = set(re.findall(r"^([A-Z_]+) :=", makefile, re.MULTILINE)) | {"CURDIR", "MAKEFILE_LIST"}
     variables = {name for names in used for name in names if name} - defined
-    places = {"PYTHON", "TRITON", "EXAMPLES", "BASE"}
+    places = {"PYTHON", "TRITON", "EXAMPLES", "BASE", "GPU_PYTHON", "DEVICE"}
     """Where something is, or nothing that a suite of the gate uses."""
     assert {"FLAGS", "TESTS", "PYTEST_FLAGS", "VLLM_TESTS"} <= variables
     for name in variables - places | {"MAKEFLAGS", "PYTEST_ADDOPTS"}:
