@@ -279,8 +279,12 @@ async def test_the_parameters_of_a_request_reach_the_model(tmp_path: Path) -> No
     async with opened(tmp_path, "args") as models:
         parameters = {"sequence_id": "s-1", "sequence_start": True, "priority": 2, "timeout": 900, "mine": 1.5}
         [response] = await infer_all(models, "args", x(1), parameters=parameters, outputs=["y"])
-    assert response.outputs["y"].tolist() == [b'["request-7", "s-1", 1, 2, 900, ["y"], {"mine": 1.5}, "args", 1, false]']
-    assert response.parameters == {"n": 3}
+        assert response.outputs["y"].tolist() == [b'["request-7", "s-1", 1, 2, 900, ["y"], {"mine": 1.5}, "args", 1, false]']
+        assert response.parameters == {"n": 3}
+        parameters = {"priority": 2, "triton_models_priority": "high", "triton_models_timeout": 5}
+        [response] = await infer_all(models, "args", x(1), parameters=parameters, outputs=["y"])
+    own = b'{"priority": "high", "timeout": 5}'
+    assert response.outputs["y"].tolist() == [b'["request-7", 0, 0, 2, 0, ["y"], %b, "args", 1, false]' % own]
 
 
 async def test_an_error_of_a_model_is_that_error_to_its_caller_only(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from dynamo.common.tensors.tensors import (
 from dynamo.protos.inference_pb2 import InferParameter, InferTensorContents, ModelInferRequest
 
 EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
+MODELS_OWN: Mapping[str, str] = {"priority": "triton_models_priority", "timeout": "triton_models_timeout"}
+"""Parameters that mean something to this server, and by which name they come if they are the model's: generate has them so."""
 _MAX_CACHED_SHAPES = 1024
 _QUICK_BYTES = 512 * 1024
 _MAX_KEPT_BYTES = 1024
@@ -382,7 +384,7 @@ def check_request_parameters(parameters: Mapping[str, InferParameter], *, more: 
                 raise InvalidRequest("invalid value for 'priority', expected value >= 0.")
             if key == "sequence_id" and len(parameter.string_param.encode()) > _MAX_SEQUENCE_ID_BYTES:
                 raise Unsupported(f"string correlation ID cannot be longer than {_MAX_SEQUENCE_ID_BYTES} characters")
-        elif key.startswith("triton_"):
+        elif key.startswith("triton_") and key not in MODELS_OWN.values():
             raise InvalidRequest(
                 "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys starting with "
                 f"'triton_' are allowed: {EMPTY_FINAL_RESPONSE}"

@@ -50,6 +50,7 @@ from dynamo.common.model_card import ModelCard, TensorSpec
 from dynamo.common.process.background import awaited
 from dynamo.common.process.steps import Steps
 from dynamo.common.process.work import Work
+from dynamo.common.tensors.check import MODELS_OWN
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import (
     DATATYPES,
@@ -339,7 +340,8 @@ class _InferCaller:
         deadline = context.deadline
         if deadline is not None:
             deadline += time.monotonic() - asyncio.get_running_loop().time()
-        parameters = {name: _value(parameter) for name, parameter in request.head.parameters.items()}
+        names = {passed_as: name for name, passed_as in MODELS_OWN.items()}
+        parameters = {names.get(name, name): _value(parameter) for name, parameter in request.head.parameters.items()}
         return {"context": InferContext(context.request_id, context.version, parameters, deadline, context.cancelled.is_set)}
 
     def _arrays(self, result: Any) -> dict[str, Array]:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from dynamo.common.errors import DynamoError
+from dynamo.common.tensors.check import MODELS_OWN
 from dynamo.worker.repository.declared.execution import ModelRequest
 from dynamo.worker.repository.python.codes import to_code
 from dynamo.worker.repository.python.process_memory import ProcessMemory
@@ -56,13 +57,16 @@ def _parameters_of(request: ModelRequest) -> dict[str, Any]:
     """Return the fields of a head that parameters of the request set."""
     parameters = dict(request.parameters)
     correlation_id = parameters.pop("sequence_id", 0)
-    return {
+    head = {
         "correlation_id": correlation_id if isinstance(correlation_id, str) else _unsigned(correlation_id),
         "flags": int(bool(parameters.pop("sequence_start", False))) | 2 * int(bool(parameters.pop("sequence_end", False))),
         "priority": _unsigned(parameters.pop("priority", 0)),
         "timeout_us": _unsigned(parameters.pop("timeout", 0)),
-        "parameters": parameters,
     }
+    for name, passed_as in MODELS_OWN.items():
+        if passed_as in parameters:
+            parameters[name] = parameters.pop(passed_as)
+    return {**head, "parameters": parameters}
 
 
 def _unsigned(value: object) -> int:

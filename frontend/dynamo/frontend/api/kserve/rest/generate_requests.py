@@ -3,6 +3,7 @@
     {"text_input": "…", "max_tokens": 5, "parameters": {"temperature": 0, "stop": ["."], "details": true}, "id": "…"}
 
 Fields named like an input of the model are inputs, all others are parameters; members of the object `parameters` count as fields.
+`priority` and `timeout` are parameters for the model, too, as in Triton; those of a language model are the request's.
 A tensor has the model's shape, whose last variable dimension is set to fit the elements that were sent.
 """
 
@@ -17,6 +18,7 @@ import orjson
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.process.work import Work
+from dynamo.common.tensors.check import MODELS_OWN
 from dynamo.common.tensors.request import MAX_PARAMETERS, MAX_TENSORS, TensorRequest
 from dynamo.common.tensors.tensors import Buffer, datatype_named, element_count
 from dynamo.frontend.api.kserve.rest.elements import LONG_ELEMENTS, to_raw
@@ -61,7 +63,7 @@ def read_generate(body: bytes, card: ModelCard, model: str, version: str, bounds
             if name in specs:
                 raws.append((yield from _tensor(head, specs[name], cut.restored(value))))
             else:
-                set_model_parameter(head.parameters[name], name, value)
+                set_model_parameter(head.parameters[MODELS_OWN.get(name, name)], name, value)
         return RestGenerateRequest((yield from assembled(head, raws, bounds)))
     except UnicodeEncodeError:
         raise InvalidRequest("the body has text with half a surrogate pair, which is no character") from None

@@ -420,6 +420,13 @@ async def test_generate_makes_tensors_of_what_names_inputs_and_parameters_of_the
     assert {tensor.name: list(tensor.shape) for tensor in sent.inputs} == {"BYTES": [2], "FP32": [1], "INT8": [3]}
 
 
+async def test_priority_and_timeout_of_generate_are_the_models(edge: HttpEdge) -> None:
+    await edge.post("/v2/models/org/types/generate", {"FP32": 1.5, "priority": "high", "parameters": {"timeout": 5}})
+    sent = pb.ModelInferRequest.FromString(edge.client.streams[-1].body)
+    assert sent.parameters["triton_models_priority"].string_param == "high"
+    assert sent.parameters["triton_models_timeout"].int64_param == 5 and len(sent.parameters) == 2
+
+
 @pytest.mark.parametrize(("number", "passed_on"), [(2**63 - 1, 2**63 - 1), (2**63, 2.0**63), (-(2**63) - 1, -(2.0**63))])
 async def test_a_parameter_that_is_too_large_an_integer_is_a_float_for_infer_and_generate(
     edge: HttpEdge, number: int, passed_on: float
