@@ -56,8 +56,8 @@ async def fake_frontend(nats: NatsServer, namespace: str) -> AsyncIterator[FakeF
 def written(etcd: EtcdServer, namespace: str) -> int | None:
     """The target in etcd, read with etcd's own client."""
     text = etcdctl(etcd.endpoint, "get", "--print-value-only", targets_key(namespace)).strip()
-    target = decode_targets(text.encode()).of(SIM) if text else None
-    return None if target is None else target.instances
+    targets = decode_targets(text.encode()).targets if text else ()
+    return next((target.instances for target in targets if target.pool == SIM), None)
 
 
 async def until_written(etcd: EtcdServer, namespace: str, instances: int) -> None:

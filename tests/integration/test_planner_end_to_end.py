@@ -23,8 +23,8 @@ async def until_written(etcd: EtcdServer, namespace: str, instances: int) -> Non
     async with asyncio.timeout(WAIT_S):
         while True:
             text = await asyncio.to_thread(etcdctl, etcd.endpoint, "get", "--print-value-only", targets_key(namespace))
-            target = decode_targets(text.strip().encode()).of(Pool("sim")) if text.strip() else None
-            if target is not None and target.instances == instances:
+            targets = decode_targets(text.strip().encode()).targets if text.strip() else ()
+            if any(target.pool == Pool("sim") and target.instances == instances for target in targets):
                 return
             await asyncio.sleep(0.05)
 

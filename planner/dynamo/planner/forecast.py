@@ -84,7 +84,6 @@ class Forecast:
         self.season_s: float | None = None
         """After how long the rate repeats itself; None: it does not."""
         self._looked_at = 0.0
-        self._now = 0.0
         self._candidates = (
             *(_Candidate(f"trend of {window_s:g} s", partial(self._trend, window_s)) for window_s in _TREND_S),
             _Candidate("level", self._level),
@@ -107,7 +106,6 @@ class Forecast:
 
     def add(self, now: float, rate: float) -> None:
         """Take note of the mean rate since the last call."""
-        self._now = now
         self._values.append(rate)
         recent = [self._values[-1 - back] for back in range(min(self._smooth, len(self._values)))]
         self._rates.append(sum(recent) / len(recent))

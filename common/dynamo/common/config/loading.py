@@ -66,12 +66,10 @@ def load(
     return _build(cls, (), values)
 
 
-def load_or_exit(
-    cls: type[C], *, program: str, description: str | None = None, passes_on: Mapping[str, type[Any]] | None = None
-) -> C:
+def load_or_exit(cls: type[C], *, program: str, passes_on: Mapping[str, type[Any]] | None = None) -> C:
     """`load` from `sys.argv` and the environment; an error is printed and ends the process with status 2."""
     try:
-        return load(cls, sys.argv[1:], os.environ, program=program, description=description, passes_on=passes_on)
+        return load(cls, sys.argv[1:], os.environ, program=program, passes_on=passes_on)
     except ConfigError as error:
         exit_with(program, error)
 

@@ -33,6 +33,7 @@ KEEP_ALIVE: EtcdMethod[pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse] = Et
     "/etcdserverpb.Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse
 )
 _KEEP_ALIVES_PER_TTL = 3
+_CLOSE_TIMEOUT_S = 2.0
 
 
 class LeaseSession:
@@ -75,14 +76,14 @@ class LeaseSession:
                     self._failing = True
                 await asyncio.sleep(min(next(self._pauses), self.ttl_s / (2 * _KEEP_ALIVES_PER_TTL)))
 
-    async def close(self, timeout_s: float) -> None:
+    async def close(self) -> None:
         """Revoke the lease, so that what was put under it is gone at once. Without etcd its time runs out by itself."""
         self._cancel_expiry()
         lease, self._lease, self.is_held = self.lease, 0, False
         if not lease:
             return
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 await self._transport.unary(REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except LeaseLost:
             pass  # already revoked
@@ -147,7 +148,6 @@ async def open_session(
     ttl_s: float = DEFAULT_TTL_S,
     on_held: Callable[[int], None] = lambda lease: None,
     on_lost: Callable[[], None] = lambda: None,
-    close_timeout_s: float = 2.0,
 ) -> AsyncIterator[LeaseSession]:
     """A lease kept in the background; does not wait for etcd. `ttl_s` is rounded to whole seconds, and etcd may raise it."""
     session = LeaseSession(transport, ttl_s, on_held, on_lost)
@@ -155,4 +155,4 @@ async def open_session(
         async with running(session.keep(), "etcd lease"):
             yield session
     finally:
-        await session.close(close_timeout_s)
+        await session.close()

@@ -466,11 +466,6 @@ class HttpConnection(asyncio.Protocol):
 
     # Called by the server
 
-    @property
-    def is_busy(self) -> bool:
-        """A request is being served."""
-        return self._current is not None
-
     def close_if_idle(self) -> None:
         if self._current is None:
             self._close()

@@ -99,9 +99,9 @@ class Span:
     def set(self, attributes: Attributes) -> None:
         self._span.set_attributes(attributes)
 
-    def event(self, name: str, attributes: Attributes | None = None) -> None:
+    def event(self, name: str) -> None:
         """Add an event at the current time."""
-        self._span.add_event(name, attributes)
+        self._span.add_event(name)
 
     def child(self, name: str, started_ns: int, ended_ns: int, attributes: Attributes | None = None) -> None:
         """Add a child span that has ended already; Unix times in nanoseconds."""

@@ -5,7 +5,7 @@
 | `running(work, name)` | work that lasts as long as the body of an `async with` | is logged, ends the body and is raised |
 | `running_tasks()` | any number of tasks that start and end during the body | is logged, ends the body and is raised |
 | `Tasks(on_failure)` | tasks of an object that has a `close()` | is logged, and given to `on_failure` |
-| `start(work, name, on_failure)` | one such task | is logged, and given to `on_failure` |
+| `start(work, name)` | one such task | is logged |
 | `awaited(work, name)` | a task that the function which starts it awaits as well | is raised by awaiting |
 | `outlasting(work, grace_s)` | what goes on for a while when its caller is cancelled | is raised, unless that was cancelled |
 
@@ -59,18 +59,13 @@ async def outlasting(work: Work[T], grace_s: float) -> T:
         task.cancel()
 
 
-def start(work: Work[T], name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:
-    """Start `work` for an object that keeps the task and cancels it in its `close`.
-
-    If it fails, the failure is logged once and given to `on_failure`.
-    """
+def start(work: Work[T], name: str) -> asyncio.Task[T]:
+    """Start `work` for an object that keeps the task and cancels it in its `close`. If it fails, that is logged once."""
     task: asyncio.Task[T] = awaited(work, name)
 
     def ended(task: asyncio.Task[T]) -> None:
         if (error := _failure(task)) is not None:
             log.error("%s failed", task.get_name(), exc_info=error)
-            if on_failure is not None:
-                on_failure(task.get_name(), error)
 
     task.add_done_callback(ended)
     return task

@@ -38,9 +38,6 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     """The process that decided."""
     targets: tuple[PoolTarget, ...] = ()
 
-    def of(self, pool: Pool) -> PoolTarget | None:
-        return next((target for target in self.targets if target.pool == pool), None)
-
 
 def targets_key(namespace: str) -> str:
     """Return the etcd key of the targets of a namespace."""

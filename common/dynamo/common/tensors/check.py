@@ -326,11 +326,6 @@ class RequestChecker:
             raise self._wrong_number(head)
 
 
-def check_request(request: TensorRequest, card: ModelCard) -> None:
-    """Check a single request, see RequestChecker.check."""
-    RequestChecker(card).check(request)
-
-
 def _refusal(head: ModelInferRequest, sentence: str) -> InvalidRequest:
     return InvalidRequest(f"[request id: {head.id[:200] or '<id_unknown>'}] {sentence}")
 

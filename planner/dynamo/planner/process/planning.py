@@ -85,7 +85,6 @@ class Planning:
         self._key = key
         self._standby = standby
         self._executor = executor
-        self._executor_name = executor_name
         self._make_decider = make_decider
         self._within_budget = within_budget
         self._unreachable = unreachable

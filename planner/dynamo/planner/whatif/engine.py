@@ -86,10 +86,6 @@ class WhatIfEngine:
     def is_busy(self) -> bool:
         return bool(self._waiting or self._prefilling or self._decoding)
 
-    @property
-    def requests(self) -> int:
-        return len(self._waiting) + len(self._prefilling) + len(self._decoding)
-
     def report(self) -> LoadReport:
         queued = sum(each.prompt_tokens - each.computed for each in self._prefilling)
         return LoadReport(

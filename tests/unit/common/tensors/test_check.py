@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynamo.common.errors import InvalidRequest, ModelNotFound, Unsupported
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
-from dynamo.common.tensors.check import RequestChecker, check_request
+from dynamo.common.tensors.check import RequestChecker
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import encode_bytes
 from dynamo.protos.inference_pb2 import InferTensorContents, ModelInferRequest
@@ -67,10 +67,10 @@ def strings_request(*counts: int) -> TensorRequest:
 def test_a_request_has_at_most_a_million_strings_in_all_inputs() -> None:
     inputs = tuple(TensorSpec(name=name, datatype="BYTES", shape=(-1,)) for name in "AB")
     card = ModelCard(name="s", kind=ModelKind.TENSOR, inputs=inputs)
-    check_request(strings_request(500_000, 500_000), card)
+    RequestChecker(card).check(strings_request(500_000, 500_000))
     for counts in (500_000, 500_001), (1_000_001, 0):
         with pytest.raises(InvalidRequest, match="has 1000001 or more BYTES elements; at most 1000000 are allowed"):
-            check_request(strings_request(*counts), card)
+            RequestChecker(card).check(strings_request(*counts))
 
 
 @pytest.mark.parametrize("card", [CARD, BATCHED])
@@ -78,7 +78,7 @@ def test_a_shape_with_too_many_dimensions_is_not_listed(card: ModelCard) -> None
     request = raw_request() if card is CARD else batched_request()
     request.inputs[0].shape.extend([2] * 1_000_000)
     with pytest.raises(InvalidRequest) as refused:
-        check_request(TensorRequest.parse(request.SerializeToString()), card)
+        RequestChecker(card).check(TensorRequest.parse(request.SerializeToString()))
     assert str(refused.value).endswith("input 'A' has 1000002 dimensions; at most 16 are allowed")
 
 
@@ -99,7 +99,7 @@ def test_a_changed_request_is_checked_without_crashing(position: int, change: by
     data = bytearray(typed_request().SerializeToString())
     data[position % len(data) : position % len(data) + len(change)] = change
     with contextlib.suppress(InvalidRequest, ModelNotFound):
-        check_request(TensorRequest.parse(bytes(data)), CARD)
+        RequestChecker(CARD).check(TensorRequest.parse(bytes(data)))
 
 
 def test_good_requests_pass() -> None:
@@ -123,31 +123,31 @@ def test_good_requests_pass() -> None:
 def test_the_id_of_a_sequence_has_at_most_128_characters() -> None:
     message = raw_request()
     message.parameters["sequence_id"].string_param = "s" * 128
-    check_request(parsed(message), CARD)
+    RequestChecker(CARD).check(parsed(message))
     message.parameters["sequence_id"].string_param += "s"
     with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 characters"):
-        check_request(parsed(message), CARD)
+        RequestChecker(CARD).check(parsed(message))
 
 
 def test_empty_tensors_need_no_elements() -> None:
     empty = typed_request()
     empty.inputs[0].shape[:] = [0, 2]
     del empty.inputs[0].contents.fp32_contents[:]
-    check_request(parsed(empty), CARD)
+    RequestChecker(CARD).check(parsed(empty))
 
 
 def test_a_tensor_without_a_shape_is_no_batch() -> None:
     message = batched_request()
     del message.inputs[0].shape[:]
     with pytest.raises(InvalidRequest, match="input 'A' has no shape but model requires batch dimension for 'b'"):
-        check_request(parsed(message), BATCHED)
+        RequestChecker(BATCHED).check(parsed(message))
 
 
 def test_a_wrong_shape_of_a_batch_explains_batches() -> None:
     message = batched_request()
     message.inputs[0].shape.append(1)
     with pytest.raises(InvalidRequest, match="NOTE: Setting a non-zero max_batch_size"):
-        check_request(parsed(message), BATCHED)
+        RequestChecker(BATCHED).check(parsed(message))
 
 
 Change = Callable[[ModelInferRequest], object]
@@ -246,7 +246,7 @@ def test_a_bad_raw_request_is_explained(change: Change, sentence: str) -> None:
     message = raw_request()
     change(message)
     with pytest.raises(InvalidRequest, match=re.escape(sentence)):
-        check_request(parsed(message), CARD)
+        RequestChecker(CARD).check(parsed(message))
 
 
 BAD_TYPED: list[tuple[Change, str]] = [
@@ -278,7 +278,7 @@ def test_a_bad_typed_request_is_explained(change: Change, sentence: str) -> None
     message = typed_request()
     change(message)
     with pytest.raises(InvalidRequest, match=re.escape(sentence)):
-        check_request(parsed(message), CARD)
+        RequestChecker(CARD).check(parsed(message))
 
 
 @pytest.mark.parametrize(
@@ -291,18 +291,18 @@ def test_a_bad_typed_request_is_explained(change: Change, sentence: str) -> None
 )
 def test_batches_are_bounded_and_equal(a: int, b: int, sentence: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(sentence)):
-        check_request(parsed(batched_request(a, b)), BATCHED)
+        RequestChecker(BATCHED).check(parsed(batched_request(a, b)))
 
 
 def test_an_unknown_version_is_not_found() -> None:
     message = raw_request()
     message.model_version = "2"
     with pytest.raises(ModelNotFound, match="model 'm' has no version '2'"):
-        check_request(parsed(message), CARD)
+        RequestChecker(CARD).check(parsed(message))
 
 
 def test_shared_memory_is_unsupported() -> None:
     message = raw_request()
     message.inputs[0].parameters["shared_memory_region"].string_param = "r"
     with pytest.raises(Unsupported, match="input 'A' refers to shared memory"):
-        check_request(parsed(message), CARD)
+        RequestChecker(CARD).check(parsed(message))

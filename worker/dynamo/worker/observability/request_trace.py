@@ -29,7 +29,6 @@ class RequestTrace(RequestSink):
     def __init__(self, trace: Trace, start_ns: int, reception: Reception | None = None) -> None:
         """`reception`: of a request of a client, at a frontend whose clock is that of this process."""
         self._trace = trace
-        self._start_ns = start_ns
         self._queued_ns = perf_counter_ns()
         for name, ns in () if reception is None else reception.timestamps():
             trace.timestamp(name, ns)

@@ -27,7 +27,6 @@ from dynamo.common.messaging.request_plane.credit import StreamCredit
 from dynamo.common.messaging.request_plane.frames import BodyPieces, size_of
 from dynamo.common.messaging.request_plane.instance_peer import LARGE_RESPONSE_BYTES
 from dynamo.common.messaging.request_plane.limits import COPIED_AT_ONCE_BYTES, FRAME_COST
-from dynamo.common.names import InstanceId
 from dynamo.common.process.work import Work
 from dynamo.common.shared_memory.layout import Reference
 
@@ -154,10 +153,6 @@ class RequestStream:
         self._failure: DynamoError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def instance(self) -> InstanceId:
-        return self._peer.instance
 
     async def read(self) -> list[Buffer]:
         """Return all responses since the last call, at least one, or an empty list after END. Raises as the stream failed."""

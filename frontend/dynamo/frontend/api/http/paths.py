@@ -29,7 +29,6 @@ class Template:
     """One pattern of paths."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
         words = text.split("/")[1:]
         several = next((index for index, word in enumerate(words) if word.endswith(":path}")), None)
         self._several = None if several is None else words[several][1 : -len(":path}")]

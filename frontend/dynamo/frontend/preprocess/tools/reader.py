@@ -144,7 +144,7 @@ class Reader:
             give(before)
         return marker
 
-    def _strip(self, characters: str | None = None) -> bool:
+    def _strip(self) -> bool:
         """Strip white space from the beginning of the text; return whether anything is left."""
-        self._text = self._text.lstrip(characters)
+        self._text = self._text.lstrip()
         return bool(self._text)

@@ -30,5 +30,5 @@ def pinned_busy(instance: InstanceId, model: str) -> Overloaded:
     return Overloaded(f"instance {instance:x} of model '{model}' is busy", retry_after_s=1.0)
 
 
-def all_busy(model: str, retry_after_s: float = 1.0) -> Overloaded:
-    return Overloaded(f"all instances of model '{model}' are busy", retry_after_s=retry_after_s)
+def all_busy(model: str) -> Overloaded:
+    return Overloaded(f"all instances of model '{model}' are busy", retry_after_s=1.0)

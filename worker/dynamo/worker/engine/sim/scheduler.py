@@ -90,7 +90,6 @@ class SimSequence(msgspec.Struct, eq=False, kw_only=True):
     """The tokens to generate; empty: they are invented."""
 
     # From here on, the scheduler's.
-    prompt_tokens: int = 0
     length: int = 0
     """Tokens of prompt and output."""
     generated: int = 0
@@ -200,7 +199,7 @@ class Scheduler:
         if count >= capacity:
             raise InvalidRequest(f"the prompt of {count} tokens does not fit into the KV cache of {capacity} tokens")
         sequence.limit = min(sequence.limit, capacity - count)
-        sequence.prompt_tokens = sequence.length = count
+        sequence.length = count
         sequence.state = advance_all(START, tokens)
         sequence.pending = array("I", sequence.prompt[len(sequence.hashes) * config.block_size * TOKEN_BYTES :])
         sequence.arrived_at = now

@@ -383,13 +383,13 @@ class InferenceResponseSender:
             self._channel.over(self.number)
         return message
 
-    def fail(self, message: str, code: int = TritonError.INTERNAL) -> None:
+    def fail(self, message: str) -> None:
         """End the request with an error, unless it has ended."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._channel.over(self.number)
-                self._channel.send(wire.Response(number=self.number, error=message, code=code))
+                self._channel.send(wire.Response(number=self.number, error=message, code=TritonError.INTERNAL))
 
     def is_cancelled(self) -> bool:
         return self._channel.is_cancelled(self.number)

@@ -89,5 +89,5 @@ class Handlers:
         await handle_generate_stream(self._plane, self._state, exchange, ModelPath.of(exchange.parameters))
 
 
-async def _send(exchange: Exchange, body: object, status: int = 200) -> None:
-    await exchange.respond(orjson.dumps(body), status)
+async def _send(exchange: Exchange, body: object) -> None:
+    await exchange.respond(orjson.dumps(body))

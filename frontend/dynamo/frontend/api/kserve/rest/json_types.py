@@ -27,9 +27,9 @@ def as_unsigned(value: object, key: str = "") -> int:
     return value
 
 
-def as_array(value: object, key: str = "") -> list[Any]:
+def as_array(value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise _wrong("non-array as array", key)
+        raise _wrong("non-array as array", "")
     return value
 
 
