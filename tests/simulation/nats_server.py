@@ -30,7 +30,6 @@ class Client:
         self.subscriptions: dict[bytes, tuple[bytes, ...]] = {}
         """By subscription id: the subject, in tokens."""
         self.is_open = True
-        self.is_greeted = False
         self.name = ""
         """As it logged in."""
         self.wants_no_responders = False
@@ -111,7 +110,6 @@ class Client:
         if verb == b"CONNECT":
             options = json.loads(b" ".join(words[1:]))
             self.wants_no_responders = bool(options.get("no_responders"))
-            self.is_greeted = True
             self.name = options.get("name", "")
         elif verb == b"PING":
             self.write(b"PONG\r\n")

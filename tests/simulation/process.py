@@ -42,7 +42,7 @@ from dynamo.worker.engine.sim.engine import SimEngine
 from dynamo.worker.process.engine_factory import sim_config
 from tests.simulation.clock import Process
 from tests.simulation.stores import Stores, open_stores
-from tests.support.fakes import FakeTexts
+from tests.support.fakes import fake_texts
 
 NAMESPACE = "simulated"
 MAX_PAYLOAD = 64 * KIB
@@ -225,7 +225,7 @@ class SimulatedFrontend:
             settings = ServingOptions(queue=QueueOptions(size=QUEUE_SIZE if self._has_queue else 0))
             metrics = FrontendMetrics(CollectorRegistry())
             plane = await stack.enter_async_context(
-                open_data_plane(directory, client, nats, router, FakeTexts(), metrics, settings)
+                open_data_plane(directory, client, nats, router, fake_texts(), metrics, settings)
             )
             if plane.fair_shares is not None:
                 await stack.enter_async_context(shared_fairness(nats, NAMESPACE, loads.origin, plane.fair_shares))

@@ -29,7 +29,7 @@ from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.queue.starting import StandbyModels
 from dynamo.protos import inference_pb2 as pb
-from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, FakeTexts, instance
+from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, fake_texts, in_memory, instance
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,9 @@ async def open_edge(
     metrics = FrontendMetrics(registry)
     settings = ServingOptions(models=declared)
     link = FakeLink()
-    async with open_data_plane(directory, client, link, RoundRobin(), FakeTexts(), metrics, settings, standby=standby) as plane:
+    async with open_data_plane(
+        *in_memory(directory, client, link), RoundRobin(), fake_texts(), metrics, settings, standby=standby
+    ) as plane:
         readiness = Readiness()
         readiness.attach(plane)
         drain = StreamDrain()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 
@@ -22,11 +22,15 @@ from dynamo.common.generation import (
     summary_encoder,
 )
 from dynamo.common.messaging.buffers import Body, Buffer
+from dynamo.common.messaging.nats.connection import Connection
+from dynamo.common.messaging.request_plane.client import RequestClient
 from dynamo.common.messaging.request_plane.frames import joined
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, Role, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.tensors.relay import RELAY_INPUTS, RELAY_OUTPUTS
+from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.preprocess.text_files import TextFiles
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.router.fetch import TierCount, TierFetch
 from dynamo.frontend.serving.text.text_models import TextModel
@@ -491,3 +495,15 @@ class FakeDetokenizer:
 
 def _words(tokens: Sequence[int]) -> Iterator[str]:
     return (f"{token} " for token in tokens)
+
+
+def in_memory(
+    directory: FakeDirectory, client: FakeClient, link: FakeLink | None = None
+) -> tuple[Directory, RequestClient, Connection]:
+    """Return what a data plane reaches the fleet by, in its types."""
+    return cast(Directory, directory), cast(RequestClient, client), cast(Connection, link or FakeLink())
+
+
+def fake_texts() -> TextFiles:
+    """Return a `FakeTexts` in the type that a data plane takes."""
+    return cast(TextFiles, FakeTexts())

@@ -45,7 +45,7 @@ from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.worker.engine.echo import byte_tokenizer
-from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, instance
+from tests.support.fakes import FakeClient, FakeDirectory, FakeStream, in_memory, instance
 
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
@@ -210,7 +210,7 @@ async def open_http_edge(
     async with (
         open_text_files(TextFiles(), text or TextOptions()) as texts,
         open_data_plane(
-            directory, client, FakeLink(), RoundRobin(), texts, metrics, settings, rules=FixedRules(rules or {})
+            *in_memory(directory, client), RoundRobin(), texts, metrics, settings, rules=FixedRules(rules or {})
         ) as plane,
     ):
         readiness = Readiness()

@@ -40,7 +40,7 @@ from dynamo.frontend.router.select import make_router
 from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.protos import ext_proc_pb2 as pb
-from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, instance
+from tests.support.fakes import FakeClient, FakeDirectory, in_memory, instance
 from tests.support.http_edge import TextFiles, chat_card
 
 
@@ -156,7 +156,7 @@ async def open_picker_edge(
     picking = make_router(router or RouterOptions(mode=RouterMode.LEAST_LOADED), loads, lambda: 0.0)
     async with (
         open_text_files(TextFiles(), TextOptions()) as texts,
-        open_data_plane(directory, client, FakeLink(), picking, texts, metrics, serving) as plane,
+        open_data_plane(*in_memory(directory, client), picking, texts, metrics, serving) as plane,
     ):
         readiness = Readiness()
         readiness.attach(plane)

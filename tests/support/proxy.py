@@ -23,14 +23,11 @@ class Proxy:
         self.delay_s = 0.0
         """Added to every piece of data on its way."""
         self.bytes_per_s: float | None = None
-        self.accepted = 0
-        """Connections taken so far."""
         self._refusing = False
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._arrival = asyncio.Condition()
 
     async def __aenter__(self) -> Proxy:
         self._server = await asyncio.start_server(self._serve, HOST, 0)
@@ -69,11 +66,6 @@ class Proxy:
         self.bytes_per_s = None
         self._flowing.set()
 
-    async def wait_accepted(self, count: int) -> None:
-        """Waits until so many connections have been taken since the start."""
-        async with self._arrival:
-            await self._arrival.wait_for(lambda: self.accepted >= count)
-
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._refusing:
             writer.transport.abort()
@@ -81,9 +73,6 @@ class Proxy:
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
-        async with self._arrival:
-            self.accepted += 1
-            self._arrival.notify_all()
         up_writer: asyncio.StreamWriter | None = None
         try:
             up_reader, up_writer = await asyncio.open_connection(HOST, self.upstream_port)

@@ -42,7 +42,7 @@ from dynamo.planner.observe.fleet import PoolWatch
 from dynamo.planner.pools import Bounds, Decision, PoolView
 from dynamo.planner.process.leader import Leadership, open_leadership
 from dynamo.planner.process.metrics import PlannerMetrics
-from dynamo.planner.process.planning import Decider, Planning
+from dynamo.planner.process.planning import Planning
 from dynamo.planner.process.standby import StandbyRecords
 from dynamo.planner.process.state import PlannerState, initial_state
 from dynamo.planner.process.status import PlannerStatus, serve_planner_status
@@ -139,7 +139,7 @@ def _planning(
     def sharers() -> int:
         return max(1, len(watch.pools()))
 
-    def make_decider(pool: Pool, bounds: Bounds) -> Decider:
+    def make_decider(pool: Pool, bounds: Bounds) -> PoolPlanner:
         what_if = None
         # With `direct`, clients choose the instances.
         if config.whatif_router_mode is not RouterMode.DIRECT and config.whatif_cpu:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -24,13 +24,12 @@ from dynamo.common.generation import Summary, delta_encoder, request_decoder, su
 from dynamo.common.guided_rules import check_guided
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.messaging.request_plane.frames import size_of
-from dynamo.common.messaging.request_plane.incoming import Handler
+from dynamo.common.messaging.request_plane.incoming import Handler, Incoming
 from dynamo.common.messaging.request_plane.limits import COPIED_AT_ONCE_BYTES
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.observability.reception import Reception
 from dynamo.common.observability.tracing import Tracing, context_of
-from dynamo.common.process.lazy_event import LazyEvent
 from dynamo.common.process.steps import Steps
 from dynamo.common.tensors.known_heads import KnownHeads, PerHead
 from dynamo.common.tensors.request import TensorRequest
@@ -49,26 +48,6 @@ from dynamo.worker.traces.recorder import TritonTraces
 log = logging.getLogger(__name__)
 
 Respond: TypeAlias = Callable[[TensorRequest, Context], Awaitable[TensorResponse]]
-
-
-class IncomingRequest(Protocol):
-    """One request, as `dynamo.common.messaging.request_plane.incoming.Incoming` hands it to a handler."""
-
-    deadline: float | None
-    headers: dict[str, str]
-    body: Buffer
-    cancelled: LazyEvent
-
-    @property
-    def request_id(self) -> str: ...
-
-    def send_nowait(self, body: Body) -> bool: ...
-
-    async def ready(self) -> None: ...
-
-    async def lend_in_steps(self, body: Body, *, last: bool = False) -> Body: ...
-
-    def end(self, body: Body = b"") -> None: ...
 
 
 class StatisticsQuery(msgspec.Struct, frozen=True):
@@ -262,7 +241,7 @@ class Service:
             "canary": self.canary,
         }
 
-    async def infer(self, incoming: IncomingRequest) -> None:
+    async def infer(self, incoming: Incoming) -> None:
         """Respond to a serialized ModelInferRequest with serialized ModelInferResponses."""
         start = perf_counter_ns()
         request = self._known_heads.find(incoming.body)
@@ -306,7 +285,7 @@ class Service:
         record.succeed()
         incoming.end(body)
 
-    async def generate(self, incoming: IncomingRequest) -> None:
+    async def generate(self, incoming: Incoming) -> None:
         """Respond to a `GenerateRequest` with one `Delta` per engine step and choice, then a `Summary`."""
         start = perf_counter_ns()
         try:
@@ -357,7 +336,7 @@ class Service:
         record.succeed(summary)
         incoming.end(summary_encoder.encode(summary))
 
-    async def statistics(self, incoming: IncomingRequest) -> None:
+    async def statistics(self, incoming: Incoming) -> None:
         """Respond to a `StatisticsQuery` with a serialized ModelStatisticsResponse."""
         try:
             query = _query_decoder.decode(incoming.body)
@@ -376,11 +355,11 @@ class Service:
             raise ModelNotFound(query.model, query.version)
         incoming.end(ModelStatisticsResponse(model_stats=messages).SerializeToString())
 
-    async def ping(self, incoming: IncomingRequest) -> None:
+    async def ping(self, incoming: Incoming) -> None:
         """Respond with the names of the models that are served, as soon as the event loop runs this."""
         incoming.end(msgspec.msgpack.encode([model.card.name for model in self.models]))
 
-    async def canary(self, incoming: IncomingRequest) -> None:
+    async def canary(self, incoming: Incoming) -> None:
         """Send an empty response to a `CanaryRequest` once the engine is known to work. Tensor engines are not probed."""
         try:
             request = _canary_decoder.decode(incoming.body)
@@ -401,7 +380,7 @@ class Service:
         return await self._steps.run(work)
 
     async def _send_all(
-        self, iterator: AsyncIterator[TensorResponse], form: ResponseForm, record: RequestRecord, incoming: IncomingRequest
+        self, iterator: AsyncIterator[TensorResponse], form: ResponseForm, record: RequestRecord, incoming: Incoming
     ) -> None:
         """Send each response of a decoupled model as it comes, no faster than the caller reads."""
         try:
@@ -424,7 +403,7 @@ class Service:
             await close(iterator)
             raise
 
-    def _context(self, incoming: IncomingRequest, version: str) -> Context:
+    def _context(self, incoming: Incoming, version: str) -> Context:
         request_id = incoming.request_id
         logs.request_id.set(request_id)
         if "traceparent" in incoming.headers:
@@ -433,7 +412,7 @@ class Service:
 
     def _record(
         self,
-        incoming: IncomingRequest,
+        incoming: Incoming,
         context: Context,
         model: ServedModel,
         statistics: VersionStatistics,
@@ -459,7 +438,7 @@ class Service:
         size, decoupled = len(incoming.body), model.card.decoupled
         return RequestRecord(self._measured[name], statistics, sinks, context.timings, size, start_ns, decoupled=decoupled)
 
-    def _refuse_late(self, incoming: IncomingRequest) -> None:
+    def _refuse_late(self, incoming: Incoming) -> None:
         if incoming.deadline is not None and self._loop.time() >= incoming.deadline:
             raise DeadlineExceeded
 

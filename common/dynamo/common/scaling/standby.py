@@ -6,11 +6,12 @@ instance as it registered last. A card of an instance that is registered counts 
 
 from __future__ import annotations
 
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.etcd import Etcd
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import Endpoint, standby_key
 from dynamo.common.scaling.pool import Pool
@@ -37,14 +38,6 @@ class Standby(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """The etcd key of the record."""
         return pool_standby_key(self.endpoint.namespace, self.pool)
-
-
-class StandbyStore(Protocol):
-    """The part of `etcd.Etcd` that writing records needs."""
-
-    async def put(self, key: str, value: bytes, /) -> int: ...
-
-    async def delete(self, key: str, /) -> int: ...
 
 
 def pool_standby_key(namespace: str, pool: Pool) -> str:
@@ -80,11 +73,11 @@ def decode_standby(key: str, value: bytes) -> Standby:
     return standby
 
 
-async def put_standby(etcd: StandbyStore, standby: Standby) -> None:
+async def put_standby(etcd: Etcd, standby: Standby) -> None:
     """Let frontends take requests for a model whether or not it has instances. Raises InvalidRequest, and Unavailable."""
     await etcd.put(standby.key, encode_standby(standby))
 
 
-async def delete_standby(etcd: StandbyStore, namespace: str, pool: Pool) -> None:
+async def delete_standby(etcd: Etcd, namespace: str, pool: Pool) -> None:
     """Let frontends take requests for a model only while it has instances. Raises Unavailable."""
     await etcd.delete(pool_standby_key(namespace, pool))

@@ -6,31 +6,24 @@ computed when it is asked.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 import msgspec
 
 from dynamo.common.admission import AdmissionQuery, AdmissionReport
-from dynamo.common.discovery import Instance
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.model_card import ModelCard
 from dynamo.common.names import InstanceId, admissions_subject, admitted_reply, instance_of
+from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.peers.exchange import PeerBus
-
-
-class RegisteredInstances(Protocol):
-    """The part of `fleet.directory.Directory` that is needed here."""
-
-    def registrations_of(self, instance: InstanceId) -> Collection[Instance]: ...
 
 
 class Admissions:
     """Which instances this process has admitted."""
 
     def __init__(
-        self, directory: RegisteredInstances, has_text: Callable[[ModelCard], bool], is_in_step: Callable[[InstanceId, str], bool]
+        self, directory: Directory, has_text: Callable[[ModelCard], bool], is_in_step: Callable[[InstanceId, str], bool]
     ) -> None:
         """`has_text` says whether tokenizer and template of a card are at hand, `is_in_step` whether a cache is known."""
         self._directory = directory

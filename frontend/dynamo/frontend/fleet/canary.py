@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -22,15 +22,12 @@ from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.model_card import ModelKind
 from dynamo.common.names import InstanceId
 from dynamo.common.process.background import running
+from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.metrics import FrontendMetrics
 
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 32
-
-
-class Registered(Protocol):
-    def registered(self) -> Collection[Instance]: ...
 
 
 class CanaryDispatcher(Protocol):
@@ -47,7 +44,7 @@ class Canaries:
     """Probes all instances in turn. Use `watching_instances`."""
 
     def __init__(
-        self, directory: Registered, dispatcher: CanaryDispatcher, metrics: FrontendMetrics, *, wait_s: float, timeout_s: float
+        self, directory: Directory, dispatcher: CanaryDispatcher, metrics: FrontendMetrics, *, wait_s: float, timeout_s: float
     ) -> None:
         self._directory = directory
         self._dispatcher = dispatcher

@@ -16,6 +16,7 @@ import msgspec
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DeadlineExceeded, DynamoError, InstanceGone, Unavailable
 from dynamo.common.messaging.buffers import Body, Buffer
+from dynamo.common.messaging.nats.connection import Connection
 
 RECONNECT_GRACE_S = 5.0
 """After our connection to NATS came back: those of instances may take so long."""
@@ -30,19 +31,6 @@ class Queries(Protocol):
     async def query(self, instance: Instance, verb: str, body: Body, deadline: float) -> Buffer: ...
 
 
-class LinkHealth(Protocol):
-    """The state of this process's own NATS connection."""
-
-    @property
-    def is_connected(self) -> bool: ...
-
-    @property
-    def is_silent(self) -> bool: ...
-
-    @property
-    def reconnected_at(self) -> float: ...
-
-
 class Silent(Exception):
     """An instance does not respond."""
 
@@ -54,7 +42,7 @@ class Unknown(Exception):
 class Presence:
     """Asks instances what they serve. At most `_AT_ONCE` are asked at once."""
 
-    def __init__(self, queries: Queries, link: LinkHealth) -> None:
+    def __init__(self, queries: Queries, link: Connection) -> None:
         self._queries = queries
         self._link = link
         self._loop = asyncio.get_running_loop()

@@ -12,11 +12,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
-from dynamo.common.discovery import WITHDRAWN, Instance
+from dynamo.common.discovery import WITHDRAWN
 from dynamo.common.errors import Code, DynamoError, EngineError, ModelNotFound, Unsupported, from_wire
 from dynamo.common.etcd import Etcd, Events, KeyValue, Put, Reset
 from dynamo.common.etcd.follow import follow
@@ -37,6 +36,7 @@ from dynamo.common.repository import (
     decode_repository,
     merge_indexes,
 )
+from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.security.accounts import Account
 
 log = logging.getLogger(__name__)
@@ -48,14 +48,6 @@ _PASSED_OVER = frozenset({Code.NOT_FOUND, Code.UNSUPPORTED})
 
 SendRequest = Callable[[InstanceId, str, str, Body, float], Awaitable[Buffer]]
 """Sends a request to an instance and returns the response: (id, subject, verb, body, deadline). Raises DynamoError."""
-
-
-class ModelInstances(Protocol):
-    """The part of `Directory` that the repository needs."""
-
-    def instances(self, name: str) -> Sequence[Instance]: ...
-
-    def on_change(self, callback: Callable[[], None]) -> None: ...
 
 
 class RepositoryView:
@@ -136,7 +128,7 @@ class _WorkerOutcome:
 class Repository:
     """All repositories as one."""
 
-    def __init__(self, view: RepositoryView, send: SendRequest, models: ModelInstances, timeout_s: float) -> None:
+    def __init__(self, view: RepositoryView, send: SendRequest, models: Directory, timeout_s: float) -> None:
         """`timeout_s`: the longest that loading or unloading may take."""
         self._view = view
         self._send = send

@@ -1,17 +1,16 @@
 """What a request is to the data plane: who sent it (`Call`), what has to be done (`Work`), and the parts that carry it out.
 
-The protocols are what dispatching needs of the directory and of the messaging client; tests keep them in memory.
+A `Stream` is one that goes over NATS, or through a gateway; a `TensorSource` belongs to one protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import msgspec
 
-from dynamo.common.discovery import Instance
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
@@ -136,22 +135,6 @@ class TensorSource(Protocol):
         ...
 
 
-class Instances(Protocol):
-    """The part of the directory that dispatching needs."""
-
-    def instances(self, name: str) -> Sequence[Instance]:
-        """Return the instances that serve a model, alias or adapter, without those marked down; the same tuple until a change."""
-        ...
-
-    def mark_down(self, instance: InstanceId) -> None:
-        """Leave out an instance that does not respond, until `mark_up` or for some time."""
-        ...
-
-    def mark_up(self, instance: InstanceId) -> None:
-        """End `mark_down`: there was a sign of life of the instance."""
-        ...
-
-
 class Stream(Protocol):
     """One open request, as `messaging.request_plane.request_stream` has it."""
 
@@ -168,52 +151,3 @@ class Stream(Protocol):
     def cancel(self) -> None:
         """End the request early; has no effect if it has ended."""
         ...
-
-
-class Client(Protocol):
-    """The part of `messaging.request_plane.client.RequestClient` that dispatching needs."""
-
-    def open(
-        self,
-        instance: InstanceId,
-        subject: str,
-        verb: str,
-        body: Body,
-        *,
-        headers: Mapping[str, str] = ...,
-        deadline: float | None = None,
-        arena: str = "",
-    ) -> Stream: ...
-
-    def on_sign_of_life(self, callback: Callable[[InstanceId], None]) -> None:
-        """Call `callback`, synchronously, when an instance that was given up sends something after all."""
-        ...
-
-
-class Link(Protocol):
-    """The state of this process's own NATS connection."""
-
-    @property
-    def is_connected(self) -> bool: ...
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether nats-server itself does not respond: then the silence of an instance says nothing about it."""
-        ...
-
-    @property
-    def away_s(self) -> float:
-        """For how many seconds nats-server has not been heard; 0 while it responds."""
-        ...
-
-    @property
-    def opened_at(self) -> float:
-        """When it was first made, on the loop's clock."""
-        ...
-
-    @property
-    def reconnected_at(self) -> float:
-        """When it last came back, on the loop's clock; -inf if it was never away."""
-        ...
-
-    async def connected(self) -> None: ...

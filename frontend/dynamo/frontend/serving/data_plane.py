@@ -19,16 +19,10 @@ from google.protobuf.message import DecodeError
 
 from dynamo.common.adapters import LoadAdapter
 from dynamo.common.discovery import Instance, other_names
-from dynamo.common.errors import (
-    DynamoError,
-    EngineError,
-    InvalidRequest,
-    ModelNotFound,
-    NoInstances,
-    Unavailable,
-    Unsupported,
-)
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, NoInstances, Unavailable, Unsupported
 from dynamo.common.messaging.buffers import Buffer
+from dynamo.common.messaging.nats.connection import Connection
+from dynamo.common.messaging.request_plane.client import RequestClient
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.observability.tracing import Tracing
 from dynamo.common.repository import NO_FILES, Files, IndexEntry, LoadRequest, UnloadRequest, merge_indexes
@@ -37,20 +31,22 @@ from dynamo.common.tensors.request import TensorRequest
 from dynamo.frontend.config import ServingOptions
 from dynamo.frontend.fleet.adapters import Adapters
 from dynamo.frontend.fleet.canary import Canaries, watching_instances
+from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.presence import Presence
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.fleet.statistics import add_up
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import TextRequest
+from dynamo.frontend.preprocess.text_files import TextFiles
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.demand import DemandTable, WaitingRequests
 from dynamo.frontend.security.accounts import Account
-from dynamo.frontend.serving.call import Call, Client, Link, TensorSource, Work
+from dynamo.frontend.serving.call import Call, TensorSource, Work
 from dynamo.frontend.serving.dispatch.disaggregation import Disaggregation
 from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
-from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, ModelDirectory, NamedModel, find_loaded
+from dynamo.frontend.serving.model_catalog import CatalogChange, ModelCatalog, NamedModel, find_loaded
 from dynamo.frontend.serving.names import ModelNames, NoRules, RuleTable
 from dynamo.frontend.serving.output_lengths import OutputLengths
 from dynamo.frontend.serving.prompt_tokens import tokens_of
@@ -61,7 +57,7 @@ from dynamo.frontend.serving.request_scope import RequestScope
 from dynamo.frontend.serving.shadows import Shadows, content_length
 from dynamo.frontend.serving.tensor_responses import TensorResponses, infer_work, with_estimate
 from dynamo.frontend.serving.text.generation import Generation
-from dynamo.frontend.serving.text.text_models import TextLoader, TextModel, TextModels
+from dynamo.frontend.serving.text.text_models import TextModel, TextModels
 from dynamo.protos.inference_pb2 import ModelStatisticsResponse
 
 __all__ = ["DataPlane", "Generation", "TensorResponses", "open_data_plane"]
@@ -81,9 +77,9 @@ class DataPlane:
 
     def __init__(
         self,
-        directory: ModelDirectory,
+        directory: Directory,
         catalog: ModelCatalog,
-        link: Link,
+        link: Connection,
         dispatcher: Dispatcher,
         texts: TextModels,
         metrics: FrontendMetrics,
@@ -395,11 +391,11 @@ class DataPlane:
 
 @asynccontextmanager
 async def open_data_plane(
-    directory: ModelDirectory,
-    client: Client,
-    link: Link,
+    directory: Directory,
+    client: RequestClient,
+    link: Connection,
     router: Router,
-    text_loader: TextLoader,
+    text_loader: TextFiles,
     metrics: FrontendMetrics,
     settings: ServingOptions | None = None,
     tracing: Tracing | None = None,

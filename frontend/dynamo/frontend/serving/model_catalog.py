@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,43 +19,11 @@ from dynamo.common.names import InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.tensors.check import RequestChecker
 from dynamo.common.tensors.relay import relays_http
+from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.repository import Repository
 from dynamo.frontend.metrics import FrontendMetrics, ModelMetrics
-from dynamo.frontend.serving.call import Instances
 from dynamo.frontend.serving.prompt_tokens import counts_tokens
 from dynamo.frontend.serving.queue.starting import NoStandby, StandbyModels
-
-
-class ModelDirectory(Instances, Protocol):
-    """The part of `fleet.directory.Directory` that the data plane needs."""
-
-    def registered(self) -> Collection[Instance]:
-        """Return every registration, those of instances marked down included."""
-        ...
-
-    def card(self, name: str) -> ModelCard | None:
-        """Return the card of a model, by its name, alias or adapter; None if no instance has registered it."""
-        ...
-
-    def newest_first(self, name: str) -> Iterator[Instance]:
-        """Yield the registrations that have a name, the newest first, including instances marked down."""
-        ...
-
-    def count(self, model: str) -> int:
-        """Return how many registrations a model has, by its own name."""
-        ...
-
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, synchronously, whenever the result of `registered` or `instances` changes."""
-        ...
-
-    def on_registrations(self, callback: Callable[[Sequence[Instance], Sequence[Instance]], None]) -> None:
-        """Call `callback(added, removed)`, synchronously, with what `registered` gains and loses."""
-        ...
-
-    def confirm_by(self, served_by: Callable[[Instance], Awaitable[Collection[str] | None]]) -> None:
-        """Keep instances that are absent from etcd for as long as `served_by` names models: see `fleet.presence`."""
-        ...
 
 
 class TextReadiness(Protocol):
@@ -109,7 +77,7 @@ class ModelCatalog:
 
     def __init__(
         self,
-        directory: ModelDirectory,
+        directory: Directory,
         metrics: FrontendMetrics,
         declared: Iterable[ModelCard],
         remember_s: float,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 import msgspec
 
@@ -26,25 +25,12 @@ from dynamo.planner.observe.fleet import SILENT_S, PoolWatch
 _demand_decoder = msgspec.msgpack.Decoder(DemandReport)
 
 
-class DemandLink(Protocol):
-    """The part of `Connection` that says whether what was published has arrived."""
-
-    @property
-    def is_connected(self) -> bool: ...
-
-    @property
-    def is_silent(self) -> bool: ...
-
-    @property
-    def reconnected_at(self) -> float: ...
-
-
 class FleetBus:
     """What comes from NATS, and whether enough comes to decide by."""
 
     def __init__(
         self,
-        link: DemandLink,
+        link: Connection,
         demand: DemandLedger,
         pools: PoolWatch,
         interval_s: float,

@@ -6,11 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 from dynamo.common.errors import DynamoError
 from dynamo.common.etcd import Etcd
-from dynamo.common.etcd.leases import open_leases
+from dynamo.common.etcd.leases import Leases, open_leases
 from dynamo.common.names import leases_prefix
 from dynamo.common.process.background import running
 
@@ -22,16 +21,10 @@ RETRY_S = 1.0
 """Between two attempts to become the leader."""
 
 
-class Takes(Protocol):
-    """The part of `Leases` that is needed here."""
-
-    async def take(self, name: str) -> bool: ...
-
-
 class Leadership:
     """Whether this process is the leader."""
 
-    def __init__(self, leases: Takes) -> None:
+    def __init__(self, leases: Leases) -> None:
         self.term = 0
         """How often this process has become the leader. What was begun in an earlier term must not be carried out."""
         self.is_leader = False

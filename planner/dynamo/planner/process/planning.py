@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -21,6 +20,7 @@ from dynamo.common.scaling.demand import DemandReport
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.scaling.targets import PoolTarget, Targets
 from dynamo.planner.config import PlannerConfig
+from dynamo.planner.decide import PoolPlanner
 from dynamo.planner.executors.base import Executor, ExecutorFailed
 from dynamo.planner.observe.bus import FleetBus
 from dynamo.planner.observe.fleet import PoolWatch
@@ -39,17 +39,7 @@ _RECENTLY_S = 30.0
 """A model without a least number of instances has one of each role for so long after a request."""
 
 
-class Decider(Protocol):
-    """Decides for one pool, at each round, or observes it while another planner does."""
-
-    def begin(self, target: int) -> None: ...
-
-    def observe(self, view: PoolView) -> None: ...
-
-    def decide(self, view: PoolView, *, least: int = 0) -> Decision: ...
-
-
-MakeDecider = Callable[[Pool, Bounds], Decider]
+MakeDecider = Callable[[Pool, Bounds], PoolPlanner]
 """Makes the decider of a pool of these bounds."""
 Unreachable = Callable[[PoolView], str]
 """Returns why no number of instances reaches the goals, and what one can do; empty: they can be reached."""
@@ -95,7 +85,7 @@ class Planning:
         bus.on_demand(self._look_for_waiting)
         self._term = 0
         """The term of which this is the state that follows; 0: this planner has not been the leader."""
-        self._deciders: dict[Pool, Decider] = {}
+        self._deciders: dict[Pool, PoolPlanner] = {}
         self._targets: dict[Pool, PoolTarget] = {}
         """What is in the key, or would be without a dry run."""
         self._lower_after: dict[Pool, float] = {}
@@ -236,7 +226,7 @@ class Planning:
             return replace(decision, instances=0, by="idle", reason=f"no request came for {idle_s:g} s")
         return decision
 
-    def _decider(self, pool: Pool) -> Decider:
+    def _decider(self, pool: Pool) -> PoolPlanner:
         decider = self._deciders.get(pool)
         if decider is None:
             decider = self._deciders[pool] = self._make_decider(pool, self._config.bounds.bounds_of(pool.model))

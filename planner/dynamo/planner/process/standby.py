@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.etcd import Listing
+from dynamo.common.etcd import Etcd
 from dynamo.common.names import standby_prefix
 from dynamo.common.scaling.pool import Pool
-from dynamo.common.scaling.standby import Standby, StandbyStore, decode_standby, delete_standby, put_standby
+from dynamo.common.scaling.standby import Standby, decode_standby, delete_standby, put_standby
 from dynamo.planner.observe.fleet import PoolWatch
 
 log = logging.getLogger(__name__)
@@ -28,16 +27,10 @@ _SAME_START = 0.25
 """A startup time that differs by less is not worth a write."""
 
 
-class StandbyKeys(StandbyStore, Protocol):
-    """The part of `Etcd` that is needed here."""
-
-    async def range(self, key: str, *, prefix: bool = False) -> Listing: ...
-
-
 class StandbyRecords:
     """The records of one namespace."""
 
-    def __init__(self, etcd: StandbyKeys, namespace: str, watch: PoolWatch) -> None:
+    def __init__(self, etcd: Etcd, namespace: str, watch: PoolWatch) -> None:
         self._etcd = etcd
         self._namespace = namespace
         self._watch = watch

@@ -7,26 +7,17 @@ that it is none, as after a pause of its machine, changes nothing: a new leader 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
-from dynamo.common.etcd import Listing
+from dynamo.common.etcd import Etcd
 from dynamo.common.scaling.targets import Targets, decode_targets, encode_targets, targets_key
 
 log = logging.getLogger(__name__)
 
 
-class Keys(Protocol):
-    """The part of `Etcd` that is needed here."""
-
-    async def range(self, key: str) -> Listing: ...
-
-    async def replace(self, key: str, value: bytes, *, mod_revision: int) -> bool: ...
-
-
 class TargetsKey:
     """The targets of one namespace."""
 
-    def __init__(self, etcd: Keys, namespace: str) -> None:
+    def __init__(self, etcd: Etcd, namespace: str) -> None:
         self._etcd = etcd
         self._key = targets_key(namespace)
         self._expected = 0

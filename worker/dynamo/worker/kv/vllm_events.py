@@ -256,10 +256,6 @@ class Translator:
         self._has_keys = False
         """Whether blocks in the GPU's memory had keys other than tokens, such as salts and images."""
         self._group: int | None = None
-        self.orphans = 0
-        """Blocks left out because their parent is unknown, as after lost events."""
-        self.ignored = 0
-        """Blocks left out because they belong to another group, or come without tokens and were not announced before."""
         self.unknown = 0
         """Blocks left out because their medium is unknown."""
 
@@ -285,7 +281,6 @@ class Translator:
         result = Translated(tier=tier)
         count = len(event.hashes)
         if not self._counts(event.group, event.attention):
-            self.ignored += count
             return result
         if tier is Tier.GPU and event.block_size:
             self._block_size = event.block_size
@@ -294,7 +289,6 @@ class Translator:
             hashes = self._announced(event)
         elif not event.block_size or len(event.token_ids) < count * event.block_size:
             hashes = []
-            self.ignored += count
         elif tier is not Tier.GPU and not event.extra_keys and event.block_size == self._block_size:
             hashes = self._without_keys(event, tier)
         else:
@@ -324,21 +318,15 @@ class Translator:
         They also come in any order, children before parents. A handle that is known answers both.
         """
         hashes = [self._known(handle) for handle in event.hashes]
-        if None not in hashes:
-            return hashes
-        if not self._has_keys:
+        if None in hashes and not self._has_keys:
             return self._sequence_hashes(event, tier)
-        self.orphans += hashes.count(None)
         return hashes
 
     def _announced(self, event: BlocksStored) -> list[list[int] | None]:
         """Return the sequence hashes of blocks that come without tokens: those of an earlier event, on whichever tier."""
         if event.block_size not in (0, self._block_size):  # the handle of several blocks is that of the last of them
-            self.ignored += len(event.hashes)
             return []
-        hashes = [self._known(handle) for handle in event.hashes]
-        self.ignored += hashes.count(None)
-        return hashes
+        return [self._known(handle) for handle in event.hashes]
 
     def _known(self, handle: int) -> list[int] | None:
         for blocks in self._tiers.values():
@@ -351,13 +339,11 @@ class Translator:
         size, count = event.block_size, len(event.hashes)
         part = self._block_size if tier is not Tier.GPU and self._block_size else size
         if size % part or (size != part and any(event.extra_keys)):
-            self.ignored += count
             return []
         parent = None
         if event.parent is not None:
             known = self._known(event.parent)
             if known is None:
-                self.orphans += count
                 return []
             parent = known[-1]
         result: list[list[int] | None] = []
@@ -373,7 +359,6 @@ class Translator:
                 try:
                     block = block_hash(_block_bytes(event.token_ids[begin : begin + part], keys))
                 except OverflowError:
-                    self.ignored += count - position
                     return result
                 parent = chain(parent, block)
                 values.append(parent)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Protocol, TypeAlias
+from contextlib import asynccontextmanager, suppress
+from typing import TypeAlias
 
 import msgspec
 
 from dynamo.common.admission import AdmissionQuery, AdmissionReport
-from dynamo.common.messaging.buffers import Body
-from dynamo.common.messaging.nats.connection import OnMessage
+from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.messaging.unreadable import Unreadable
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.process.background import running
@@ -80,22 +79,12 @@ class AdmissionCount:
         return [origin for origin in self._heard_at if self._admitted.get(origin, 0) < since]
 
 
-class AdmissionBus(Protocol):
-    """The part of a connection to NATS that is needed here."""
-
-    async def connected(self) -> None: ...
-
-    def publish_nowait(self, subject: str, payload: Body, reply: str = "") -> bool: ...
-
-    def subscribed(self, subject: str, on_message: OnMessage) -> AbstractAsyncContextManager[None]: ...
-
-
 class Admission:
     """Asks the frontends. Use `asked_frontends`."""
 
     def __init__(
         self,
-        bus: AdmissionBus,
+        bus: Connection,
         endpoint: Endpoint,
         instance: InstanceId,
         models: Registered,
@@ -162,7 +151,7 @@ class Admission:
 
 @asynccontextmanager
 async def asked_frontends(
-    bus: AdmissionBus, endpoint: Endpoint, instance: InstanceId, models: Registered, timeout_s: float
+    bus: Connection, endpoint: Endpoint, instance: InstanceId, models: Registered, timeout_s: float
 ) -> AsyncIterator[Admission]:
     """Ask the frontends while the body runs, until they have admitted the instance.
 

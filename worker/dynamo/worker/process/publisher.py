@@ -32,11 +32,10 @@ from dynamo.common.kv.events import (
 from dynamo.common.kv.hashes import pack_hashes
 from dynamo.common.messaging.jetstream.kv_stream import KvStream
 from dynamo.common.messaging.nats.connection import Connection
-from dynamo.common.messaging.request_plane.incoming import Handler
+from dynamo.common.messaging.request_plane.incoming import Handler, Incoming
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.process.background import running
 from dynamo.worker.engine.base import TracksKv
-from dynamo.worker.serve import IncomingRequest
 
 log = logging.getLogger(__name__)
 
@@ -203,17 +202,17 @@ class KvPublishers:
         if publisher is not None and booking:
             publisher.accepted(booking)
 
-    async def snapshot(self, incoming: IncomingRequest) -> None:
+    async def snapshot(self, incoming: Incoming) -> None:
         """Respond to a `KvQuery` with the model's KvSnapshot."""
         _, publisher = self._decode_query(incoming)
         incoming.end(message_encoder.encode(publisher.engine.kv.snapshot()))
 
-    async def events_since(self, incoming: IncomingRequest) -> None:
+    async def events_since(self, incoming: Incoming) -> None:
         """Respond to a `KvQuery` with the KvUpdates from its number on, or with None if they are no longer kept."""
         query, publisher = self._decode_query(incoming)
         incoming.end(message_encoder.encode(publisher.engine.kv.since(query.since)))
 
-    def _decode_query(self, incoming: IncomingRequest) -> tuple[KvQuery, KvPublisher]:
+    def _decode_query(self, incoming: Incoming) -> tuple[KvQuery, KvPublisher]:
         try:
             query = kv_query_decoder.decode(incoming.body)
         except msgspec.MsgspecError as error:

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from dynamo.common.errors import DynamoError, InvalidRequest
-from dynamo.common.messaging.request_plane.incoming import Handler
+from dynamo.common.messaging.request_plane.incoming import Handler, Incoming
 from dynamo.common.model_card import ModelCard
 from dynamo.common.process.background import Tasks
 from dynamo.common.repository import LOAD, UNLOAD, ControlMode, Loaded, LoadRequest, UnloadRequest
 from dynamo.worker.observability.statistics import VersionStatistics
 from dynamo.worker.repository.declared.layout import Fingerprint
 from dynamo.worker.repository.engine import RepositoryEngine
-from dynamo.worker.serve import IncomingRequest, ServedModel, Service
+from dynamo.worker.serve import ServedModel, Service
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +58,14 @@ class RepositoryControl:
 
     # Verbs
 
-    async def load(self, incoming: IncomingRequest) -> None:
+    async def load(self, incoming: Incoming) -> None:
         """Respond to a `LoadRequest` with `Loaded`, or with the error of the model."""
         request = _decode(incoming, LoadRequest)
         self._engine.models.check_on_request()
         versions = await self._ordered(self._engine.models.load_on_request(request))
         incoming.end(msgspec.msgpack.encode(Loaded(versions=versions)))
 
-    async def unload(self, incoming: IncomingRequest) -> None:
+    async def unload(self, incoming: Incoming) -> None:
         """Respond to an `UnloadRequest` when the model is unloaded."""
         request = _decode(incoming, UnloadRequest)
         self._engine.models.check_on_request()
@@ -127,7 +127,7 @@ class RepositoryControl:
         return seen
 
 
-def _decode(incoming: IncomingRequest, kind: type[T]) -> T:
+def _decode(incoming: Incoming, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(incoming.body, type=kind)
     except msgspec.MsgspecError as error:

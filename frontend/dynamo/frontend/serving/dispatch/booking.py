@@ -13,12 +13,13 @@ import msgspec
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError
 from dynamo.common.generation import GRAMMAR_OWNER
+from dynamo.common.messaging.request_plane.client import RequestClient
 from dynamo.common.messaging.request_plane.frames import READS_MANY
 from dynamo.common.names import InstanceId
 from dynamo.common.observability.tracing import Span
 from dynamo.common.tensors.request import SEQUENCE_OWNER
 from dynamo.frontend.router.base import Router, RoutingDecision
-from dynamo.frontend.serving.call import Call, Client, Stream, Work
+from dynamo.frontend.serving.call import Call, Stream, Work
 from dynamo.frontend.serving.dispatch.circuits import Circuits
 
 REQUEST_ID_HEADER = "request-id"
@@ -64,7 +65,7 @@ class Booker:
     """Picks instances and books requests on them. One per process."""
 
     def __init__(
-        self, router: Router, client: Client, circuits: Circuits, on_released: Callable[[InstanceId], None] | None
+        self, router: Router, client: RequestClient, circuits: Circuits, on_released: Callable[[InstanceId], None] | None
     ) -> None:
         """`on_released` is called after each release, with the instance."""
         self.router = router

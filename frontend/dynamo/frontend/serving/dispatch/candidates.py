@@ -10,7 +10,8 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import DynamoError, InstanceGone, Unavailable
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
-from dynamo.frontend.serving.call import Instances, Work
+from dynamo.frontend.fleet.directory import Directory
+from dynamo.frontend.serving.call import Work
 from dynamo.frontend.serving.dispatch.circuits import Circuits
 
 
@@ -34,7 +35,7 @@ _Selection: TypeAlias = tuple[str, str, str, Role | None]
 class Candidates:
     """The directory's instances, without those that refuse requests, fail canaries or have open circuits, if there are others."""
 
-    def __init__(self, directory: Instances, circuits: Circuits, refusal_pause_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, directory: Directory, circuits: Circuits, refusal_pause_s: float, clock: Callable[[], float]) -> None:
         self._circuits = circuits
         self._circuits_version = 0
         """The state of the circuits that `_reduced` was made of."""

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from dynamo.common.discovery import Instance
 from dynamo.common.messaging.buffers import Body, Buffer
+from dynamo.common.messaging.nats.connection import Connection
+from dynamo.common.messaging.request_plane.client import RequestClient
 from dynamo.common.names import InstanceId
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.config import ServingOptions
+from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.router.base import Router
 from dynamo.frontend.router.demand import DemandTable, WaitingRequests
-from dynamo.frontend.serving.call import Call, Client, Instances, Link, Work
+from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.dispatch.booking import Booker
 from dynamo.frontend.serving.dispatch.candidates import Candidates
 from dynamo.frontend.serving.dispatch.circuits import Circuits, OnCircuit
@@ -35,9 +38,9 @@ class Dispatcher:
 
     def __init__(
         self,
-        directory: Instances,
-        client: Client,
-        link: Link,
+        directory: Directory,
+        client: RequestClient,
+        link: Connection,
         router: Router,
         settings: ServingOptions | None = None,
         queue: AdmissionQueue | None = None,

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dynamo.common.errors import DynamoError, InstanceGone
+from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.router.demand import DemandTable
-from dynamo.frontend.serving.call import Call, Link, Work
+from dynamo.frontend.serving.call import Call, Work
 from dynamo.frontend.serving.dispatch.booking import Booker
 from dynamo.frontend.serving.dispatch.candidates import Candidates
 from dynamo.frontend.serving.dispatch.retry import RetryBudgets, RetryPolicy, Suspects
@@ -23,7 +24,7 @@ class DispatchParts:
     candidates: Candidates
     booker: Booker
     queue: AdmissionQueue | None
-    link: Link
+    link: Connection
     reconnect_grace_s: float
     policy: RetryPolicy
     budgets: RetryBudgets

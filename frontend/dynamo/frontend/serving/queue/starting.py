@@ -19,8 +19,8 @@ from dynamo.common.errors import DeadlineExceeded, ModelStarting
 from dynamo.common.model_card import ModelCard, Role
 from dynamo.common.scaling.pool import Pool
 from dynamo.frontend.config import StartOptions
+from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.router.demand import WaitingRequests
-from dynamo.frontend.serving.call import Instances
 
 _OTHER_ROLES = {Role.DECODE: Role.PREFILL, Role.PREFILL: Role.DECODE}
 LEAVING_S = 2.0
@@ -126,7 +126,7 @@ class StartQueue:
 
     def __init__(
         self,
-        directory: Instances,
+        directory: Directory,
         standby: StandbyModels,
         options: StartOptions,
         refused: Callable[[str, str], None] = lambda model, reason: None,

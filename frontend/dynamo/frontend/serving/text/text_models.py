@@ -15,6 +15,7 @@ from dynamo.common.errors import DeadlineExceeded, DynamoError, Unavailable
 from dynamo.common.generation import Delta, GenerateRequest
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.preprocess.text_files import TextFiles
 
 log = logging.getLogger(__name__)
 
@@ -80,22 +81,6 @@ class TextModel(Protocol):
     def detokenizer(self, request: TextRequest, prompt: GenerateRequest) -> DeltaDecoder: ...
 
 
-class TextLoader(Protocol):
-    """The part of `preprocess.text_files.TextFiles` that is used. Cards are those of language models."""
-
-    def loaded(self, card: ModelCard, /) -> TextModel | None:
-        """Return a text model if it is in memory."""
-        ...
-
-    async def prepare(self, card: ModelCard, /) -> None:
-        """Have what `load` needs at hand. Raises DynamoError."""
-        ...
-
-    async def load(self, card: ModelCard, /) -> TextModel:
-        """Return a text model, loaded if it is not in memory. Raises DynamoError."""
-        ...
-
-
 _Key: TypeAlias = tuple[str, LlmInfo]
 
 
@@ -132,7 +117,7 @@ class TextModels:
     A model whose files cannot be fetched or read is not ready, and tried again.
     """
 
-    def __init__(self, loader: TextLoader) -> None:
+    def __init__(self, loader: TextFiles) -> None:
         self._loader = loader
         self._callbacks: list[Callable[[str], None]] = []
         self._entries: dict[_Key, _ModelText] = {}
@@ -189,8 +174,8 @@ class TextModels:
 
     async def get(self, card: ModelCard, deadline: float | None) -> TextModel:
         """Return the text side of a model, loaded now if it is not in memory. Raises Unavailable, DeadlineExceeded."""
-        if (model := self._loader.loaded(card)) is not None:
-            return model
+        if (loaded := self._loader.loaded(card)) is not None:
+            return loaded
         key = _key(card)
         entry = self._entries.get(key)
         if entry is None:
