@@ -35,6 +35,8 @@ class MediaServer:
     port: int = 0
     refusals: list[tuple[int, bytes]] = field(default_factory=list)
     """Status and body of the next responses."""
+    events: list[bytes] = field(default_factory=list)
+    """Parts of a stream of events that each request for speech gets in the place of audio, if there are any."""
     is_slow: bool = False
     """Streams go on until the caller leaves."""
     is_cut: bool = False
@@ -73,6 +75,8 @@ class MediaServer:
         match sent.path:
             case "/v1/audio/transcriptions" | "/v1/audio/translations":
                 await self._transcribe(sent, reader, writer)
+            case "/v1/audio/speech" if self.events:
+                await self._stream(reader, writer, "text/event-stream", self.events)
             case "/v1/audio/speech":
                 await self._stream(reader, writer, "audio/mpeg", [SPOKEN[at : at + PIECE] for at in range(0, len(SPOKEN), PIECE)])
             case "/v1/chat/completions":
@@ -113,6 +117,7 @@ class MediaServer:
                 return writer.transport.abort()
             writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
             await writer.drain()
+            await asyncio.sleep(0)  # so that its reader gets it apart from the next one, mostly
             if self.is_slow:
                 await reader.read()
                 return self.left.set()

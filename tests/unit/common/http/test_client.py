@@ -74,6 +74,13 @@ async def test_events_are_read_as_they_arrive_however_their_lines_are_cut() -> N
     assert received == [b"a", b"b", b"c d"]
 
 
+async def test_chunks_of_one_byte_that_come_together_are_one_piece() -> None:
+    server = Server(CHUNKED[: CHUNKED.index(b"\r\n\r\n") + 4] + b"1\r\nx\r\n" * 10_000 + b"0\r\n\r\n")
+    async with server.client() as client, client.send("POST", "/") as response:
+        pieces = [piece async for piece in response.chunks()]
+    assert b"".join(pieces) == b"x" * 10_000 and len(pieces) < 100
+
+
 async def test_a_stream_whose_end_comes_later_leaves_its_connection() -> None:
     server = Server(ENDLESS, WHOLE)
     async with server.client() as client:

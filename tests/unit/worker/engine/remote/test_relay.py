@@ -44,6 +44,16 @@ async def test_a_response_comes_in_the_parts_that_the_server_sends() -> None:
     assert (server.requests[0].headers["traceparent"], server.requests[0].headers["x-request-id"]) == ("t", "r")
 
 
+@pytest.mark.parametrize("cut", range(1, 12))
+async def test_events_are_whole_wherever_a_server_cuts_them(cut: int) -> None:
+    stream = b"data: a\r\n\r\ndata: b\r\n\r\n"
+    server = MediaServer(events=[stream[:cut], stream[cut:], b"data: c"])
+    async with relaying(server) as engine:
+        parts = await parts_of(engine)
+    assert all(part.body[-2:] == b"\n\n" for part in parts)
+    assert b"".join(bytes(part.body) for part in parts) == b"data: a\n\ndata: b\n\ndata: c\n\n"
+
+
 @pytest.mark.parametrize(("status", "error"), [(401, EngineError), (429, Overloaded), (502, Unavailable), (503, Overloaded)])
 async def test_what_a_server_says_of_itself_is_an_error_that_another_instance_may_make_good(
     status: int, error: type[Exception]

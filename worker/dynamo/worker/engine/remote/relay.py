@@ -98,15 +98,20 @@ def _response(part: RelayedPart) -> TensorResponse:
 
 async def _whole_events(response: HttpResponse) -> AsyncGenerator[bytes, None]:
     """Yield a stream of server-sent events in pieces that end with an event, so that a comment may come between them."""
-    received = b""
+    received = bytearray()
+    """The beginning of an event, which has been searched for its end already."""
+    line_end = b""
     async with aclosing(response.chunks()) as chunks:
         async for chunk in chunks:
-            received += chunk.replace(b"\r\n", b"\n")
-            end = received.rfind(b"\n\n") + 2
+            text = line_end + chunk
+            line_end = b"\r" if text.endswith(b"\r") else b""  # the other half of it may come next
+            begin = max(0, len(received) - 1)
+            received += text.removesuffix(b"\r").replace(b"\r\n", b"\n")
+            end = received.rfind(b"\n\n", begin) + 2
             if end > 1:
-                yield received[:end]
-                received = received[end:]
-            elif len(received) > MAX_BODY_BYTES:
+                yield bytes(received[:end])
+                del received[:end]
+            if len(received) > MAX_BODY_BYTES:
                 raise EngineError(f"the server sent an event of more than {MAX_BODY_BYTES} bytes")
     if received:
-        yield received + b"\n\n"
+        yield bytes(received) + b"\n\n"
