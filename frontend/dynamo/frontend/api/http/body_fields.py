@@ -42,8 +42,18 @@ def changed_body(body: bytes, *, model: str, cache_salt: str = "") -> bytes | No
         changes = {name: value for name, value in wanted.items() if value and value != _text(values.get(name))}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    if not changes:
-        return None
+    return _encode(values, changes) if changes else None
+
+
+def rewritten_body(body: bytes, **changes: str) -> bytes:
+    """Return a JSON object with these fields, and with each other one once: the last of its name.
+
+    The other fields keep their text: they are not decoded. Raises DecodeError for a body that is no object.
+    """
+    return _encode(_objects.decode(body), changes)
+
+
+def _encode(values: dict[str, msgspec.Raw], changes: dict[str, str]) -> bytes:
     return msgspec.json.encode({**values, **{name: msgspec.Raw(msgspec.json.encode(value)) for name, value in changes.items()}})
 
 

@@ -29,6 +29,7 @@ class FormPart:
     begin: int
     """Where the content begins in the form."""
     end: int
+    content_type: str = ""
 
     @property
     def content(self) -> bytes:
@@ -38,15 +39,20 @@ class FormPart:
 
 def parse_form(content_type: str, body: bytes) -> dict[str, FormPart]:
     """Return the fields of a form by name, the first of each. Raises InvalidRequest."""
+    parts: dict[str, FormPart] = {}
+    for part in form_parts(content_type, body):
+        parts.setdefault(part.name, part)
+    return parts
+
+
+def form_parts(content_type: str, body: bytes) -> list[FormPart]:
+    """Return all fields of a form, in its order. Raises InvalidRequest."""
     header = Message()
     header["content-type"] = content_type[:_MAX_HEADER_BYTES]
     boundary = _parameter(header, "content-type", "boundary")
     if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or not 1 <= len(boundary) <= 70:
         raise InvalidRequest(f"the content type is {content_type[:80]!r}; it must be 'multipart/form-data' with a boundary")
-    parts: dict[str, FormPart] = {}
-    for part in _parts(body, b"--" + boundary.encode("latin-1", "replace")):
-        parts.setdefault(part.name, part)
-    return parts
+    return [*_parts(body, b"--" + boundary.encode("latin-1", "replace"))]
 
 
 def _parts(body: bytes, delimiter: bytes) -> Iterator[FormPart]:
@@ -63,7 +69,8 @@ def _parts(body: bytes, delimiter: bytes) -> Iterator[FormPart]:
         name, filename = (_parameter(head, "content-disposition", key) for key in ("name", "filename"))
         if not isinstance(name, str):
             raise InvalidRequest("a part of the form has no name")
-        yield FormPart(name, "" if filename is None else _decoded(filename), body, head_end + 4, end)
+        kind = " ".join(head.get("content-type", "").split())
+        yield FormPart(name, "" if filename is None else _decoded(filename), body, head_end + 4, end, kind)
         position = end + 2
     else:
         raise InvalidRequest(f"the form has more than {_MAX_PARTS} parts")

@@ -9,8 +9,10 @@ from typing import TypeVar
 
 import msgspec
 
-from dynamo.common.errors import InvalidRequest, PayloadTooLarge, Unsupported
+from dynamo.common.errors import Forbidden, InvalidRequest, PayloadTooLarge, Unsupported
 from dynamo.common.model_card import ModelKind
+from dynamo.common.repository import ALL_MODELS
+from dynamo.common.tensors.relay import relays_http
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import usable_id
@@ -58,6 +60,16 @@ def serve(
     version = check_version(request.head.model_version)
     name, sequence = request.head.model_name, request.sequence
     return plane.names.serve(call, name, respond, version=version, has_begun=has_begun, sequence=sequence)
+
+
+def check_body_is_known(model: NamedModel, call: Call) -> None:
+    """Raise Forbidden for a relay if the caller may use some models only.
+
+    The body in its tensors is not read here, and may be for another model of its server.
+    """
+    if call.account.models != ALL_MODELS and relays_http(model.card):
+        key = call.account.name
+        raise Forbidden(f"the API key '{key}' may use some models only, and so '{model.name}' over OpenAI's API, not over KServe")
 
 
 def infer(

@@ -37,7 +37,16 @@ from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import wants_statuses
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.kserve.declarations import INFER
-from dynamo.frontend.api.kserve.infer import TENSOR_ENDPOINT, call_for, check_size, first_of, gather_text, read_texts, serve
+from dynamo.frontend.api.kserve.infer import (
+    TENSOR_ENDPOINT,
+    call_for,
+    check_body_is_known,
+    check_size,
+    first_of,
+    gather_text,
+    read_texts,
+    serve,
+)
 from dynamo.frontend.api.kserve.placed import PlacedRequest, Places, is_placed, place
 from dynamo.frontend.api.kserve.server import KserveServer
 from dynamo.frontend.api.kserve.text import to_text_requests, wants_stream
@@ -306,6 +315,7 @@ class KserveStream:
     async def _respond_decoupled(
         self, request: TensorRequest, model: NamedModel, call: Call, placed: PlacedRequest | None
     ) -> None:
+        check_body_is_known(model, call)
         last: Buffer = b""
         places: Places = {} if placed is None else placed.places
         async with self._plane.infer_stream(model, request, call, placed) as responses:

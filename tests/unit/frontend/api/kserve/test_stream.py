@@ -9,10 +9,13 @@ import pytest
 
 from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, summary_encoder
+from dynamo.common.tensors.relay import RelayedRequest, to_tensors
 from dynamo.common.tensors.tensors import decode_bytes
+from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.security.derived_accounts import SameAccount
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import Edge, open_edge
-from tests.support.fakes import FakeStream, TokenEngine, llm_card, tensor_card
+from tests.support.fakes import FakeStream, TokenEngine, llm_card, relay_card, tensor_card
 
 
 def tensor_request(id_: str, model: str = "adder", **parameters: bool) -> pb.ModelInferRequest:
@@ -65,6 +68,25 @@ async def edge() -> AsyncIterator[Edge]:
     cards = (tensor_card(), llm_card(), tensor_card("repeater", decoupled=True))
     async with open_edge(*cards, max_stream_requests=4) as edge:
         yield edge
+
+
+class OfSomeModels(SameAccount):
+    """A key that may use a relay, and not all models."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return ("whisper",)
+
+
+async def test_a_key_for_some_models_uses_a_relay_over_the_api_that_names_its_model() -> None:
+    """The body in the tensors may name another model of the same server."""
+    body = RelayedRequest("/v1/audio/speech", "application/json", b'{"model": "other"}')
+    request = pb.ModelInferRequest.FromString(to_tensors(body, "whisper").raw)
+    async with open_edge(relay_card(), account=OfSomeModels(ANONYMOUS)) as edge:
+        stream = edge.stream()
+        await stream.send(request)
+        [refused] = await stream.rest()
+        assert "over OpenAI's API, not over KServe" in refused.error_message and edge.client.streams == []
 
 
 async def test_tensor_responses_keep_the_order_of_their_requests(edge: Edge) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import re
+from secrets import token_hex
+from typing import Final, Protocol
 
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.api.http.body_fields import changed_body
+from dynamo.frontend.api.http.body_fields import rewritten_body
 from dynamo.frontend.api.http.json_body import decode
-from dynamo.frontend.api.http.multipart import FormPart, parse_form
+from dynamo.frontend.api.http.multipart import FormPart, form_parts
 
 _MAX_NAME_BYTES = 1024
+_MODEL: Final = "model"
+_SPECIAL: Final = re.compile(r'[\x00-\x1f"\\\x7f]')
 
 
 class RelayedBody(Protocol):
@@ -36,7 +40,7 @@ _fields = msgspec.json.Decoder(_NamedBody)
 
 
 class JsonBody:
-    """A JSON object. The other fields keep their text, and are not looked into."""
+    """A JSON object. The other fields keep their text, and are not looked into; of one that is given twice, the last is meant."""
 
     content_type = "application/json"
 
@@ -46,24 +50,48 @@ class JsonBody:
         self.model = decode(_fields, body, max_depth).model
 
     def naming(self, model: str) -> bytes:
-        return changed_body(self._body, model=model) or self._body
+        return rewritten_body(self._body, model=model)
 
 
 class FormBody:
-    """A form of the type multipart/form-data."""
+    """A form of the type multipart/form-data.
+
+    It is written anew, with a boundary that its files cannot know: a server reads no other fields, and no other model, than are
+    read here, however it reads forms.
+    """
 
     def __init__(self, body: bytes, content_type: str) -> None:
         """Raises InvalidRequest for a body that is none."""
-        self.content_type = content_type
-        self._body = body
-        self._part: FormPart | None = parse_form(content_type, body).get("model")
-        self.model: str | None = None if self._part is None else _name(self._part)
+        self._parts = form_parts(content_type, body)
+        named = [part for part in self._parts if part.name == _MODEL]
+        if len(named) > 1:
+            raise InvalidRequest("the form has several fields 'model'", param=_MODEL)
+        self.model: str | None = _name(named[0]) if named else None
+        boundary = token_hex(16)
+        self._delimiter = f"--{boundary}".encode()
+        self.content_type = f"multipart/form-data; boundary={boundary}"
 
     def naming(self, model: str) -> bytes:
-        part, body = self._part, self._body
-        if part is None or self.model == model:
-            return body
-        return b"".join((body[: part.begin], model.encode(), body[part.end :]))
+        pieces: list[bytes | memoryview] = [self._delimiter, _head(_MODEL), model.encode()]
+        for part in self._parts:
+            if part.name != _MODEL:
+                head = _head(part.name, part.filename, part.content_type)
+                pieces += (b"\r\n", self._delimiter, head, memoryview(part.body)[part.begin : part.end])
+        return b"".join((*pieces, b"\r\n", self._delimiter, b"--\r\n"))
+
+
+def _head(name: str, filename: str = "", kind: str = "") -> bytes:
+    head = f'\r\nContent-Disposition: form-data; name="{_quoted(name)}"'
+    if filename:
+        head += f'; filename="{_quoted(filename)}"'
+    if kind and kind.isascii() and kind.isprintable():
+        head += f"\r\nContent-Type: {kind}"
+    return f"{head}\r\n\r\n".encode(errors="replace")
+
+
+def _quoted(value: str) -> str:
+    """Return a value between quotes, in which browsers write what would end it so."""
+    return _SPECIAL.sub(lambda found: f"%{ord(found[0]):02X}", value)
 
 
 def _name(part: FormPart) -> str:
