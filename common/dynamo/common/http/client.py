@@ -6,6 +6,7 @@ Connections whose response was read to its end are kept for a while, and used ag
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ MAX_BODY_BYTES = 16 << 20
 """Longest body that is read whole, and longest event of a stream."""
 _MAX_HEAD_BYTES = 64 << 10
 _READ_BYTES = 64 << 10
+_SECRETS = re.compile(r"//.*@|[?#].*", re.DOTALL)
 _CONNECT_S = 5.0
 _FINISH_S = 0.5
 _MAX_IDLE = 64
@@ -60,7 +62,7 @@ class HttpClient:
         Connections go to `address`, by default to that of the URL's host. With `https`, each new one uses what `tls` returns, by
         default a context that trusts the authorities of the system. Raises InvalidRequest for a URL that is none.
         """
-        self._url = _parse(url)
+        self._url = parse_url(url)
         is_https = self._url.scheme == "https"
         self._tls = ssl.create_default_context() if is_https and tls is None else None
         self._tls_source = tls if is_https else None
@@ -303,12 +305,20 @@ class HttpResponse:
             raise EngineError(f"the server at {self._client} sent {what} of more than {_MAX_HEAD_BYTES} bytes")
 
 
-def _parse(url: str) -> SplitResult:
+def parse_url(url: str) -> SplitResult:
+    """Return the parts of a server's URL, without the `/v1` of its path. Raises InvalidRequest, with no secret in its message."""
     try:
         parts = urlsplit(url.rstrip("/"))
-        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port
+        host = parts.hostname or ""
+        is_valid = parts.scheme in ("http", "https") and bool(host) and parts.port != 0 and " " not in url and url.isprintable()
+        host.encode("idna")  # which resolving it would fail to do
+    except ValueError:  # of the port, or the host
         is_valid = False
     if not is_valid or parts.username is not None or parts.query or parts.fragment:
-        raise InvalidRequest(f"--url must be http://HOST:PORT or https://HOST:PORT, got {url!r}")
+        raise InvalidRequest(f"--url must be http://HOST:PORT or https://HOST:PORT, got {without_secrets(url)!r}")
     return parts._replace(path=parts.path.removesuffix("/v1"))
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL, perhaps a wrong one, without what may be a password or key in it."""
+    return _SECRETS.sub(lambda found: "//…@" if found[0].startswith("//") else "?…", url)

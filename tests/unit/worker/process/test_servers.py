@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -49,12 +51,33 @@ def test_a_file_of_llm_d_is_read_and_says_more_of_servers_that_publish_kv_events
         ("endpoints: [{url: http://a}, {url: http://b, address: b}]", "entry 2: it needs either 'url'"),
         ("endpoints: [{address: a, port: '80000'}]", "http://a:80000 is not the URL of a server"),
         ("endpoints: [{url: 'ftp://a'}]", "ftp://a is not the URL"),
+        ("endpoints: [{url: 'http://user:SECRET@a'}]", "entry 1: http://…@a is not the URL of a server, which has no user"),
+        ("endpoints: [{url: 'http://a?key=SECRET'}]", "entry 1: http://a?… is not the URL"),
+        ("endpoints: [{address: a..b}]", "http://a..b:80 is not the URL"),
+        ('endpoints: [{address: "a\\0b"}]', "is not the URL"),
+        ("endpoints: [{url: http://a}, {url: 'http://A:80/v1/', kv_events: tcp://a:1}]", "entry 2: http://A:80/v1/ is listed before"),
+        ("[" * 1500, "does not list engine servers: maximum recursion"),
+        ("endpoints: [{url: 2020-13-45}]", "does not list engine servers: month"),
+        ("endpoints: [{port: !!int ''}]", "does not list engine servers"),
+        ("#" * (256 * 1024 + 1), "has more than 262144 bytes"),
         ("endpoints: [{url: http://a, kv_replay: tcp://a:1}]", "'kv_replay' needs 'kv_events'"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_with_the_reason(tmp_path: Path, text: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem.replace("(", r"\(")):
+    with pytest.raises(ConfigError, match=re.escape(problem)) as refused:
         read(tmp_path, text)
+    assert "SECRET" not in str(refused.value)
+
+
+def test_spellings_of_one_url_are_one_server(tmp_path: Path) -> None:
+    [server] = read(tmp_path, "endpoints: [{url: http://a:80/v1}, {url: http://A/}, {address: a}]")
+    assert server.url == "http://a:80/v1"
+
+
+def test_what_is_no_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is no file"):
+        read_servers(tmp_path / "pipe")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 import yaml
 
 from dynamo.common.config import ConfigError
+from dynamo.common.errors import InvalidRequest
+from dynamo.common.http.client import parse_url, without_secrets
 from dynamo.worker.engine.remote.options import RemoteOptions
+
+
+MAX_FILE_BYTES = 256 << 10
+"""Some thousand servers; a longer file would take seconds to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +75,9 @@ class _FileEntry(msgspec.Struct, forbid_unknown_fields=True):
         if bool(self.url) == bool(self.address):
             return "it needs either 'url', or 'address' and 'port'"
         try:
-            parts = urlsplit(self.location)
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_url = False
-        if not is_url:
-            return f"{self.location} is not the URL of a server"
+            parse_url(self.location)
+        except InvalidRequest:
+            return f"{without_secrets(self.location)} is not the URL of a server, which has no user, password or query"
         return "'kv_replay' needs 'kv_events'" if self.kv_replay and not self.kv_events else ""
 
 
@@ -86,13 +88,33 @@ class _ServersFile(msgspec.Struct, forbid_unknown_fields=True):
 def read_servers(path: Path) -> tuple[ListedServer, ...]:
     """Return the servers that a file lists, in its order. Raises ConfigError for what cannot be read or used."""
     try:
-        entries = msgspec.convert(yaml.safe_load(path.read_text()), _ServersFile).endpoints
+        entries = msgspec.convert(yaml.safe_load(_read(path)), _ServersFile).endpoints
     except OSError as error:
         raise ConfigError(f"--url-file {path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:  # yaml has all of them
         raise ConfigError(f"--url-file {path} does not list engine servers: {error}") from error
+    servers: dict[tuple[str, str | None, int, str], ListedServer] = {}
     for number, entry in enumerate(entries, 1):
         if entry.problem:
             raise ConfigError(f"--url-file {path}, entry {number}: {entry.problem}")
-    servers = (ListedServer(entry.location, entry.kv_events, entry.kv_replay, entry.endpoint) for entry in entries)
-    return tuple(dict.fromkeys(servers))
+        server = ListedServer(entry.location, entry.kv_events, entry.kv_replay, entry.endpoint)
+        first = servers.setdefault(_place(server.url), server)
+        if first != replace(server, url=first.url):
+            raise ConfigError(f"--url-file {path}, entry {number}: {server.url} is listed before, with other fields")
+    return tuple(servers.values())
+
+
+def _read(path: Path) -> str:
+    if not path.is_file() and path.exists():  # reading a pipe might never end
+        raise ConfigError(f"--url-file {path} is no file")
+    with path.open("rb") as file:
+        data = file.read(MAX_FILE_BYTES + 1)
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"--url-file {path} has more than {MAX_FILE_BYTES} bytes")
+    return data.decode()
+
+
+def _place(url: str) -> tuple[str, str | None, int, str]:
+    """Return what two spellings of the URL of one server have in common."""
+    parts = parse_url(url)
+    return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), parts.path
