@@ -55,8 +55,11 @@ def test_a_file_of_llm_d_is_read_and_says_more_of_servers_that_publish_kv_events
         ("endpoints: [{url: 'http://a?key=SECRET'}]", "entry 1: http://a?… is not the URL"),
         ("endpoints: [{address: a..b}]", "http://a..b:80 is not the URL"),
         ('endpoints: [{address: "a\\0b"}]', "is not the URL"),
-        ("endpoints: [{url: http://a}, {url: 'http://A:80/v1/', kv_events: tcp://a:1}]", "entry 2: http://A:80/v1/ is listed before"),
-        ("[" * 1500, "does not list engine servers: maximum recursion"),
+        (
+            "endpoints: [{url: http://a}, {url: 'http://A:80/v1/', kv_events: tcp://a:1}]",
+            "entry 2: http://A:80/v1/ is listed before",
+        ),
+        ("[" * 400, "does not list engine servers: maximum recursion"),
         ("endpoints: [{url: 2020-13-45}]", "does not list engine servers: month"),
         ("endpoints: [{port: !!int ''}]", "does not list engine servers"),
         ("#" * (256 * 1024 + 1), "has more than 262144 bytes"),

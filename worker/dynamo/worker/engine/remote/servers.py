@@ -20,7 +20,6 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.http.client import parse_url, without_secrets
 from dynamo.worker.engine.remote.options import RemoteOptions
 
-
 MAX_FILE_BYTES = 256 << 10
 """Some thousand servers; a longer file would take seconds to read."""
 
