@@ -143,10 +143,10 @@ class HttpClient:
             connection.abort()
         self._idle.clear()
 
-    async def fetch(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Return status and body of a whole response. Raises as `send`."""
+    async def fetch(self, method: str, path: str, body: bytes = b"", *, max_bytes: int = MAX_BODY_BYTES) -> tuple[int, bytes]:
+        """Return status and body of a whole response. Raises as `send`, and EngineError for one of more than `max_bytes`."""
         async with self.send(method, path, body) as response:
-            return response.status, await response.read()
+            return response.status, await response.read(max_bytes)
 
     def websocket(self, path: str) -> tuple[str, dict[str, str], ssl.SSLContext | None]:
         """Return the URL, the headers and the TLS context with which a WebSocket to the server is opened."""
@@ -297,7 +297,7 @@ class HttpResponse:
         parts = len(self._body)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise EngineError(f"the server at {self._client} does not speak HTTP/1.1: {error}") from error
         self._head_bytes = 0 if len(self._body) > parts else self._head_bytes + len(data)
         if self._head_bytes > _MAX_HEAD_BYTES and not (self._has_head and self._is_complete):

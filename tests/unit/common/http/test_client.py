@@ -81,6 +81,13 @@ async def test_chunks_of_one_byte_that_come_together_are_one_piece() -> None:
     assert b"".join(pieces) == b"x" * 10_000 and len(pieces) < 100
 
 
+async def test_a_server_that_changes_the_protocol_is_an_error_in_words() -> None:
+    server = Server(b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n")
+    async with server.client() as client:
+        with pytest.raises(EngineError, match="does not speak HTTP"):
+            await client.fetch("GET", "/")
+
+
 async def test_a_stream_whose_end_comes_later_leaves_its_connection() -> None:
     server = Server(ENDLESS, WHOLE)
     async with server.client() as client:

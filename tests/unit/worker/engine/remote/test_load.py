@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dynamo.common.config import ConfigError, load
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import GenerateRequest, Stop, pack_tokens
 from dynamo.common.http.client import HttpClient
 from dynamo.worker.config import WorkerConfig
@@ -132,6 +132,16 @@ async def test_requests_of_others_count_and_those_from_here_count_at_once(tmp_pa
         assert follower.load().running == 4
         server.metrics = ""
         assert await follower.fetch() is None
+
+
+async def test_a_long_page_is_read_and_a_very_long_one_is_an_error(tmp_path: Path) -> None:
+    async with serve_vllm(SimEngine(sim_config("speedup=0", "sim", 8, 512)), tmp_path) as server:
+        follower = LoadFollower(HttpClient(server.url, timeout_s=WAIT_S), OpenRequests(), None)
+        server.metrics = "vllm:other 1\n" * 10_000 + VLLM
+        assert await follower.fetch() == ServerLoad(5, 4, 0.25, 32, 512)
+        server.metrics = "#" * 5_000_000
+        with pytest.raises(EngineError, match="more than 4194304 bytes"):
+            await follower.fetch()
 
 
 async def test_a_server_with_metrics_is_looked_at_again_and_again(tmp_path: Path) -> None:

@@ -23,3 +23,10 @@ def test_of_one_rank_only_its_samples_are_read() -> None:
 )
 def test_what_no_server_could_mean_is_left_out(line: str) -> None:
     assert read_samples(f"{line}\nvllm:running 1\n") == [Sample("vllm:running", "", 1.0)]
+
+
+def test_samples_of_other_names_and_what_is_beyond_the_bound_are_left_out() -> None:
+    line = "vllm:num_requests_running{" + 'a="b",' * 600 + "} 1\n"
+    page = "vllm:other 2\n" + line * 1000
+    samples = read_samples(page, names={"vllm:num_requests_running"})
+    assert {sample.value for sample in samples} == {1.0} and 100 < len(samples) < 200

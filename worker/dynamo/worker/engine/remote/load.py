@@ -12,7 +12,7 @@ from dynamo.common.http.client import HttpClient
 from dynamo.worker.engine.base import EngineLoad
 from dynamo.worker.engine.open_requests import OpenRequests
 from dynamo.worker.engine.remote.samples import Sample, read_samples
-from dynamo.worker.engine.remote.tiers import ServerTiers
+from dynamo.worker.engine.remote.tiers import TIER_NAMES, ServerTiers
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,11 @@ _WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs", "lla
 _CACHE_USAGE = frozenset({"vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"})
 _CACHE_CONFIG = frozenset({"vllm:cache_config_info", "sglang:cache_config_info"})
 """With size and number of the blocks as labels; SGLang has gauges of their own for them since 0.5.11."""
+_PAGE_SIZE, _PAGES = "sglang:page_size", "sglang:num_pages"
+_NAMES = _RUNNING | _WAITING | _CACHE_USAGE | _CACHE_CONFIG | TIER_NAMES | {_PAGE_SIZE, _PAGES}
+_MAX_PAGE_BYTES = 4 << 20
+_LONG_CHARS = 64 << 10
+"""A longer page is read in a thread."""
 _MOST = 1 << 40
 """A larger number of requests, tokens or blocks is read as this one: load reports could not say it."""
 
@@ -66,9 +71,9 @@ def read_load(samples: Iterable[Sample], ranks: int = 1) -> ServerLoad | None:
             blocks = _integer(config.get("num_gpu_blocks", config.get("num_pages")))
             # vLLM says the blocks of all ranks with each of them.
             total_blocks = max(total_blocks, blocks) if name.startswith("vllm:") else total_blocks + blocks
-        elif name == "sglang:page_size":
+        elif name == _PAGE_SIZE:
             block_size = _whole(value)
-        elif name == "sglang:num_pages":
+        elif name == _PAGES:
             total_blocks += _whole(value)
     total_blocks = min(total_blocks // ranks, _MOST)
     return ServerLoad(_whole(running), _whole(waiting), min(usage, 1.0), block_size, total_blocks) if is_known else None
@@ -103,11 +108,14 @@ class LoadFollower:
         """Look now. Returns None if the server has no metrics that are known. Raises Unavailable, EngineError."""
         try:
             async with asyncio.timeout(_FETCH_S):
-                status, body = await self._client.fetch("GET", "/metrics")
+                status, body = await self._client.fetch("GET", "/metrics", max_bytes=_MAX_PAGE_BYTES)
         except TimeoutError:
             raise Unavailable(f"the server at {self._client} sent no metrics in time") from None
         page = body.decode(errors="replace") if status == 200 else ""
-        samples = read_samples(page, self._engine)
+        if len(page) > _LONG_CHARS:
+            samples = await asyncio.to_thread(read_samples, page, self._engine, _NAMES)
+        else:
+            samples = read_samples(page, self._engine, _NAMES)
         load = read_load(samples, self._ranks)
         if load is not None:
             self.tiers.read(samples, load.block_size)

@@ -16,6 +16,8 @@ _BY_SOURCE = "vllm:prompt_tokens_cached_by_source_total"
 _READ, _WRITTEN = "vllm:kv_offload_load_bytes_total", "vllm:kv_offload_store_bytes_total"
 _FAILED = "vllm:kv_offload_allocation_failure_total"
 _NAMES = frozenset({_GPU_QUERIES, _GPU_HITS, _QUERIES, _READ, _WRITTEN, _FAILED})
+TIER_NAMES = _NAMES | {_BY_SOURCE}
+"""Names of the samples that say something of tiers."""
 
 
 class ServerTiers:
