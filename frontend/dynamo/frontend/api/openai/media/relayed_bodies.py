@@ -14,6 +14,7 @@ from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.http.multipart import FormPart, form_parts
 
 _MAX_NAME_BYTES = 1024
+_PIECE_BYTES: Final = 1 << 20
 _MODEL: Final = "model"
 _SPECIAL: Final = re.compile(r'[\x00-\x1f"\\\x7f]')
 
@@ -72,11 +73,13 @@ class FormBody:
         self.content_type = f"multipart/form-data; boundary={boundary}"
 
     def naming(self, model: str) -> bytes:
-        pieces: list[bytes | memoryview] = [self._delimiter, _head(_MODEL), model.encode()]
+        pieces = [self._delimiter, _head(_MODEL), model.encode()]
         for part in self._parts:
             if part.name != _MODEL:
-                head = _head(part.name, part.filename, part.content_type)
-                pieces += (b"\r\n", self._delimiter, head, memoryview(part.body)[part.begin : part.end])
+                pieces += (b"\r\n", self._delimiter, _head(part.name, part.filename, part.content_type))
+                # Joining bytes, and no views, leaves the interpreter to other threads; cutting a long piece would not.
+                cuts = range(part.begin, part.end, _PIECE_BYTES)
+                pieces += (part.body[begin : min(begin + _PIECE_BYTES, part.end)] for begin in cuts)
         return b"".join((*pieces, b"\r\n", self._delimiter, b"--\r\n"))
 
 
