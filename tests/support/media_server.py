@@ -35,6 +35,8 @@ class MediaServer:
     port: int = 0
     refusals: list[tuple[int, bytes]] = field(default_factory=list)
     """Status and body of the next responses."""
+    listed: bytes = b""
+    """The list of its models, in the place of one with `model`."""
     events: list[bytes] = field(default_factory=list)
     """Parts of a stream of events that each request for speech gets in the place of audio, if there are any."""
     is_slow: bool = False
@@ -66,7 +68,8 @@ class MediaServer:
         headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines if line)}
         body = await reader.readexactly(int(headers.get("content-length", "0")))
         if head.startswith("GET /v1/models "):
-            return await _whole(writer, 200, "application/json", json.dumps({"data": [{"id": self.model}]}).encode())
+            listed = self.listed or json.dumps({"data": [{"id": self.model}]}).encode()
+            return await _whole(writer, 200, "application/json", listed)
         sent = Sent(head.split(" ")[1], headers, body)
         self.requests.append(sent)
         if self.refusals:

@@ -104,6 +104,19 @@ async def test_the_card_says_which_name_the_server_knows(server_name: str, given
     assert (card.name, card.labels) == (name, labels)
 
 
+async def test_a_list_of_models_that_cannot_be_used_is_refused_and_long_names_are_cut() -> None:
+    for listed, problem in (
+        (b'{"data": [], "x": ' + b"[" * 100_000, "lists no model"),
+        (b'{"data": [' + b'{"id": "m"},' * 4096 + b'{"id": "m"}]}', "lists 4097 models; at most 4096"),
+    ):
+        async with MediaServer(listed=listed).serving() as server:
+            with pytest.raises(InvalidRequest, match=problem):
+                await RelayEngine(HttpClient(server.url, timeout_s=WAIT_S)).start()
+    async with MediaServer(listed=b'{"data": [{"id": "m", "owned_by": "%s"}]}' % (b"o" * 1_000_000)).serving() as server:
+        [card] = await RelayEngine(HttpClient(server.url, timeout_s=WAIT_S)).start()
+    assert card.backend == "o" * 64
+
+
 def test_options_of_text_are_refused_for_a_relay() -> None:
     with pytest.raises(ValueError, match="--remote-kind relay takes no tokenizer"):
         RemoteOptions(urls=("http://a",), kind=RemoteKind.RELAY, tokenizer=Path("/t"))

@@ -98,6 +98,6 @@ class SglangAdapters:
             raise Unsupported(f"the server at {self._client} has no {path}")
         try:
             message = msgspec.json.decode(body, type=_ChangeResult).error_message
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             message = None
         raise InvalidRequest(message) if status == 400 and message else read_failure(status, body)

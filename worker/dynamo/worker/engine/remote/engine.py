@@ -131,7 +131,7 @@ class RemoteEngine:
             name=self._name,
             kind=ModelKind.LLM,
             http=None if self._gateway is None else await self._gateway.endpoint(self._model, headers),
-            backend=served.owned_by or "remote",
+            backend=served.backend,
             llm=msgspec.structs.replace(
                 info,
                 max_num_seqs=self._max_num_seqs or 0,
@@ -340,7 +340,7 @@ class RemoteEngine:
         status, body = await self._client.fetch("GET", "/get_model_info")
         try:
             return msgspec.json.decode(body, type=SglangModel) if status == 200 else SglangModel()
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return SglangModel()
 
     async def _check(self) -> None:

@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LONGEST_PAUSE_S = 5.0
+_MAX_MODELS = 4096
+"""With its adapters. A registration names all of them, and etcd takes 1.5 MiB."""
+_MAX_OWNER_CHARS = 64
 
 
 class ModelMeta(msgspec.Struct):
@@ -40,6 +43,11 @@ class ListedModel(msgspec.Struct):
     meta: ModelMeta | None = None
     """What llama.cpp's server says of the model, as it does in `architecture`."""
     architecture: Architecture | None = None
+
+    @property
+    def backend(self) -> str:
+        """What the server calls itself."""
+        return self.owned_by[:_MAX_OWNER_CHARS] or "remote"
 
     @property
     def name(self) -> str:
@@ -84,8 +92,10 @@ async def fetch_models(client: HttpClient) -> list[ListedModel]:
         raise read_failure(status, body)
     try:
         models = msgspec.json.decode(body, type=ModelList).data if status == 200 else []
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         models = []
     if not models:
         raise InvalidRequest(f"the server at {client} lists no model: GET /v1/models has status {status}")
+    if len(models) > _MAX_MODELS:
+        raise InvalidRequest(f"the server at {client} lists {len(models)} models; at most {_MAX_MODELS} are taken")
     return models

@@ -51,7 +51,7 @@ class RelayEngine:
         card = ModelCard(
             name=self._name,
             kind=ModelKind.TENSOR,
-            backend=served.owned_by or "remote",
+            backend=served.backend,
             inputs=RELAY_INPUTS,
             outputs=RELAY_OUTPUTS,
             decoupled=True,
