@@ -72,6 +72,10 @@ class VllmPublisher:
         if not lost:
             await self._events.send_multipart([b"", number.to_bytes(8, "big"), payload])
 
+    async def publish_parts(self, *parts: bytes) -> None:
+        """Send a message that is no batch."""
+        await self._events.send_multipart(parts)
+
     async def followed(self) -> None:
         """Return when a reader has subscribed: it does not get what is published before."""
         async with asyncio.timeout(120):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -114,6 +115,52 @@ async def test_a_copy_in_host_memory_outlives_that_on_the_gpu(tmp_path: Path) ->
         await f.publisher.publish(batch(removed(100), stored(200)))
         await f.holds({block(200)})
         assert set(f.kv.held(Tier.CPU)) == {block(100)}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (b"x",),
+        (b"", b"x"),
+        (b"", b"\0" * 7, b"x"),
+        (b"", b"\xff" * 9, b"x"),
+        (b"", b"\x7f" * 8, b"x"),
+        (b"", b"1" * 100_000, b"x"),
+    ],
+)
+async def test_a_message_that_is_no_batch_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, parts: list[bytes]
+) -> None:
+    async with followed(tmp_path) as f:
+        for _ in range(3):
+            await f.publisher.publish_parts(*parts)
+        await f.publisher.publish(batch(stored(100)), lost=True)
+        await f.publisher.publish(batch(stored(200)))
+        await f.holds({block(100), block(200)})
+        assert f.publisher.requested == [0, 0]
+    assert caplog.text.count("publishes what are no KV events") == 1
+
+
+async def test_a_publisher_that_is_never_silent_leaves_the_event_loop_to_others(tmp_path: Path) -> None:
+    turns, taken = 0, Counter[int]()
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    with zmq.asyncio.Context() as context, closing(VllmPublisher(tmp_path, context)) as publisher:
+        replaying = asyncio.create_task(publisher.serve_replays())
+        async with following(publisher.source, KvState(), lambda: taken.update([turns])):
+            await publisher.followed()
+            counting = asyncio.create_task(count_turns())
+            for number in range(500):
+                await publisher.publish(batch(stored(number)))
+            await until(lambda: taken.total() > 500)
+            counting.cancel()
+        replaying.cancel()
+    assert max(taken.values()) < 10
 
 
 async def test_blocks_on_an_unknown_medium_are_counted_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,12 @@ log = logging.getLogger(__name__)
 
 _NUMBER_BYTES = 8
 _MAX_UNKNOWN_MEDIA = 16
+_MAX_MEDIUM_CHARS = 80
+_MAX_NUMBER = 1 << 62
+"""An engine that published a thousand batches a second would come to it in a hundred million years."""
+_MAX_MESSAGE_BYTES = 64 << 20
+_MAX_WAITING = 100_000
+"""Messages that wait here to be read; the publisher drops more, which are replayed or lost."""
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
 
@@ -51,7 +57,8 @@ async def following(
     with zmq.asyncio.Context() as context, closing(context.socket(zmq.SUB)) as events:
         context.linger = 0
         events.linger = 0
-        events.rcvhwm = 0  # what is not read yet waits here: the publisher would drop it
+        events.rcvhwm = _MAX_WAITING
+        events.maxmsgsize = _MAX_MESSAGE_BYTES
         events.subscribe(b"")
         follower = KvFollower(source, context, kv, on_change, adapter_name)
         with closing(events.get_monitor_socket(zmq.EVENT_DISCONNECTED)) as monitor:
@@ -86,6 +93,8 @@ class KvFollower:
         """Whether the connection was lost since the last batch, as when the engine was restarted."""
         self._unknown_media: set[str] = set()
         """Unknown media that were logged."""
+        self._has_odd = False
+        """Whether there was a message that is no batch."""
         self.lost = 0
         """Batches that could not be recovered."""
 
@@ -95,8 +104,19 @@ class KvFollower:
     async def follow(self, events: zmq.asyncio.Socket) -> None:
         """Apply events as they arrive, forever."""
         while True:
-            _, number, payload = await events.recv_multipart()
-            await self._take(int.from_bytes(number, "big"), payload)
+            if (message := self._numbered(await events.recv_multipart())) is not None:
+                await self._take(*message)
+            await asyncio.sleep(0)  # receiving what has come already is no turn of the loop, and there may always be more
+
+    def _numbered(self, parts: Sequence[bytes]) -> tuple[int, bytes] | None:
+        """Return the number of a batch and the batch; None for a message that is none. Older versions send no topic in front."""
+        *_, number, payload = (b"", b"", *parts)
+        if len(parts) > 1 and len(number) == _NUMBER_BYTES and (found := int.from_bytes(number, "big")) <= _MAX_NUMBER:
+            return found, payload
+        if not self._has_odd:
+            self._has_odd = True
+            log.warning("%s publishes what are no KV events of vLLM or SGLang, and that is left out", self._source.events)
+        return None
 
     async def watch(self, monitor: zmq.asyncio.Socket) -> None:
         """Notice when the connection is lost, forever."""
@@ -125,16 +145,18 @@ class KvFollower:
         import zmq
 
         with closing(self._context.socket(zmq.DEALER)) as dealer:
+            dealer.maxmsgsize = _MAX_MESSAGE_BYTES
             dealer.connect(self._source.replay)
             try:
                 async with asyncio.timeout(self._source.replay_timeout_s):
                     await dealer.send_multipart([b"", self._next.to_bytes(_NUMBER_BYTES, "big")])
                     while True:
-                        # Older versions leave out the topic in front of the number.
-                        *_, number, payload = await dealer.recv_multipart()
-                        if number == _END:
+                        parts = await dealer.recv_multipart()
+                        if _END in parts[-2:-1]:
                             break
-                        self._replayed(int.from_bytes(number, "big"), payload)
+                        if (message := self._numbered(parts)) is not None:
+                            self._replayed(*message)
+                        await asyncio.sleep(0)
             except TimeoutError:
                 log.warning("the engine did not replay its KV events within %.0f s", self._source.replay_timeout_s)
         self._on_change()
@@ -184,7 +206,7 @@ class KvFollower:
         self._kv.count_unknown(blocks)
         for event in events:
             if not isinstance(event, AllCleared) and tier_of(event.medium, event.locality) is None:
-                medium = f"{event.medium} {event.locality}".strip()
+                medium = f"{event.medium[:_MAX_MEDIUM_CHARS]} {event.locality[:_MAX_MEDIUM_CHARS]}".strip()
                 if medium not in self._unknown_media and len(self._unknown_media) < _MAX_UNKNOWN_MEDIA:
                     self._unknown_media.add(medium)
                     log.warning("the engine keeps KV blocks on a medium that is unknown, and that counts for nothing: %r", medium)
