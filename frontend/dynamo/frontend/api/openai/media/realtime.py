@@ -51,6 +51,9 @@ _BUFFER_BYTES = 256 * 1024
 """What a connection keeps of a client that is not read, and of messages to it."""
 _PATIENCE_S = 5.0
 
+_LONGEST_NAMING = 256 * 1024
+"""Events that name a model are read and written anew, in one turn."""
+
 Closing = tuple[int, str]
 """Code and reason of the end of a conversation."""
 
@@ -70,7 +73,16 @@ class _ServerEvent(msgspec.Struct):
     response: _Responded | None = None
 
 
+class _Naming(msgspec.Struct):
+    model: str | None = None
+
+
+class _ClientEvent(_Naming):
+    session: _Naming | None = None
+
+
 _server_events = msgspec.json.Decoder(_ServerEvent)
+_client_events = msgspec.json.Decoder(_ClientEvent)
 
 
 class Realtime:
@@ -221,20 +233,20 @@ class _Talk:
 
     def _named(self, message: str) -> str:
         """Return an event with the model's name as the server knows it. Raises InvalidRequest for another model."""
-        if '"model"' not in message or '"session.update"' not in message:
+        if '"model"' not in message and "\\u" not in message:  # by which a name may be written in another way
             return message
         try:
-            event = json.loads(message)
-        except ValueError:
-            return message  # which the server refuses in its own words
-        if not isinstance(event, dict):
+            event = _client_events.decode(message)
+        except msgspec.MsgspecError as error:
+            raise InvalidRequest(f"an event cannot be read: {error}") from None
+        named = [each for each in (event.model, event.session and event.session.model) if each is not None]
+        if not named:
             return message
-        named = [each for each in (event, event.get("session")) if isinstance(each, dict) and each.get("model") is not None]
-        for each in named:
-            if each["model"] not in (self._model.name, self._model.card.name, self._known):
-                raise InvalidRequest(f"this conversation is with the model '{self._model.name}' only", param="model")
-            each["model"] = self._known
-        return json.dumps(event) if named else message
+        if any(each not in (self._model.name, self._model.card.name, self._known) for each in named):
+            raise InvalidRequest(f"this conversation is with the model '{self._model.name}' only", param="model")
+        if len(message) > _LONGEST_NAMING:
+            raise InvalidRequest(f"an event that names a model may have {_LONGEST_NAMING} characters")
+        return _renamed(message, self._known)
 
     async def _keep_alive(self) -> Closing:
         while True:
@@ -261,3 +273,12 @@ class _Talk:
 
 def _request(frame: RealtimeFrame, model: NamedModel) -> TensorRequest:
     return to_tensors(RelayedRequest(REALTIME_PATH, "application/msgpack", frame.encode()), model.name)
+
+
+def _renamed(message: str, model: str) -> str:
+    """Return an event with its models renamed, its own and that of its session. Of a key that is given twice the last is left."""
+    event: dict[str, Any] = json.loads(message)
+    for each in (event, event.get("session") or {}):
+        if each.get("model") is not None:
+            each["model"] = model
+    return json.dumps(event)

@@ -131,3 +131,26 @@ async def test_a_long_message_is_held_while_it_comes_and_let_go_of_when_it_has_b
         await until(lambda: len(model.frames) == 2)
         assert front.capacity.peak_bytes >= before + (4 << 20)
         await until(lambda: front.capacity.buffered_bytes == before)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        '{"type":"session.update","session":{"model":"other"}}',
+        '{"type":"session.update","session":{"\\u006dodel":"other"}}',
+        '{"type":"session\\u002eupdate","\\u0073ession":{"model":"other"}}',
+        '{"type":"x","model":"other"}',
+        '{"type":"x","model":"other","nothing":NaN}',
+    ],
+)
+async def test_no_event_names_another_model_however_it_is_written(event: str) -> None:
+    async with talking() as (_, model, socket):
+        await socket.send('{"type":"x","text":"\\u00e9"}')
+        await socket.send('{"model":"other","type":"session.update","model":"' + MEDIA.open + '"}')
+        await until(lambda: sum(len(frame.messages) for frame in model.frames) == 2)
+        renamed = json.loads([message for frame in model.frames for message in frame.messages][1])
+        assert renamed == {"type": "session.update", "model": MEDIA.open}
+        await socket.send(event)
+        assert json.loads(await socket.recv())["error"]["type"] == "invalid_request_error"
+        assert (await end_of(socket))[0] == 1008
+        assert sum(len(frame.messages) for frame in model.frames) == 2
