@@ -6,7 +6,7 @@
 # make test-all     test and slow (11 minutes)
 # make test-vllm    tests that need vLLM (3 minutes), with its build for CPUs in .venv-vllm (3.4 GB; the first time some minutes more)
 # make test-backends  S3 with a real server, PyTorch and OpenVINO (1 minute), in .venv-backends (1.5 GB; the first time some minutes more)
-# make test-gpu     models on a GPU (1 minute), experimental; says what it skipped. GPU_PYTHON has PyTorch for CUDA; DEVICE=cpu needs no GPU
+# make test-gpu     models on a GPU, experimental; says what it skipped. GPU_PYTHON has PyTorch for CUDA; DEVICE=cpu needs no GPU
 # make test-clients tool loops of agents: LangChain, LlamaIndex, pydantic-ai, LiteLLM, OpenAI's Agents SDK, SDKs of OpenAI and Anthropic, and AIPerf (1 minute), in .venv-clients and .venv-agents
 # make simulate     500 new histories of a fleet under faults, in simulated time (2 minutes); SEEDS=0-19999 FLAGS="--results FILE"
 # make fuzz         a million inputs for each decoder of untrusted input, guided by coverage (at most 85 minutes); FLAGS="--seconds 20 gguf" for less

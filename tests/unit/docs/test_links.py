@@ -24,7 +24,7 @@ CONFIGS = (FrontendConfig, WorkerConfig, PlannerConfig, ExplainConfig, LocalConf
 FOLDERS = ("protos", "common", "frontend", "worker", "planner", "local", "tests", "docs", "deploy", "examples", "benchmarks")
 
 FLAGS_OF_OTHERS = {
-    "vLLM": "--data-parallel-rank --data-parallel-size --dtype --enforce-eager --gpu-memory-utilization"
+    "vLLM": "--allowed-media-domains --data-parallel-rank --data-parallel-size --dtype --enforce-eager --gpu-memory-utilization"
     " --kv-cache-memory-bytes --kv-events-config --kv-offloading-size --kv-transfer-config"
     " --enable-lora --enable-prompt-tokens-details --enable-sleep-mode --limit-mm-per-prompt --max-cpu-loras --max-lora-rank"
     " --max-loras --quantization --scheduling-policy --tensor-parallel-size",

@@ -31,7 +31,7 @@ def test_a_form_without_a_model_gets_the_name_of_the_only_one() -> None:
 
 
 def test_a_form_names_one_model_however_a_server_reads_forms() -> None:
-    """Of several fields a server may take the last one, of a header the first, and lines may end with a line feed alone."""
+    """A server may take the last of several fields, the first of a header given twice, and lines that end with a line feed."""
     named = form("whisper", b"x")
     with pytest.raises(InvalidRequest, match="several fields 'model'"):
         FormBody(named.replace(b"--b--", b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\nother\r\n--b--'), KIND)
