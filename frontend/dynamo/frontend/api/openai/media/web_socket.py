@@ -104,18 +104,18 @@ class ClientSocket:
         return (1000, "") if received is None or received.code == 1005 else (received.code, received.reason)
 
     async def close(self, code: int, reason: str) -> None:
-        """Close it, with the code unless the client has closed it, and wait a moment for the client to do so."""
-        if self._request is None:
-            return
+        """Close it, with the code unless the client has closed it. A client that does not do so in a moment is cut off."""
+        request = self._request
+        assert request is not None, "the WebSocket is open"
         if self._protocol.state is OPEN:
             self._protocol.send_close(code, reason[:_REASON_CHARACTERS])
-        await self._write()
         with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
-                while self._protocol.close_rcvd is None and (data := await self._request.read()) is not None:
+                await self._write()
+                while self._protocol.close_rcvd is None and (data := await request.read()) is not None:
                     self._protocol.receive_data(data)
                     self._protocol.events_received()
-        await self._request.write(b"", is_last=True)
+                await request.write(b"", is_last=True)
 
     async def _write(self) -> None:
         assert self._request is not None, "the WebSocket is open"

@@ -124,6 +124,16 @@ async def test_a_model_that_is_lost_ends_the_conversation_with_an_event() -> Non
         assert len(front.requests) == 1
 
 
+async def test_a_client_that_does_not_close_its_side_is_cut_off_and_holds_nothing() -> None:
+    async with talking() as (front, model, socket):
+        socket.transport.pause_reading()  # so it does not see the end, nor responds to it
+        model.say(close=(1000, "over"))
+        model.opened[0].end()
+        await until_free(front.capacity)
+        socket.transport.resume_reading()
+        await end_of(socket)
+
+
 async def test_a_long_message_is_held_while_it_comes_and_let_go_of_when_it_has_been_passed_on() -> None:
     async with talking() as (front, model, socket):
         before = front.capacity.buffered_bytes
