@@ -130,9 +130,10 @@ async def test_the_context_holds_id_version_parameters_and_deadline() -> None:
 
     loop = asyncio.get_running_loop()
     context = Context("id-7", deadline=loop.time() + 100, version="3")
-    await infer_all(Model(), request({"x": X}, {"a": 1, "b": "t", "c": 0.5, "d": True}), context)
+    parameters = {"a": 1, "b": "t", "c": 0.5, "d": True, "triton_models_timeout": 5}  # the last one by its name in generate
+    await infer_all(Model(), request({"x": X}, parameters), context)
     assert (seen[0].request_id, seen[0].version) == ("id-7", "3")
-    assert seen[0].parameters == {"a": 1, "b": "t", "c": 0.5, "d": True}
+    assert seen[0].parameters == {"a": 1, "b": "t", "c": 0.5, "d": True, "timeout": 5}
     assert not seen[0].is_cancelled
     context.cancelled.set()
     assert seen[0].is_cancelled

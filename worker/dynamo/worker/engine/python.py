@@ -78,6 +78,8 @@ __all__ = ["Batching", "Declaration", "InferContext", "InvalidRequest", "PythonE
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_OWN_NAMES = {passed_as: name for name, passed_as in MODELS_OWN.items()}
+"""The names that models know parameters of generate by, whose names mean something to queues."""
 InputTensor = ModelInferRequest.InferInputTensor
 Parameter = bool | int | str | float
 
@@ -340,8 +342,7 @@ class _InferCaller:
         deadline = context.deadline
         if deadline is not None:
             deadline += time.monotonic() - asyncio.get_running_loop().time()
-        names = {passed_as: name for name, passed_as in MODELS_OWN.items()}
-        parameters = {names.get(name, name): _value(parameter) for name, parameter in request.head.parameters.items()}
+        parameters = {_OWN_NAMES.get(name, name): _value(parameter) for name, parameter in request.head.parameters.items()}
         return {"context": InferContext(context.request_id, context.version, parameters, deadline, context.cancelled.is_set)}
 
     def _arrays(self, result: Any) -> dict[str, Array]:
