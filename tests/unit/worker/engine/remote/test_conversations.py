@@ -76,3 +76,19 @@ async def test_a_server_that_is_not_there_is_unavailable_and_no_frame_is_refused
         await anext(parts(conversations, RealtimeFrame("s")))
     with pytest.raises(InvalidRequest, match="is no frame"):
         await anext(conversations.serve(b"\xff", Context("r")))
+
+
+async def test_a_server_sends_its_worker_nowhere_else() -> None:
+    other = RealtimeServer()
+    async with other.serving():
+
+        async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(f"HTTP/1.1 302 Found\r\nlocation: ws://127.0.0.1:{other.port}\r\ncontent-length: 0\r\n\r\n".encode())
+            writer.close()
+
+        async with await asyncio.start_server(redirect, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            conversations = Conversations(HttpClient(url, key="secret", timeout_s=WAIT_S))
+            [part] = [part async for part in parts(conversations, RealtimeFrame("s", "model=m"))]
+        assert part.status == 302 and other.headers == []
