@@ -1,4 +1,4 @@
-"""Requests that wait in line at a real frontend while its only worker is busy."""
+"""Requests in the queue of a real frontend while its only worker is busy."""
 
 from __future__ import annotations
 

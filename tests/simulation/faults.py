@@ -240,7 +240,7 @@ async def requests_burst(h: History) -> None:
 
 
 async def burst_struck(h: History) -> None:
-    """A process dies while requests wait in line."""
+    """A process dies while requests are queued."""
     frontend, strikes_frontend = h.pick_frontend(), h.rng.random() < 0.6
     if frontend is None:
         return

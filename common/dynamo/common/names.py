@@ -179,7 +179,7 @@ def limits_subject(namespace: str) -> str:
 
 
 def turns_subject(namespace: str) -> str:
-    """NATS subject on which the frontends of a namespace publish which API keys wait in line."""
+    """NATS subject on which the frontends of a namespace publish which API keys wait in queues."""
     return f"dynamo.{encode(namespace, 'namespace')}.turns"
 
 

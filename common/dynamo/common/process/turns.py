@@ -1,6 +1,6 @@
 """Time for what has come on all connections of a process together: each turn of the event loop takes a few milliseconds for it.
 
-What has just come is read at once while there is time, so that clients that send little do not wait. The rest waits in line.
+What has just come is read at once while there is time, so that clients that send little do not wait. The rest is queued.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A handshake takes milliseconds of CPU time, and what a client sends in one read can be thousands of records that each change the
 keys. So each turn of the event loop takes a few milliseconds of either for all connections of a port, in steps of 32 KiB, and the
-rest waits in line (`common.process.turns`). Connections that are open do not wait for handshakes.
+rest is queued (`common.process.turns`). Connections that are open do not wait for handshakes.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=1.0,
         metavar="N",
-        help="In proportion to other keys, where requests wait in line; default: 1.",
+        help="In proportion to other keys, where requests queue; default: 1.",
     )
     add.add_argument(
         "--max-priority",

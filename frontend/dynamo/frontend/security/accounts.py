@@ -49,7 +49,7 @@ class Account(Protocol):
 
     @property
     def weight(self) -> float:
-        """How much this caller gets, in proportion to others, where requests wait in line."""
+        """How much this caller gets, in proportion to others, where requests queue."""
         ...
 
     @property

@@ -83,7 +83,7 @@ class ApiKey:
     """Patterns of model names, as requests write them."""
     limits: Limits = Limits()
     weight: float = 1.0
-    """How much the key gets, in proportion to others, where requests wait in line."""
+    """How much the key gets, in proportion to others, where requests queue."""
     max_priority: int = 0
     """Requests that have a higher one get this."""
     cache_group: str = ""

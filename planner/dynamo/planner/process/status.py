@@ -8,8 +8,7 @@ The port requires no key and takes no orders; what browsers may see of it says `
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Protocol
 
@@ -84,12 +83,11 @@ def planner_status_app(status: PlannerStatus, scrape: Scrape, hosts: OwnHosts) -
     return status_pages(health, scrape, {"/explain": explain}, hosts)
 
 
-@asynccontextmanager
-async def serve_planner_status(options: PlannerStatusOptions, status: PlannerStatus, scrape: Scrape) -> AsyncIterator[int | None]:
+def serve_planner_status(
+    options: PlannerStatusOptions, status: PlannerStatus, scrape: Scrape
+) -> AbstractAsyncContextManager[int | None]:
     """Serve the status port while the body runs and yield its number; None without `--status-port`.
 
     Raises ConfigError if the port cannot be opened.
     """
-    app_of = partial(planner_status_app, status, scrape)
-    async with serve_status_port(options.host, options.port, options.allowed_hosts, app_of) as port:
-        yield port
+    return serve_status_port(options.host, options.port, options.allowed_hosts, partial(planner_status_app, status, scrape))

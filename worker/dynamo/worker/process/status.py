@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
 from functools import partial
 from urllib.parse import parse_qs
@@ -138,7 +138,7 @@ class Status:
         )
 
 
-def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hosts: OwnHosts | None = None) -> App:
+def status_app(status: Status, scrape: Scrape, hosts: OwnHosts, *, allow_sleep: bool) -> App:
     """Return the app with `/health`, `/live`, `/metrics`, and vLLM's `/sleep`, `/wake_up`, `/is_sleeping`."""
 
     async def health() -> PageContent:
@@ -169,18 +169,13 @@ def status_app(status: Status, scrape: Scrape, *, allow_sleep: bool = False, hos
         return await is_sleeping()
 
     orders: dict[str, Order] = {"/sleep": partial(obey, sleep), "/wake_up": partial(obey, wake_up)}
-    return status_pages(health, scrape, {"/is_sleeping": is_sleeping}, hosts or OwnHosts(), orders)
+    return status_pages(health, scrape, {"/is_sleeping": is_sleeping}, hosts, orders)
 
 
-@asynccontextmanager
-async def serve_status(options: StatusOptions, status: Status, scrape: Scrape) -> AsyncIterator[int | None]:
+def serve_status(options: StatusOptions, status: Status, scrape: Scrape) -> AbstractAsyncContextManager[int | None]:
     """Serve the status port while the body runs and yield its number; None without `--status-port`.
 
     Raises ConfigError if the port cannot be opened.
     """
-
-    def app_of(hosts: OwnHosts) -> App:
-        return status_app(status, scrape, allow_sleep=options.allow_sleep, hosts=hosts)
-
-    async with serve_status_port(options.host, options.port, options.allowed_hosts, app_of) as port:
-        yield port
+    app_of = partial(status_app, status, scrape, allow_sleep=options.allow_sleep)
+    return serve_status_port(options.host, options.port, options.allowed_hosts, app_of)

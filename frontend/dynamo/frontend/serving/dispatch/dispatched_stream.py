@@ -478,7 +478,7 @@ class DispatchedStream:
             self._shared.demand.refuse(work, *self._demand(), candidates)
 
     def _book_unless_busy(self, candidates: Sequence[Instance]) -> Booking | None:
-        """Book the request; None: it may wait in line. Raises TooLate if that would not help."""
+        """Book the request; None: it may queue. Raises TooLate if that would not help."""
         try:
             return self._book_one_of(candidates)
         except TooLate:

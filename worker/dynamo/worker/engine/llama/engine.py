@@ -3,7 +3,7 @@
     generate() ─ one thread per choice ─ llama.cpp's slots, all decoded in one batch ─ chunks ─ event loop
 
 llama.cpp decodes all running choices together, one step at a time. A call into it blocks until its choice is done, so each
-choice has a thread for that time; there are as many threads as slots, further choices wait in line, by priority.
+choice has a thread for that time; there are as many threads as slots, further choices are queued, by priority.
 Its chunks are handed to the event loop one by one; what a slow reader leaves there is bounded by the context length.
 
 Greedy generations repeat token by token, whether their prompt was cached or not and whatever else runs: the KV cache is in BF16

@@ -25,7 +25,8 @@ class ModelFolders:
         """`stores`: URLs of repositories in object stores, of which `copies` keeps what was read. Raises InvalidRequest for a
         folder that does not exist.
         """
-        self._remote = {remote.picture: remote for remote in (RemoteRepository(url, copies, paths.max_bytes) for url in stores)}
+        remotes = [RemoteRepository(url, copies, paths.max_bytes) for url in stores]
+        self._remote = {remote.index_folder: remote for remote in remotes}
         """By the folders that stand for them."""
         self._folders = (*folders, *self._remote)
         self._paths = paths

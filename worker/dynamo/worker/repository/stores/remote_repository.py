@@ -43,7 +43,7 @@ class RemoteRepository:
     def __init__(self, url: str, copies: ContentCache, max_bytes: int) -> None:
         """`max_bytes`: of one model."""
         self._temporary = tempfile.TemporaryDirectory(prefix="dynamo-repository-", ignore_cleanup_errors=True)
-        self.picture = Path(self._temporary.name)
+        self.index_folder = Path(self._temporary.name)
         self._url = url.rstrip("/")
         self._copies = copies
         self._max_bytes = max_bytes
@@ -72,23 +72,23 @@ class RemoteRepository:
             model, _, inside = name.partition("/")
             if inside and _is_model(model):
                 models.setdefault(model, {})[inside] = each
-        drawn = {entry.name for entry in self.picture.iterdir()}
+        present = {entry.name for entry in self.index_folder.iterdir()}
         for model, files in models.items():
             try:
-                self._draw(model, files)
+                self._write_model(model, files)
             except DynamoError as error:
                 log.error("model '%s': its %s cannot be read: %s", model, CONFIG_FILE, error)  # again with the next refresh
-        for model in drawn - models.keys():
-            shutil.rmtree(self.picture / model)
+        for model in present - models.keys():
+            shutil.rmtree(self.index_folder / model)
 
-    def _draw(self, model: str, objects: Objects) -> None:
+    def _write_model(self, model: str, objects: Objects) -> None:
         """Write a model into the index folder, in place: it must not be missing at any moment."""
-        folder = self.picture / model
+        folder = self.index_folder / model
         mark = folder / f"{_MARK}{_digest('', objects)}"
         if mark.exists():
             return
         folder.mkdir(exist_ok=True)
-        self._draw_config(model, objects)
+        self._write_config(model, objects)
         versions = {name.partition("/")[0] for name in objects if "/" in name}
         versions = {name for name in versions if name.isascii() and name.isdigit() and len(name) < _MAX_DIGITS}
         for entry in folder.iterdir():
@@ -100,8 +100,8 @@ class RemoteRepository:
             (folder / version).mkdir(exist_ok=True)
         mark.touch()
 
-    def _draw_config(self, model: str, objects: Objects) -> None:
-        config = self.picture / model / CONFIG_FILE
+    def _write_config(self, model: str, objects: Objects) -> None:
+        config = self.index_folder / model / CONFIG_FILE
         if CONFIG_FILE not in objects or objects[CONFIG_FILE].size > _MAX_CONFIG_BYTES:
             config.unlink(missing_ok=True)
             return

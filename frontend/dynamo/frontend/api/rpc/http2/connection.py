@@ -13,7 +13,7 @@ What a client may cost is bounded, with a key or without:
 | frames without content between two that have some | `_IDLE_FRAMES` a second | GOAWAY |
 | PINGs while nothing is sent | one in `client_ping_interval_s` or, by option, in two hours; twice more often | GOAWAY |
 | acknowledgements and calls while the client does not read | `_UNREAD_FRAMES`, and `max_concurrent_streams` | GOAWAY |
-| frames that have come, on all connections together | some milliseconds in a turn of the event loop; then they wait in line | |
+| frames that have come, on all connections together | some milliseconds in a turn of the event loop; then they are queued | |
 | messages | `max_message_bytes` each, and the capacity together | the call fails |
 | a message that is due | 1 KiB a second, averaged over 10 s | the call fails |
 | a response that is not read | 1 KiB a second, averaged over 300 s | RST_STREAM |
