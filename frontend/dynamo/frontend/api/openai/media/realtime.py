@@ -150,6 +150,17 @@ class _Talk:
 
     async def run(self, parts: AsyncGenerator[RelayedPart, None]) -> None:
         """Let both sides talk until one of them, or a failure, ends it; the client is told which."""
+        try:
+            end = await self._end(parts)
+        except asyncio.CancelledError:
+            await self._socket.leave(1001, "the server stops")  # or the client has left, and hears nothing
+            raise
+        if isinstance(end, DynamoError):
+            end = await self._tell(end)
+        await self._socket.close(*end)
+
+    async def _end(self, parts: AsyncGenerator[RelayedPart, None]) -> Closing | DynamoError:
+        """Return how the conversation ends, when it does."""
         async with asyncio.TaskGroup() as tasks:
             speaking = tasks.create_task(self._ended(self._listen(parts)))
             sides = {speaking, *(tasks.create_task(self._ended(side)) for side in (self._pass_on_client(), self._keep_alive()))}
@@ -161,9 +172,7 @@ class _Talk:
                 end = speaking.result()
             for side in sides:
                 side.cancel()
-        if isinstance(end, DynamoError):
-            end = await self._tell(end)
-        await self._socket.close(*end)
+        return end
 
     async def _ended(self, side: Coroutine[Any, Any, Closing]) -> Closing | DynamoError:
         try:

@@ -13,7 +13,7 @@ from websockets.protocol import OPEN
 from websockets.server import ServerProtocol
 from websockets.typing import Subprotocol
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.http.served import ServedRequest
 from dynamo.common.tensors.relay import MAX_MESSAGE_BYTES
 from dynamo.frontend.api.http.exchange import Exchange
@@ -22,6 +22,7 @@ _SUBPROTOCOL = Subprotocol("realtime")
 _COPIES = 3
 """A message that is received is held as its frames, the message, and the request that it becomes."""
 _CLOSE_S = 2.0
+_LEAVE_S = 0.5
 _REASON_CHARACTERS = 30
 """The reason of a close frame has 123 bytes at most."""
 
@@ -116,6 +117,14 @@ class ClientSocket:
                     self._protocol.receive_data(data)
                     self._protocol.events_received()
                 await request.write(b"", is_last=True)
+
+    async def leave(self, code: int, reason: str) -> None:
+        """Close it without waiting for the client, who may have left."""
+        if self._request is not None and self._protocol.state is OPEN:
+            self._protocol.send_close(code, reason)
+            with suppress(TimeoutError, DynamoError):
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._write()
 
     async def _write(self) -> None:
         assert self._request is not None, "the WebSocket is open"

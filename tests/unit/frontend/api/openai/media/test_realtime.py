@@ -134,6 +134,17 @@ async def test_a_client_that_does_not_close_its_side_is_cut_off_and_holds_nothin
         await end_of(socket)
 
 
+async def test_a_frontend_that_stops_says_so_before_it_cuts_a_conversation() -> None:
+    async with open_frontend() as front, serve_http(HttpOptions(port=0), front.app) as server:
+        model = Model()
+        front.engine.behaves = [model]
+        url = f"ws://127.0.0.1:{server.port}/v1/realtime?model={MEDIA.open}"
+        async with connect(url, proxy=None, ping_interval=None) as socket:
+            await server.stop(0.0)
+            assert await end_of(socket) == (1001, "the server stops")
+        await until_free(front.capacity)
+
+
 async def test_a_long_message_is_held_while_it_comes_and_let_go_of_when_it_has_been_passed_on() -> None:
     async with talking() as (front, model, socket):
         before = front.capacity.buffered_bytes
