@@ -1,4 +1,4 @@
-"""Audio and images pass through the fleet to servers that have them, with the client of OpenAI."""
+"""Audio, images and videos pass through the fleet to servers that have them, with the client of OpenAI."""
 
 from __future__ import annotations
 
@@ -66,6 +66,13 @@ async def test_audio_images_and_spoken_chats_pass_through_with_the_name_that_the
         edited = await openai.images.edit(model="whisper", image=("a.png", b"png", "image/png"), prompt="a hat")
         assert edited.data is not None and server.requests[-1].fields["image"] == b"png"
 
+        video = await openai.post("/videos", body={"model": "whisper", "prompt": "a cat"}, cast_to=dict[str, object])
+        assert video["status"] == "completed"
+        form = {"model": (None, "whisper"), "prompt": (None, "a cat"), "image": ("a.png", b"png", "image/png")}
+        async with httpx2.AsyncClient(base_url=f"{openai.base_url}", timeout=WAIT_S) as http:
+            clip = await http.post("videos/sync", files=form)
+        assert (clip.headers["content-type"], clip.content) == ("video/mp4", SPOKEN)
+
         chat = await openai.chat.completions.create(
             model="whisper",
             messages=[{"role": "user", "content": "Hi"}],
@@ -75,7 +82,7 @@ async def test_audio_images_and_spoken_chats_pass_through_with_the_name_that_the
         assert chat.choices[0].message.audio is not None and chat.choices[0].message.audio.transcript == "Hi"
         assert b'"model":"/models/whisper-tiny"' in server.requests[-1].body
         other = await openai.chat.completions.create(model="echo-llm", messages=[{"role": "user", "content": "Hi"}], max_tokens=4)
-        assert other.choices[0].message.content is not None and len(server.requests) == 8
+        assert other.choices[0].message.content is not None and len(server.requests) == 10
 
 
 async def test_what_a_server_refuses_is_its_own_answer_and_one_that_is_busy_leaves_it_to_another(

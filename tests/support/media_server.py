@@ -90,6 +90,10 @@ class MediaServer:
                 await _whole(writer, 200, "application/json", json.dumps({**chat, "choices": choices}).encode())
             case "/v1/images/generations" | "/v1/images/edits":
                 await _whole(writer, 200, "application/json", b'{"created":1,"data":[{"b64_json":"AAAA"}]}')
+            case "/v1/videos":
+                await _whole(writer, 200, "application/json", b'{"status":"completed","data":[{"b64_json":"AAAA"}]}')
+            case "/v1/videos/sync":
+                await self._stream(reader, writer, "video/mp4", [SPOKEN])
             case _:
                 await _whole(writer, 404, "application/json", b'{"error":{"message":"no such path"}}')
 

@@ -44,9 +44,10 @@ FORM_PATHS: Final = (
     "/v1/audio/translations",
     "/v1/images/edits",
     "/v1/images/variations",
+    "/v1/videos/sync",
 )
 """Requests to them are forms with files."""
-JSON_PATHS: Final = ("/v1/audio/speech", "/v1/images/generations")
+JSON_PATHS: Final = ("/v1/audio/speech", "/v1/images/generations", "/v1/videos")
 RELAYED_PATHS: Final = frozenset((*FORM_PATHS, *JSON_PATHS, CHAT_PATH))
 """All paths of requests to a relay; a server may have others, which are not for clients."""
 

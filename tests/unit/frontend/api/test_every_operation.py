@@ -79,6 +79,8 @@ REQUESTS = [
     "POST /v1/chat/completions/batch",
     *(f"POST /v1/audio/{word}" for word in ("transcriptions", "translations", "speech")),
     *(f"POST /v1/images/{word}" for word in ("generations", "edits", "variations")),
+    "POST /v1/videos",
+    "POST /v1/videos/sync",
     "GET /v1/realtime",
     *(f"POST {path}" for path in ("/v1/classify", "/v2/rerank", "/rerank", "/score", "/classify", "/pooling", "/invocations")),
     *(f"POST /v2/models/{{model:path}}{version}/{word}" for version in ("", "/versions/{version}") for word in TO_MODELS),

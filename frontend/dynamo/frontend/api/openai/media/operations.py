@@ -1,4 +1,4 @@
-"""The operations for audio and images, and chats of models that make more than text."""
+"""The operations for audio, images and videos, and chats of models that make more than text."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ _SUMMARIES = {
     "/v1/images/generations": "A text to images",
     "/v1/images/edits": "Images to changed ones",
     "/v1/images/variations": "An image to others like it",
+    "/v1/videos": "A text to a video, in the response",
+    "/v1/videos/sync": "A text, and images, to a video, in the response",
     REALTIME_PATH: "Conversations over WebSockets",
 }
 
