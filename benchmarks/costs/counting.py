@@ -6,7 +6,8 @@ the system calls of sockets; messages and bytes that it sends to NATS. Of all pr
 which only the garbage collector frees.
 
 Python keeps only the difference of objects allocated and freed. `allocations` adds up by how much it grew from each call or
-return to the next one: what is freed before that is not in it, nor what comes from a free list.
+return to the next one: what is freed before that is not in it, nor what comes from a free list. What it takes to set a context
+variable is left out: that depends on the variable's address, by which a context finds it, and so on the run.
 
 What stands in for kernel, network, etcd and nats-server does not count, nor does asyncio's loop, which is uvloop's in production.
 """
@@ -20,6 +21,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -89,7 +91,8 @@ class Count:
         grown = gc.get_count()[0] - self._tracked - (own if event in ("call", "c_call") else 0)
         name, process = self._name(frame.f_code), current_process()
         if process is not None:
-            if grown > 0 and (self._name(frame.f_back.f_code) if event == "call" and frame.f_back else name):
+            of = self._name(frame.f_back.f_code) if event == "call" and frame.f_back else name
+            if grown > 0 and of and not _sets_variable(event, arg):
                 self.figures[process.name, "allocations"] += grown
             if name and event == "call":
                 self.figures[process.name, "calls"] += 1
@@ -124,6 +127,10 @@ def _made_for_profiler(frame: FrameType, event: str, arg: Any) -> int:
     if event in ("call", "return"):
         return not frame.f_code.co_flags & _SUSPENDS
     return not isinstance(getattr(arg, "__self__", None), ModuleType)
+
+
+def _sets_variable(event: str, function: Any) -> bool:
+    return event == "c_return" and isinstance(getattr(function, "__self__", None), ContextVar)
 
 
 def _watch_instructions(callback: Any) -> None:

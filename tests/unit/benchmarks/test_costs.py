@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -171,6 +172,15 @@ def _only_calls() -> None:
         "text".upper()
 
 
+_VARIABLES = [ContextVar[int](f"variable_{number}") for number in range(40)]
+
+
+def _only_variables() -> None:
+    """How many nodes of a context's tree that makes differs from run to run."""
+    for variable in _VARIABLES:
+        variable.set(1)
+
+
 def _nothing() -> None:
     """What the profiler makes to watch this call is no allocation."""
 
@@ -180,6 +190,7 @@ def test_objects_that_outlive_a_call_are_counted_and_those_of_the_profiler_are_n
     assert 100 <= _allocations(_kept) <= 102
     assert _allocations(_only_calls) == 0
     assert _allocations(_dropped_at_once) == 0
+    assert _allocations(_only_variables) <= 1
 
 
 def _allocations(function: Any) -> int:
