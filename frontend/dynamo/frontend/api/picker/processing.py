@@ -27,7 +27,8 @@ from dynamo.protos import ext_proc_pb2 as pb
 _FIRST_MESSAGE_S: Final = 30.0
 """Within which a call has to say what it is about."""
 _MIN_BODY_BYTES_PER_S: Final = 1024
-"""A body that decides where its request goes has `body_s`, and a second more for so many bytes that have come."""
+"""A body that decides where its request goes has `body_s`, and a second more for so many bytes that come, but never more than
+`body_s` from then: what has come is held, so it must not buy time in which nothing does."""
 _WHOLE: Final = (pb.BUFFERED, pb.BUFFERED_PARTIAL)
 _DROPPED_REASONS: Final = {429: b"rejected-saturated", 503: b"rejected-no-endpoints", 504: b"rejected-ttl-expired"}
 
@@ -86,12 +87,13 @@ class Processing:
         if self._request_mode in _WHOLE and picking.reads_body:
             return await self._place_buffered(picking)
         has_trailers = False
-        size_bytes, began = 0, asyncio.get_running_loop().time()
+        now, body_s = asyncio.get_running_loop().time, self._parts.body_s
+        deadline = now() + body_s
         while picking.needs_body and not picking.body.is_complete and not picking.outcome.done():
-            message = await self._next_of_body(began + self._parts.body_s + size_bytes / _MIN_BODY_BYTES_PER_S)
+            message = await self._next_of_body(deadline)
             if message is None:
                 return False
-            size_bytes += len(message.request_body.body)
+            deadline = min(deadline + len(message.request_body.body) / _MIN_BODY_BYTES_PER_S, now() + body_s)
             if has_trailers := message.WhichOneof("request") == "request_trailers":
                 picking.body.add(b"", is_last=True)
             else:

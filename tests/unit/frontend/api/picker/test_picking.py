@@ -27,7 +27,7 @@ from dynamo.frontend.security.keys import Limits, entry_for, make_key
 from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import ext_proc_pb2 as pb
 from tests.support.picker_edge import GatewayCall, PickerEdge, headers_of, open_picker_edge, pod_card
-from tests.support.waiting import until, until_free
+from tests.support.waiting import WAIT_S, until, until_free
 
 DESTINATION = "x-gateway-destination-endpoint"
 BODY = b'{"model": "talker", "prompt": "once upon a time", "max_tokens": 2}'
@@ -319,4 +319,15 @@ async def test_a_body_that_does_not_come_gives_its_place_back(mode: pb.BodyMode.
         if mode == pb.BUFFERED:
             assert (await call.read()).WhichOneof("response") == "request_headers"
         assert (await call.read()).immediate_response.status.code == 408
+        await until_free(edge.capacity)
+
+
+async def test_a_body_that_has_nearly_come_has_no_more_time_than_another() -> None:
+    """Otherwise a few megabytes, sent once, would hold their share of what bodies may take for an hour."""
+    async with open_picker_edge(body_s=0.2) as edge:
+        call = edge.call()
+        await call.headers()
+        await call.body(b'{"model": "talker", "prompt": "' + b"x" * 1_000_000, ends=False)
+        async with asyncio.timeout(WAIT_S):
+            assert (await call.read()).immediate_response.status.code == 408
         await until_free(edge.capacity)
