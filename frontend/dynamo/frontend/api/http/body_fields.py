@@ -11,7 +11,12 @@ class _Fields(msgspec.Struct):
     model: str | None = None
 
 
+class _Salted(msgspec.Struct):
+    cache_salt: str | None = None
+
+
 _fields_decoder = msgspec.json.Decoder(_Fields)
+_salted_decoder = msgspec.json.Decoder(_Salted)
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -19,6 +24,14 @@ def model_in(body: bytes) -> str:
     """Return the model that a body names; an empty string if it names none, or is not JSON."""
     try:
         return _fields_decoder.decode(body).model or ""
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+def cache_salt_in(body: bytes) -> str:
+    """Return the salt for cached prompts that a body names; an empty string if it names none, or is not JSON."""
+    try:
+        return _salted_decoder.decode(body).cache_salt or ""
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
 

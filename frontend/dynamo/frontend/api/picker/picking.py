@@ -33,7 +33,7 @@ from dynamo.common.process.background import awaited
 from dynamo.frontend.api.calls import EXPLAIN
 from dynamo.frontend.api.declaration import Declaration, Reads
 from dynamo.frontend.api.guard import Guard
-from dynamo.frontend.api.http.body_fields import changed_body, is_harmless, model_in
+from dynamo.frontend.api.http.body_fields import cache_salt_in, changed_body, is_harmless, model_in
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, decompress, encoding_of
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorForm
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
@@ -143,6 +143,7 @@ class Picking:
         self._carried: CarriedRequest | None = None
         self._request: GatewayRequest | None = None
         self._task: asyncio.Task[None] | None = None
+        self._caller: Account = ANONYMOUS
 
     @property
     def reads_body(self) -> bool:
@@ -238,6 +239,7 @@ class Picking:
             headers = ((b"www-authenticate", b"Bearer"),) if isinstance(error, Unauthenticated) else ()
             await exchange.refuse(error, http_status(error, parts.settings.overload), errors, headers)
             return request
+        self._caller = account
         exchange.admit(account)
         try:
             occupied = exchange.occupy()
@@ -299,9 +301,12 @@ class Picking:
         assert card.http is not None
         if len(body) > _LONG_BYTES:
             await asyncio.sleep(0)
-        if not picked.is_routed and model_in(body) not in (card.name, *card.aliases):
-            return None
-        changed = changed_body(body, model=picked.request.adapter or card.http.model, cache_salt=picked.request.cache_salt)
+        model, salt = picked.request.adapter or card.http.model, picked.request.cache_salt
+        if not picked.is_routed:
+            model = model if model_in(body) in (card.name, *card.aliases) else ""
+            if card.llm is not None and card.llm.takes_cache_salt:  # the data plane has not seen the one that the client sent
+                salt = self._caller.isolate(cache_salt_in(body))
+        changed = changed_body(body, model=model, cache_salt=salt)
         if changed is not None and encoding:
             self.removed = ("content-encoding",)
         return changed

@@ -148,6 +148,21 @@ async def test_prompts_of_a_key_are_cached_apart_at_the_endpoint_as_well(keys: d
         await call.ended()
 
 
+async def test_a_request_that_is_not_understood_has_a_cache_of_its_key_too_whatever_salt_it_names(keys: dict[str, str]) -> None:
+    """Salts of keys can be told from their names: such a request must not go on with the one of another key."""
+    salts = []
+    async with open_picker_edge(pod_card(1, takes_cache_salt=True), guard=guard_of(keys)) as edge:
+        for fields in ({}, {"cache_salt": "key:of another"}):
+            body = {"model": "unheard-of", "prompt": "once", "n": 1000, **fields}
+            call = await sent(edge, json.dumps(body).encode(), x_api_key=keys["free"])
+            assert headers_of(await call.read())["x-dynamo-placement"] == "least-loaded"
+            got = json.loads((await call.read()).request_body.response.body_mutation.streamed_response.body)
+            salts.append(got.pop("cache_salt"))
+            assert got == {"model": "unheard-of", "prompt": "once", "n": 1000}
+            await call.ended()
+    assert all(salt.startswith("key:") for salt in salts) and len({*salts, "key:of another"}) == 3
+
+
 async def test_without_room_a_request_waits_its_turn_unless_its_objective_says_that_it_is_shed() -> None:
     serving = ServingOptions(queue=QueueOptions(size=10))
     async with open_picker_edge(pod_card(1), router=BUSY, serving=serving, options=OBJECTIVES) as edge:
