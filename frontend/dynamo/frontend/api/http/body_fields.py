@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-_TRANSFERS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+_TRANSFERS = frozenset(
+    {"kv_transfer_params", "ec_transfer_params", "disaggregated_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
+)
+"""Fields of vLLM, TensorRT-LLM and SGLang."""
+_ADAPTERS = frozenset({"lora_path", "lora_request", "lora"})
+"""Fields of SGLang, TensorRT-LLM and llama.cpp."""
 
 
 class _Fields(msgspec.Struct):
@@ -42,6 +47,19 @@ def is_harmless(body: bytes) -> bool:
         return not _TRANSFERS.intersection(_objects.decode(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
+
+
+def beyond_rights(body: bytes, *, adapters: bool) -> str:
+    """Return a field by which an engine fetches caches from elsewhere or, with `adapters`, computes an adapter.
+
+    An empty string if there is none but null ones, or the body is not a JSON object.
+    """
+    try:
+        values = _objects.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    names = (_TRANSFERS | _ADAPTERS if adapters else _TRANSFERS).intersection(values)
+    return min((name for name in names if bytes(values[name]) != b"null"), default="")
 
 
 def changed_body(body: bytes, *, model: str, cache_salt: str = "") -> bytes | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import unquote
 
 from dynamo.common.http.served import ClientWatch, Header
@@ -92,6 +92,8 @@ class GatewayRequest:
         self.response: deque[bytes] = deque()
         """The parts of the response's body, as long as it `is_wanted`."""
         self.is_wanted = True
+        self.check: Callable[[], Awaitable[None]] | None = None
+        """Called when the body is complete, before what reads it has its last part. May raise DynamoError."""
         self._body = body
         self._number = 0
         """How many parts of the body were read."""
@@ -101,6 +103,9 @@ class GatewayRequest:
         if not self.more_body:
             await asyncio.Event().wait()  # for the client, who leaves by the gateway
         part = await self._body.part(self._number)
+        if self.check is not None and self._body.is_complete:
+            check, self.check = self.check, None
+            await check()
         if part is None:  # it ended with a part that was empty
             self.more_body = False
             return b""

@@ -30,10 +30,11 @@ from dynamo.common.errors import (
 )
 from dynamo.common.http.served import Header
 from dynamo.common.process.background import awaited
+from dynamo.common.repository import ALL_MODELS
 from dynamo.frontend.api.calls import EXPLAIN
 from dynamo.frontend.api.declaration import Declaration, Reads
 from dynamo.frontend.api.guard import Guard
-from dynamo.frontend.api.http.body_fields import cache_salt_in, changed_body, is_harmless, model_in
+from dynamo.frontend.api.http.body_fields import beyond_rights, cache_salt_in, changed_body, is_harmless, model_in
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, decompress, encoding_of
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorForm
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
@@ -240,6 +241,8 @@ class Picking:
             await exchange.refuse(error, http_status(error, parts.settings.overload), errors, headers)
             return request
         self._caller = account
+        if is_routed and parts.guard.requires_keys:
+            request.check = self._check_fields
         exchange.admit(account)
         try:
             occupied = exchange.occupy()
@@ -310,6 +313,14 @@ class Picking:
         if changed is not None and encoding:
             self.removed = ("content-encoding",)
         return changed
+
+    async def _check_fields(self) -> None:
+        """Raise InvalidRequest where an engine would read more from the body than the operation, and than its key permits."""
+        body, _ = await self._plain_body()
+        if len(body) > _LONG_BYTES:
+            await asyncio.sleep(0)
+        if name := beyond_rights(body, adapters=self._caller.models != ALL_MODELS):
+            raise InvalidRequest(f"'{name}' is not for the API key '{self._caller.name}' to say")
 
     async def _is_harmless(self) -> bool:
         try:

@@ -133,6 +133,32 @@ async def test_no_key_has_an_engine_fetch_caches_from_where_it_says(keys: dict[s
         assert (await outcome(edge, b'{"model": "talker", "prompt": 17}', x_api_key=keys["free"]))[0] == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("name", "some", "every"),
+    [
+        ("bootstrap_host", 400, 400),
+        ("ec_transfer_params", 400, 400),
+        ("disaggregated_params", 400, 400),
+        ("lora_path", 400, 200),
+        ("lora_request", 400, 200),
+        ("harmless", 200, 200),
+    ],
+)
+async def test_fields_that_only_engines_know_give_a_key_no_more_than_it_may(
+    keys: dict[str, str], path: str, name: str, some: int, every: int
+) -> None:
+    """What the operation ignores goes on to the engine: a key for some models must not name an adapter there."""
+    prompts: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a", "store": False}}
+    prompt = prompts.get(path, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2})
+    body = {"model": "talker", **prompt, name: "10.9.9.9"}
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        for key, status in (("some", some), ("free", every)):
+            assert (await outcome(edge, json.dumps(body).encode(), path, x_api_key=keys[key]))[0] == status
+        assert (await outcome(edge, json.dumps({**body, name: None}).encode(), path, x_api_key=keys["some"]))[0] == 200
+        await until_free(edge.capacity)
+
+
 async def test_limits_of_keys_hold_behind_a_gateway(keys: dict[str, str]) -> None:
     async with open_picker_edge(guard=guard_of(keys)) as edge:
         statuses = [(await outcome(edge, x_api_key=keys["all"]))[0] for _ in range(3)]
