@@ -49,6 +49,17 @@ def is_harmless(body: bytes) -> bool:
         return False
 
 
+def asks_for_one(body: bytes) -> bool:
+    """Return whether a JSON object asks for one choice of one prompt: text, or token ids."""
+    try:
+        values = _objects.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    choices = (bytes(values[name]) for name in ("n", "best_of") if name in values)
+    lists = (bytes(values[name])[1:].lstrip() for name in ("prompt", "prompt_embeds") if bytes(values.get(name, b""))[:1] == b"[")
+    return all(each in (b"1", b"null") for each in choices) and all(each[:1].isdigit() for each in lists)
+
+
 def beyond_rights(body: bytes, *, adapters: bool) -> str:
     """Return a field by which an engine fetches caches from elsewhere or, with `adapters`, computes an adapter.
 

@@ -34,7 +34,7 @@ from dynamo.common.repository import ALL_MODELS
 from dynamo.frontend.api.calls import EXPLAIN
 from dynamo.frontend.api.declaration import Declaration, Reads
 from dynamo.frontend.api.guard import Guard
-from dynamo.frontend.api.http.body_fields import beyond_rights, cache_salt_in, changed_body, is_harmless, model_in
+from dynamo.frontend.api.http.body_fields import asks_for_one, beyond_rights, cache_salt_in, changed_body, is_harmless, model_in
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, decompress, encoding_of
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorForm
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
@@ -327,7 +327,7 @@ class Picking:
             body, _ = await self._plain_body()
         except DynamoError:
             return False
-        return is_harmless(body)
+        return is_harmless(body) and asks_for_one(body)  # it is charged as one request, so it must be one
 
     async def _plain_body(self) -> tuple[bytes, str]:
         """Return the body without its encoding, and that. Raises DynamoError."""

@@ -133,6 +133,30 @@ async def test_no_key_has_an_engine_fetch_caches_from_where_it_says(keys: dict[s
         assert (await outcome(edge, b'{"model": "talker", "prompt": 17}', x_api_key=keys["free"]))[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"n": 1000}, 400),
+        ({"n": 2, "model": "unheard-of"}, 404),
+        ({"best_of": 1000, "model": "unheard-of"}, 404),
+        ({"prompt": ["a"] * 1000}, 400),
+        ({"prompt": [[1], [2]], "model": "unheard-of"}, 404),
+        ({"prompt_embeds": ["a", "b"], "model": "unheard-of"}, 404),
+        ({"n": 1, "best_of": None, "prompt": [1, 2], "model": "unheard-of"}, 200),
+        ({"temperature": -1}, 200),
+    ],
+)
+async def test_a_request_that_is_not_understood_is_one_where_keys_have_limits(
+    keys: dict[str, str], fields: dict[str, Any], status: int
+) -> None:
+    """It is charged as one: others would have more choices and prompts at once than their key may have."""
+    body = json.dumps({"model": "talker", "prompt": "a", "max_tokens": 2, **fields}).encode()
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        assert (await outcome(edge, body, x_api_key=keys["all"]))[0] == status
+    async with open_picker_edge() as edge:
+        assert (await outcome(edge, body))[0] == 200  # no key, no charge
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages", "/v1/chat/completions"])
 @pytest.mark.parametrize(
     ("name", "some", "every"),
@@ -179,12 +203,12 @@ async def test_a_request_that_is_not_understood_has_a_cache_of_its_key_too_whate
     salts = []
     async with open_picker_edge(pod_card(1, takes_cache_salt=True), guard=guard_of(keys)) as edge:
         for fields in ({}, {"cache_salt": "key:of another"}):
-            body = {"model": "unheard-of", "prompt": "once", "n": 1000, **fields}
+            body = {"model": "unheard-of", "prompt": "once", **fields}
             call = await sent(edge, json.dumps(body).encode(), x_api_key=keys["free"])
             assert headers_of(await call.read())["x-dynamo-placement"] == "least-loaded"
             got = json.loads((await call.read()).request_body.response.body_mutation.streamed_response.body)
             salts.append(got.pop("cache_salt"))
-            assert got == {"model": "unheard-of", "prompt": "once", "n": 1000}
+            assert got == {"model": "unheard-of", "prompt": "once"}
             await call.ended()
     assert all(salt.startswith("key:") for salt in salts) and len({*salts, "key:of another"}) == 3
 
