@@ -102,6 +102,8 @@ async def serve_frontend(config: FrontendConfig, *, metrics_folder: str | None =
         async with AsyncExitStack() as stack:
             http_guard, grpc_guard = make_guards(config, Ledger(counted=metrics.frontend.key_used))
             accounts = http_guard.accounts
+            if accounts is not None:
+                await stack.enter_async_context(running(accounts.follow(), "keys"))
             parts = PortParts(
                 config=config,
                 metrics=metrics,

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hmac
 import logging
@@ -44,6 +45,7 @@ ADMIN = frozenset(
 """Refused attempts to use these are recorded."""
 
 _COUNTED = frozenset({Charge.CALL, Charge.WORK})
+_LOOK_S = 1.0
 
 _log = logging.getLogger(__name__)
 _audit = logging.getLogger(AUDIT)
@@ -211,6 +213,12 @@ class Accounts:
     def forget(self, origin: str) -> None:
         for account in self._by_name.values():
             account.forget(origin)
+
+    async def follow(self) -> None:
+        """Look at the keys every second, so that a key that was withdrawn is not valid for the first request after a pause."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self._follow()
 
     def _follow(self) -> None:
         ring = self._keys.current()

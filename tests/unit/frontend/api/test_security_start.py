@@ -1,4 +1,4 @@
-"""What a frontend logs at its start about access."""
+"""What a frontend logs at its start about access, and how it keeps to the file of keys from then on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 
 from dynamo.common.config import load
+from dynamo.common.errors import Unauthenticated
+from dynamo.common.process.background import running
 from dynamo.frontend.api.guard import Guard, make_guards
 from dynamo.frontend.api.rpc.guard import guarded
 from dynamo.frontend.config import FrontendConfig
 from dynamo.frontend.security.keys import entry_for, make_key
 from dynamo.frontend.security.surfaces import Surface
 from tests.support.grpc_operations import ECHO
+from tests.support.waiting import until
 
 
 def logged(caplog: pytest.LogCaptureFixture, *argv: str) -> list[tuple[str, str]]:
@@ -71,3 +74,17 @@ def test_a_restriction_guards_its_surfaces_only() -> None:
     guard = Guard(None, restrictions=access.http_restrictions())
     assert [surface for surface in Surface if guard.guards(surface)] == [Surface.METRICS]
     assert replace(access, http_restricted=None).http_restrictions() == ()
+
+
+async def test_a_key_that_is_withdrawn_during_a_pause_is_not_valid_for_the_first_request_after_it(tmp_path: Path) -> None:
+    file, kept, gone = tmp_path / "keys.yaml", make_key(), make_key()
+    file.write_text(entry_for(kept, "kept") + entry_for(gone, "gone"))
+    accounts = make_guards(load(FrontendConfig, ["--api-keys-file", str(file)], {}, program="dynamo-frontend"))[0].accounts
+    assert accounts is not None and accounts.of(gone).name == "gone"
+    account = accounts.of(gone)
+    async with running(accounts.follow(), "keys"):
+        file.write_text(entry_for(kept, "kept"))
+        await until(lambda: account.withdrawn)
+    with pytest.raises(Unauthenticated):
+        accounts.of(gone)
+    assert accounts.of(kept).name == "kept"
