@@ -89,8 +89,8 @@ test-gpu: $(if $(filter $(BACKENDS)/%,$(GPU_PYTHON)),$(BACKENDS)/.made)
 	DYNAMO_TEST_DEVICE=$(DEVICE) $(GPU_PYTHON) -m pytest $(THEIR_WARNINGS) -rs tests/gpu
 
 test-clients: $(CLIENTS)/.made $(AGENTS)/.made $(VENV)/.run
+	PYTEST_ADDOPTS= DYNAMO_LOCAL=$(BIN)/dynamo-local $(AGENTS)/bin/python -m pytest $(THEIR_WARNINGS) --confcutdir=tests/clients tests/clients
 	DYNAMO_LOCAL=$(BIN)/dynamo-local $(CLIENTS)/bin/python -m pytest $(THEIR_WARNINGS) --confcutdir=tests/clients tests/clients
-	DYNAMO_LOCAL=$(BIN)/dynamo-local $(AGENTS)/bin/python -m pytest $(THEIR_WARNINGS) --confcutdir=tests/clients tests/clients
 
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python -m tests.fuzz $(FLAGS)
