@@ -60,17 +60,19 @@ def asks_for_one(body: bytes) -> bool:
     return all(each in (b"1", b"null") for each in choices) and all(each[:1].isdigit() for each in lists)
 
 
-def beyond_rights(body: bytes, *, adapters: bool) -> str:
-    """Return a field by which an engine fetches caches from elsewhere or, with `adapters`, computes an adapter.
+def beyond_rights(body: bytes, *, adapters: bool, priorities: bool) -> str:
+    """Return a field by which an engine fetches caches from elsewhere, with `adapters` computes an adapter, or with `priorities`
+    takes another request's turn: to some engines a low number is urgent, to others a high one.
 
-    An empty string if there is none but null ones, or the body is not a JSON object.
+    An empty string if there is none but null ones and a priority of 0, or the body is not a JSON object.
     """
     try:
         values = _objects.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""
-    names = (_TRANSFERS | _ADAPTERS if adapters else _TRANSFERS).intersection(values)
-    return min((name for name in names if bytes(values[name]) != b"null"), default="")
+    names = _TRANSFERS | (_ADAPTERS if adapters else set()) | ({"priority"} if priorities else set())
+    said = {name for name in names.intersection(values) if bytes(values[name]) != b"null"}
+    return min(said - ({"priority"} if bytes(values.get("priority", b"")) == b"0" else set()), default="")
 
 
 def changed_body(body: bytes, *, model: str, cache_salt: str = "") -> bytes | None:

@@ -49,6 +49,7 @@ from dynamo.frontend.port_metrics import PickerMetrics
 from dynamo.frontend.router.base import RouteRequest, RoutingDecision
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.security.derived_accounts import FairAccount
+from dynamo.frontend.security.keys import MAX_PRIORITY
 from dynamo.frontend.serving.carried import CarriedRequest
 from dynamo.frontend.serving.data_plane import DataPlane
 
@@ -319,15 +320,20 @@ class Picking:
         body, _ = await self._plain_body()
         if len(body) > _LONG_BYTES:
             await asyncio.sleep(0)
-        if name := beyond_rights(body, adapters=self._caller.models != ALL_MODELS):
+        if name := self._beyond_rights(body):
             raise InvalidRequest(f"'{name}' is not for the API key '{self._caller.name}' to say")
+
+    def _beyond_rights(self, body: bytes) -> str:
+        caller = self._caller
+        return beyond_rights(body, adapters=caller.models != ALL_MODELS, priorities=caller.max_priority < MAX_PRIORITY)
 
     async def _is_harmless(self) -> bool:
         try:
             body, _ = await self._plain_body()
         except DynamoError:
             return False
-        return is_harmless(body) and asks_for_one(body)  # it is charged as one request, so it must be one
+        # It is charged as one request, so it must be one.
+        return is_harmless(body) and asks_for_one(body) and not self._beyond_rights(body)
 
     async def _plain_body(self) -> tuple[bytes, str]:
         """Return the body without its encoding, and that. Raises DynamoError."""

@@ -183,6 +183,19 @@ async def test_fields_that_only_engines_know_give_a_key_no_more_than_it_may(
         await until_free(edge.capacity)
 
 
+@pytest.mark.parametrize(("priority", "status"), [(-100, 400), (5, 400), (0, 200), (None, 200)])
+async def test_a_body_gives_an_engine_no_priority_that_its_key_may_not_have(
+    keys: dict[str, str], priority: int | None, status: int
+) -> None:
+    """By header it is bounded as everywhere; the body goes to the engine as it is, and vLLM takes a low number for urgent."""
+    body = json.dumps({"model": "talker", "prompt": "a", "priority": priority}).encode()
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        assert (await outcome(edge, body, x_api_key=keys["free"]))[0] == status
+        assert (await outcome(edge, x_api_key=keys["free"], x_dynamo_request_priority="5"))[0] == 200
+    async with open_picker_edge() as edge:
+        assert (await outcome(edge, body))[0] == 200
+
+
 async def test_limits_of_keys_hold_behind_a_gateway(keys: dict[str, str]) -> None:
     async with open_picker_edge(guard=guard_of(keys)) as edge:
         statuses = [(await outcome(edge, x_api_key=keys["all"]))[0] for _ in range(3)]
