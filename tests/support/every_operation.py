@@ -512,12 +512,14 @@ class Leaving:
     """Set by the entry: lets the client of the request leave."""
 
     leave: Callable[[], None] = lambda: None
+    was_late: bool = False
+    """The request had ended by itself when the client left, though its sender had not taken note of that."""
 
     def by(self, task: asyncio.Future[Any]) -> None:
         """The client leaves by cancelling a task."""
 
         def leave() -> None:
-            task.cancel()
+            self.was_late = not task.cancel()
 
         self.leave = leave
 
