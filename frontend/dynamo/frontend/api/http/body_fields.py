@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeAlias, TypeVar
+
 import msgspec
 
+T = TypeVar("T")
+Values: TypeAlias = Mapping[str, msgspec.Raw]
+
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _TRANSFERS = frozenset(
     {"kv_transfer_params", "ec_transfer_params", "disaggregated_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"}
 )
@@ -27,49 +34,39 @@ _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def model_in(body: bytes) -> str:
     """Return the model that a body names; an empty string if it names none, or is not JSON."""
-    try:
-        return _fields_decoder.decode(body).model or ""
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""
+    fields = _decoded(_fields_decoder, body)
+    return "" if fields is None else fields.model or ""
 
 
 def cache_salt_in(body: bytes) -> str:
     """Return the salt for cached prompts that a body names; an empty string if it names none, or is not JSON."""
-    try:
-        return _salted_decoder.decode(body).cache_salt or ""
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""
+    fields = _decoded(_salted_decoder, body)
+    return "" if fields is None else fields.cache_salt or ""
 
 
-def is_harmless(body: bytes) -> bool:
-    """Return whether a body is a JSON object, as every parser reads it, by which no engine fetches caches from elsewhere."""
-    try:
-        return not _TRANSFERS.intersection(_objects.decode(body))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
+def values_in(body: bytes) -> Values | None:
+    """Return the fields of a JSON object, as their text; None if the body is none."""
+    return _decoded(_objects, body)
 
 
-def asks_for_one(body: bytes) -> bool:
-    """Return whether a JSON object asks for one choice of one prompt: text, or token ids."""
-    try:
-        values = _objects.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
+def is_harmless(values: Values) -> bool:
+    """Return whether no engine fetches caches from elsewhere by these fields, as every parser reads them."""
+    return not _TRANSFERS.intersection(values)
+
+
+def asks_for_one(values: Values) -> bool:
+    """Return whether these fields ask for one choice of one prompt: text, or token ids."""
     choices = (bytes(values[name]) for name in ("n", "best_of") if name in values)
     lists = (bytes(values[name])[1:].lstrip() for name in ("prompt", "prompt_embeds") if bytes(values.get(name, b""))[:1] == b"[")
     return all(each in (b"1", b"null") for each in choices) and all(each[:1].isdigit() for each in lists)
 
 
-def beyond_rights(body: bytes, *, adapters: bool, priorities: bool) -> str:
+def beyond_rights(values: Values, *, adapters: bool, priorities: bool) -> str:
     """Return a field by which an engine fetches caches from elsewhere, with `adapters` computes an adapter, or with `priorities`
     takes another request's turn: to some engines a low number is urgent, to others a high one.
 
-    An empty string if there is none but null ones and a priority of 0, or the body is not a JSON object.
+    An empty string if there is none but null ones and a priority of 0.
     """
-    try:
-        values = _objects.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""
     names = _TRANSFERS | (_ADAPTERS if adapters else set()) | ({"priority"} if priorities else set())
     said = {name for name in names.intersection(values) if bytes(values[name]) != b"null"}
     return min(said - ({"priority"} if bytes(values.get("priority", b"")) == b"0" else set()), default="")
@@ -84,7 +81,7 @@ def changed_body(body: bytes, *, model: str, cache_salt: str = "") -> bytes | No
         values = _objects.decode(body)
         wanted = {"model": model, "cache_salt": cache_salt}
         changes = {name: value for name, value in wanted.items() if value and value != _text(values.get(name))}
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except _UNREADABLE:
         return None
     return _encode(values, changes) if changes else None
 
@@ -95,6 +92,13 @@ def rewritten_body(body: bytes, **changes: str) -> bytes:
     The other fields keep their text: they are not decoded. Raises DecodeError for a body that is no object.
     """
     return _encode(_objects.decode(body), changes)
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T | None:
+    try:
+        return decoder.decode(body)
+    except _UNREADABLE:
+        return None
 
 
 def _encode(values: dict[str, msgspec.Raw], changes: dict[str, str]) -> bytes:

@@ -34,7 +34,16 @@ from dynamo.common.repository import ALL_MODELS
 from dynamo.frontend.api.calls import EXPLAIN
 from dynamo.frontend.api.declaration import Declaration, Reads
 from dynamo.frontend.api.guard import Guard
-from dynamo.frontend.api.http.body_fields import asks_for_one, beyond_rights, cache_salt_in, changed_body, is_harmless, model_in
+from dynamo.frontend.api.http.body_fields import (
+    Values,
+    asks_for_one,
+    beyond_rights,
+    cache_salt_in,
+    changed_body,
+    is_harmless,
+    model_in,
+    values_in,
+)
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, decompress, encoding_of
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorForm
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
@@ -320,20 +329,22 @@ class Picking:
         body, _ = await self._plain_body()
         if len(body) > _LONG_BYTES:
             await asyncio.sleep(0)
-        if name := self._beyond_rights(body):
+        values = values_in(body)
+        if values is not None and (name := self._beyond_rights(values)):
             raise InvalidRequest(f"'{name}' is not for the API key '{self._caller.name}' to say")
 
-    def _beyond_rights(self, body: bytes) -> str:
+    def _beyond_rights(self, values: Values) -> str:
         caller = self._caller
-        return beyond_rights(body, adapters=caller.models != ALL_MODELS, priorities=caller.max_priority < MAX_PRIORITY)
+        return beyond_rights(values, adapters=caller.models != ALL_MODELS, priorities=caller.max_priority < MAX_PRIORITY)
 
     async def _is_harmless(self) -> bool:
         try:
             body, _ = await self._plain_body()
         except DynamoError:
             return False
+        values = values_in(body)
         # It is charged as one request, so it must be one.
-        return is_harmless(body) and asks_for_one(body) and not self._beyond_rights(body)
+        return values is not None and is_harmless(values) and asks_for_one(values) and not self._beyond_rights(values)
 
     async def _plain_body(self) -> tuple[bytes, str]:
         """Return the body without its encoding, and that. Raises DynamoError."""
