@@ -7,6 +7,9 @@ import os
 import sys
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, CodeType)
 """Not kept by one object alone."""
@@ -47,3 +50,11 @@ def _reachable(root: object) -> list[object]:
         if isinstance(item, dict):
             waiting += item  # CPython leaves keys out that are all text
     return objects
+
+
+def instances_of(kind: type[T]) -> list[T]:
+    """Return the objects of a class that the garbage collector tracks, without asking any other object for its class.
+
+    A proxy of an object that is gone, which other tests may leave, raises ReferenceError for that.
+    """
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import re
 import socket
 import ssl
@@ -23,7 +22,7 @@ from dynamo.common.http.request import HIGH_WATER_BYTES, HttpRequest
 from dynamo.common.http.served import ServedRequest
 from dynamo.common.http.server import HttpServer, serve_app
 from dynamo.common.lifecycle import open_listener
-from tests.support.memory import kept_bytes
+from tests.support.memory import instances_of, kept_bytes
 from tests.support.waiting import WAIT_S, expiring, until
 
 MIB = 2**20
@@ -594,7 +593,7 @@ async def test_a_flood_of_tiny_requests_is_parsed_as_it_is_served() -> None:
                 async with asyncio.timeout(expiring(2)):  # until the server reads no more, since the client does not
                     for _ in range(500):
                         await loop.sock_sendall(connection, flood)
-            assert sum(isinstance(thing, HttpRequest) for thing in gc.get_objects()) < 2000
+            assert len(instances_of(HttpRequest)) < 2000
             async with side.client() as client:
                 await client.send(get("/"))
                 assert (await client.response())[0] == 200

@@ -21,6 +21,7 @@ from dynamo.common.messaging.request_plane.request_stream import RequestStream
 from dynamo.common.messaging.request_plane.server import RequestServer, serve_requests
 from dynamo.common.names import Endpoint, InstanceId
 from tests.support.fake_bus import FakeBus, FakeConnection
+from tests.support.memory import instances_of
 from tests.support.virtual_time import in_virtual_time
 
 ENDPOINT = Endpoint()
@@ -341,7 +342,7 @@ async def test_a_cancel_that_is_lost_is_sent_again(verb: str) -> None:
 
 
 def requests_in_memory() -> list[Incoming]:
-    return [one for one in gc.get_objects() if isinstance(one, Incoming)]
+    return instances_of(Incoming)
 
 
 @in_virtual_time

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
 from tests.support.fakes import FakeStream, tensor_card
 from tests.support.http_edge import HttpEdge, Speaker, chat_card, open_http_edge, send_delta, tokens_of
+from tests.support.memory import instances_of
 from tests.support.parsers import brackets
 from tests.support.waiting import until_free
 
@@ -114,8 +114,7 @@ async def test_the_client_sees_its_own_exceptions() -> None:
 async def test_small_writes_are_not_delayed_by_the_kernel() -> None:
     async with open_http_edge(respond=Speaker()) as edge:
         await edge.post("/v1/completions", {"model": "talker", "prompt": "x"})
-        protocols = [protocol for protocol in gc.get_objects() if isinstance(protocol, HttpConnection)]
-        connections = [protocol.transport.get_extra_info("socket") for protocol in protocols]
+        connections = [protocol.transport.get_extra_info("socket") for protocol in instances_of(HttpConnection)]
         delays = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in connections if one.fileno() >= 0]
     assert delays
     assert all(delays)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 from collections import Counter
 from pathlib import Path
@@ -26,6 +25,7 @@ from dynamo.frontend.config import (
 from dynamo.frontend.security.keys import Limits, entry_for, make_key
 from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import ext_proc_pb2 as pb
+from tests.support.memory import instances_of
 from tests.support.picker_edge import GatewayCall, PickerEdge, headers_of, open_picker_edge, pod_card
 from tests.support.waiting import WAIT_S, until, until_free
 
@@ -343,7 +343,7 @@ async def test_an_endpoint_whose_engine_fails_gets_no_requests_and_what_clients_
 
 def kept_bytes() -> int:
     """Return how many bytes of bodies pickers of this process keep."""
-    return sum(sum(map(len, each.parts)) for each in gc.get_objects() if isinstance(each, GatewayBody))
+    return sum(sum(map(len, each.parts)) for each in instances_of(GatewayBody))
 
 
 async def test_a_body_that_nothing_reads_is_left_to_the_gateway_while_its_request_waits() -> None:

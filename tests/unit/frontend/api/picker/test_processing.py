@@ -17,6 +17,7 @@ from dynamo.frontend.config import HttpOptions, PickerOptions, RouterMode, Route
 from dynamo.protos import ext_proc_pb2 as pb
 from tests.support.fakes import tensor_card
 from tests.support.http_edge import chat_card
+from tests.support.memory import instances_of
 from tests.support.picker_edge import GatewayCall, headers_of, open_picker_edge, pod_card
 from tests.support.waiting import until, until_free
 
@@ -345,6 +346,6 @@ async def test_calls_that_are_over_keep_nothing_alive() -> None:
 
         def kept() -> list[Picking]:
             gc.collect()
-            return [each for each in gc.get_objects() if isinstance(each, Picking)]
+            return instances_of(Picking)
 
         await until(lambda: not kept())
