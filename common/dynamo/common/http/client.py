@@ -132,7 +132,7 @@ class HttpClient:
         with self._mapped():
             async with asyncio.timeout(_CONNECT_S):
                 host = self._url.hostname
-                tls = self._tls if self._tls_source is None else self._tls_source()
+                tls = self._current_tls()
                 opened = asyncio.open_connection(self._address or host, port, ssl=tls, server_hostname=host if tls else None)
                 return _ClientConnection(*await opened)
 
@@ -151,9 +151,13 @@ class HttpClient:
     def websocket(self, path: str) -> tuple[str, dict[str, str], ssl.SSLContext | None]:
         """Return the URL, the headers and the TLS context with which a WebSocket to the server is opened."""
         scheme = "wss" if self._url.scheme == "https" else "ws"
-        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
-        tls = self._tls if self._tls_source is None else self._tls_source()
-        return f"{scheme}://{self._url.netloc}{self._url.path}{path}", headers, tls
+        return f"{scheme}://{self._url.netloc}{self._url.path}{path}", self._credentials(), self._current_tls()
+
+    def _current_tls(self) -> ssl.SSLContext | None:
+        return self._tls if self._tls_source is None else self._tls_source()
+
+    def _credentials(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self._key}"} if self._key else {}
 
     async def read(self, reader: asyncio.StreamReader) -> bytes:
         """Return what comes next. Raises Unavailable at the end of the connection, and after `timeout_s`."""
@@ -172,9 +176,8 @@ class HttpClient:
             "content-type": "application/json",
             "content-length": str(length),
             **headers,
+            **self._credentials(),
         }
-        if self._key:
-            fields["authorization"] = f"Bearer {self._key}"
         for name, value in fields.items():
             if "\r" in value or "\n" in value:
                 raise InvalidRequest(f"the header '{name}' has a line break")
