@@ -14,7 +14,7 @@ responds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -101,6 +101,20 @@ class RelayedPart(msgspec.Struct, frozen=True):
     status: int = 0
     """0 in all parts but the first one."""
     content_type: str = ""
+
+
+def relay_card(name: str, backend: str, labels: Mapping[str, str] | None = None) -> ModelCard:
+    """Return the card of a relay. Raises InvalidRequest for a name that no model may have."""
+    card = ModelCard(
+        name=name,
+        kind=ModelKind.TENSOR,
+        backend=backend,
+        inputs=RELAY_INPUTS,
+        outputs=RELAY_OUTPUTS,
+        decoupled=True,
+        labels=dict(labels or {}),
+    )
+    return card.check()
 
 
 def relays_http(card: ModelCard) -> bool:

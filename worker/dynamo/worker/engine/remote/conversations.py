@@ -18,23 +18,14 @@ from dynamo.common.http.client import HttpClient
 from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.tensors.relay import MAX_MESSAGE_BYTES, REALTIME_PATH, SWITCHING, RealtimeFrame, RelayedPart
 from dynamo.worker.engine.base import Context
-from dynamo.worker.engine.remote.errors import read_failure
+from dynamo.worker.engine.remote.errors import OF_SERVER, failure_of
 
-OF_SERVER: Final = frozenset({401, 403, 429, 502, 503, 504})
-"""Statuses that say something of this worker or of the server, not of the request: other instances may serve it."""
 _OPEN_S = 5.0
 _CLOSE_S = 1.0
 _WAITING_MESSAGES = 4
 """Messages of the server that wait for the client to read, at most; more stay in the connection."""
 _NO_CODE: Final = (1005, 1006)
 """Say that there is no code; they are not sent."""
-
-
-def failure_of(client: HttpClient, status: int, body: bytes, retry_after: str) -> Exception:
-    """Return the failure that one of the statuses `OF_SERVER` says."""
-    if status in (401, 403):
-        return EngineError(f"the server at {client} refuses the key of its worker")
-    return read_failure(status, body, retry_after)
 
 
 class Conversations:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded, PayloadTooLarge, Unavailable, Unsupported
 
+OF_SERVER: Final = frozenset({401, 403, 429, 502, 503, 504})
+"""Statuses that say something of this worker or of the server, not of the request: other instances may serve it."""
 _MAX_MESSAGE_CHARS = 1000
 _STATUS_DIGITS = 3
 _STATUSES = {
@@ -55,6 +59,13 @@ def read_failure(status: int, body: bytes, retry_after: str = "") -> DynamoError
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         message = ""  # such as a page of a proxy
     return to_error(status, message, float(retry_after) if retry_after.isdecimal() else 1.0)
+
+
+def failure_of(server: object, status: int, body: bytes, retry_after: str) -> DynamoError:
+    """Return the failure that one of the statuses `OF_SERVER` says. `server` names it in the message."""
+    if status in (401, 403):
+        return EngineError(f"the server at {server} refuses the key of its worker")
+    return read_failure(status, body, retry_after)
 
 
 def stream_error(error: ServerError) -> DynamoError:

@@ -9,20 +9,20 @@ from typing import Final
 
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable
 from dynamo.common.http.client import MAX_BODY_BYTES, HttpClient, HttpResponse
-from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.model_card import ModelCard
 from dynamo.common.tensors.relay import (
     REALTIME_PATH,
-    RELAY_INPUTS,
-    RELAY_OUTPUTS,
     RELAYED_PATHS,
     SERVER_MODEL,
     RelayedPart,
     from_tensors,
     part_to_outputs,
+    relay_card,
 )
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.worker.engine.base import Context, TensorResponse
-from dynamo.worker.engine.remote.conversations import OF_SERVER, Conversations, failure_of
+from dynamo.worker.engine.remote.conversations import Conversations
+from dynamo.worker.engine.remote.errors import OF_SERVER, failure_of
 from dynamo.worker.engine.remote.models import fetch_models, when_ready
 
 _TRACE_HEADERS: Final[tuple[str, ...]] = ("traceparent", "tracestate")
@@ -48,16 +48,7 @@ class RelayEngine:
         served = next((model for model in models if model.id == self._name), models[0])
         self._name = self._name or served.name
         labels = {} if served.id == self._name else {SERVER_MODEL: served.id}
-        card = ModelCard(
-            name=self._name,
-            kind=ModelKind.TENSOR,
-            backend=served.backend,
-            inputs=RELAY_INPUTS,
-            outputs=RELAY_OUTPUTS,
-            decoupled=True,
-            labels=labels,
-        )
-        return [card.check()]
+        return [relay_card(self._name, served.backend, labels)]
 
     async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         if self._is_closed:

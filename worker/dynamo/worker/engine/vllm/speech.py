@@ -16,9 +16,9 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dynamo.common.errors import EngineError, InvalidRequest
-from dynamo.common.model_card import ModelCard, ModelKind
+from dynamo.common.model_card import ModelCard
 from dynamo.common.process.background import awaited
-from dynamo.common.tensors.relay import RELAY_INPUTS, RELAY_OUTPUTS, RelayedPart, from_tensors, part_to_outputs
+from dynamo.common.tensors.relay import RelayedPart, from_tensors, part_to_outputs, relay_card
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.worker.engine.base import Context, TensorResponse
 from dynamo.worker.engine.vllm.engine import SharedVllm, died
@@ -54,10 +54,7 @@ class VllmSpeech:
             await init_app_state(llm, application.state, arguments, tasks)
             self._application = application
             self._stack = stack.pop_all()
-        card = ModelCard(
-            name=name, kind=ModelKind.TENSOR, backend="vllm", inputs=RELAY_INPUTS, outputs=RELAY_OUTPUTS, decoupled=True
-        )
-        return [card.check()]
+        return [relay_card(name, "vllm")]
 
     async def infer(self, request: TensorRequest, context: Context) -> AsyncIterator[TensorResponse]:
         relayed = from_tensors(request)
