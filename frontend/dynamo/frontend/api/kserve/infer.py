@@ -25,6 +25,7 @@ from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.serving.call import Call, TensorSource, priority_of_level
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.frontend.serving.model_catalog import NamedModel
+from dynamo.frontend.serving.tensor_responses import TensorResponses
 
 B = TypeVar("B", bound=Buffer)
 T = TypeVar("T")
@@ -62,14 +63,18 @@ def serve(
     return plane.names.serve(call, name, respond, version=version, has_begun=has_begun, sequence=sequence)
 
 
-def check_body_is_known(model: NamedModel, call: Call) -> None:
-    """Raise Forbidden for a relay if the caller may use some models only.
+def infer_stream(
+    plane: DataPlane, model: NamedModel, request: TensorRequest, call: Call, source: TensorSource | None = None
+) -> TensorResponses:
+    """The responses of a tensor model, as `DataPlane.infer_stream` has them.
 
-    The body in its tensors is not read here, and may be for another model of its server.
+    Raises Forbidden for a relay if the caller may use some models only: the body in its tensors is not read here, and may be for
+    another model of its server.
     """
     if call.account.models != ALL_MODELS and relays_http(model.card):
         key = call.account.name
         raise Forbidden(f"the API key '{key}' may use some models only, and so '{model.name}' over OpenAI's API, not over KServe")
+    return plane.infer_stream(model, request, call, source)
 
 
 def infer(

@@ -40,10 +40,10 @@ from dynamo.frontend.api.kserve.declarations import INFER
 from dynamo.frontend.api.kserve.infer import (
     TENSOR_ENDPOINT,
     call_for,
-    check_body_is_known,
     check_size,
     first_of,
     gather_text,
+    infer_stream,
     read_texts,
     serve,
 )
@@ -303,7 +303,7 @@ class KserveStream:
         elif model.card.decoupled:
             await self._respond_decoupled(request, model, call, placed)
         else:
-            async with self._plane.infer_stream(model, request, call, placed) as responses:
+            async with infer_stream(self._plane, model, request, call, placed) as responses:
                 batch = await responses.read()
             if after is not None and not after.done():
                 with self._capacity.holding() as occupied:
@@ -315,10 +315,9 @@ class KserveStream:
     async def _respond_decoupled(
         self, request: TensorRequest, model: NamedModel, call: Call, placed: PlacedRequest | None
     ) -> None:
-        check_body_is_known(model, call)
         last: Buffer = b""
         places: Places = {} if placed is None else placed.places
-        async with self._plane.infer_stream(model, request, call, placed) as responses:
+        async with infer_stream(self._plane, model, request, call, placed) as responses:
             while batch := await responses.read():
                 for response in batch:
                     last = place(response, places)

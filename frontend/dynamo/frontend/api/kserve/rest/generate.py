@@ -17,7 +17,7 @@ from dynamo.common.tensors.tensors import element_count
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.json_pieces import JsonArray, Spliced
-from dynamo.frontend.api.kserve.infer import check_body_is_known, gather_text, infer, serve
+from dynamo.frontend.api.kserve.infer import gather_text, infer, infer_stream, serve
 from dynamo.frontend.api.kserve.rest.generate_requests import RestGenerateRequest, read_generate
 from dynamo.frontend.api.kserve.rest.infer import begin
 from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
@@ -66,8 +66,7 @@ async def _respond_with_events(
         if model.card.kind is ModelKind.LLM and parsed.stream is not False:
             await _stream_text(plane, parsed, model, call, stream)
         elif model.card.decoupled:
-            check_body_is_known(model, call)
-            async with plane.infer_stream(model, parsed.request, call) as responses:
+            async with infer_stream(plane, model, parsed.request, call) as responses:
                 while batch := await responses.read():
                     await _write_batch(exchange, stream, [*map(ModelResponse.parse, batch)])
         else:
@@ -107,9 +106,8 @@ async def _single_response(
         return await _all_text(plane, parsed, model, call)
     if not model.card.decoupled:
         return await _to_json(exchange, ModelResponse.parse(await infer(plane, model, parsed.request, call)), exchange.hold)
-    check_body_is_known(model, call)
     results: list[ModelResponse] = []
-    async with plane.infer_stream(model, parsed.request, call) as responses:
+    async with infer_stream(plane, model, parsed.request, call) as responses:
         while len(results) < 2 and (batch := await responses.read()):
             results += [response for response in map(ModelResponse.parse, batch) if response.head.outputs]
     if len(results) != 1:
