@@ -56,6 +56,10 @@ _Path: TypeAlias = tuple[Any, int, bool]
 """A value, how deep it lies, and whether it is data rather than a schema."""
 
 
+class CostlyGuide(InvalidRequest):
+    """Structured output of which no engine should hear."""
+
+
 def check_guided(guided: Mapping[str, Any] | None) -> None:
     """Raises InvalidRequest, with the bound in words, for structured output that no engine should compile."""
     if guided is None:
@@ -82,7 +86,7 @@ def check_guided(guided: Mapping[str, Any] | None) -> None:
 def _at_most(what: str, count: int, most: int, kind: str) -> None:
     if count > most:
         shown = count if count < 10**18 else "10^18 or more"
-        raise InvalidRequest(f"{kind} has {shown} {what}; at most {most} are allowed", param=kind)
+        raise CostlyGuide(f"{kind} has {shown} {what}; at most {most} are allowed", param=kind)
 
 
 def _parsed(text: str, kind: str) -> Any:
@@ -95,7 +99,7 @@ def _parsed(text: str, kind: str) -> Any:
 def _check_grammar(grammar: str) -> None:
     _at_most("characters", len(grammar), MAX_GUIDE_CHARS, "grammar")
     if "%json" in grammar:  # a text in which numbers could be spelled in ways that cannot be counted
-        raise InvalidRequest("a schema inside a grammar is not taken: give it as json_schema", param="grammar")
+        raise CostlyGuide("a schema inside a grammar is not taken: give it as json_schema", param="grammar")
     total = 0
     for number, repetition in enumerate(_REPEATED.finditer(grammar), 1):
         _at_most("repeated parts", number, MAX_REPEATED, "grammar")
@@ -165,13 +169,13 @@ def _check_count(name: str, count: object, kind: str) -> int:
     most = MAX_ITEMS if name in _ITEMS else MAX_LENGTH
     if not 0 <= count <= most or count != int(count):
         shown = count if count < 10**18 else "10^18 or more"
-        raise InvalidRequest(f"'{name}' in {kind} must be an integer from 0 to {most}, got {shown}", param=kind)
+        raise CostlyGuide(f"'{name}' in {kind} must be an integer from 0 to {most}, got {shown}", param=kind)
     return int(count)
 
 
 def _check_multiple(step: float, kind: str) -> None:
     if not 0 < step < 10**18 or Fraction(str(step)).numerator > MAX_MULTIPLE:
-        raise InvalidRequest(
+        raise CostlyGuide(
             f"'multipleOf' in {kind} must be above 0 and, without its decimal point, at most {MAX_MULTIPLE}", param=kind
         )
 

@@ -7,7 +7,7 @@ refused with Overloaded, so that those which were admitted can finish.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -147,6 +147,26 @@ class Occupancy(msgspec.Struct, eq=False):
             return
         self._capacity.hold(size_bytes)
         self.held_bytes += size_bytes
+
+    @contextmanager
+    def arriving(self, key: str) -> Iterator[Callable[[int], None]]:
+        """Give a function that counts bytes of a message from a client: as held until the end of the request, and as waiting for
+        the client while the body runs. It raises Overloaded, and RateLimited if an API key would have more than its share."""
+        arrived = 0
+
+        def hold(size_bytes: int) -> None:
+            nonlocal arrived
+            if self._has_left or not size_bytes:
+                return
+            self._capacity.hold_waiting(key, size_bytes, arrived)
+            self.held_bytes += size_bytes
+            arrived += size_bytes
+
+        try:
+            yield hold
+        finally:
+            if arrived:
+                self._capacity.waiting_over(key, arrived)
 
     @contextmanager
     def waiting(self, key: str) -> Iterator[None]:

@@ -18,6 +18,16 @@ _TRANSFERS = frozenset(
 _ADAPTERS = frozenset({"lora_path", "lora_request", "lora"})
 """Fields of SGLang, TensorRT-LLM and llama.cpp."""
 
+_GUIDES = frozenset(
+    {
+        *("response_format", "structured_outputs", "structural_tag", "json_schema", "regex", "grammar", "ebnf", "text"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "output_config", "output_format"),
+    }
+)
+"""Fields by which engine servers, of any kind and any API, take schemas and grammars."""
+_TEXTS = frozenset({"response_format", "text"})
+"""Fields that are something else if they are a string: the format of a picture, what is to be classified."""
+
 
 class _Fields(msgspec.Struct):
     model: str | None = None
@@ -49,9 +59,14 @@ def values_in(body: bytes) -> Values | None:
     return _decoded(_objects, body)
 
 
-def is_harmless(values: Values) -> bool:
-    """Return whether no engine fetches caches from elsewhere by these fields, as every parser reads them."""
-    return not _TRANSFERS.intersection(values)
+def is_harmless(values: Values, *, with_tools: bool) -> bool:
+    """Return whether by these fields, as every parser reads them, no engine fetches caches from elsewhere or compiles a grammar.
+
+    `with_tools`: whether what an engine does with these fields may have it compile the schemas of tools.
+    """
+    guides = _GUIDES | {"tools"} if with_tools else _GUIDES
+    said = {name for name in guides.intersection(values) if bytes(values[name]) != b"null"}
+    return _TRANSFERS.isdisjoint(values) and all(name in _TEXTS and bytes(values[name])[:1] == b'"' for name in said)
 
 
 def asks_for_one(values: Values) -> bool:

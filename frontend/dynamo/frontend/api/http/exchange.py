@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from types import TracebackType
@@ -133,6 +133,8 @@ class Exchange:
         """Progress of the request, for calls made from it."""
         self.occupancy: Occupancy | None = None
         """What the request occupies of the capacity of the process until its end; None for requests that do not count."""
+        self.failure: type[BaseException] | None = None
+        """What the handler failed with."""
         self._is_request = False
         """Whether the operation declares to be charged as a request to a model: it responds once one was admitted."""
         self._on_refused: Callable[[BaseException], None] | None = None
@@ -352,19 +354,21 @@ class Exchange:
     async def _long_body(self, part: bytes | None, limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0
-        while True:
-            if part is None:
-                self.lose_client()
-                raise Cancelled()
-            self.hold(self.declared.copies * len(part))
-            parts.append(part)
-            self.body_bytes = size = size + len(part)
-            if size > limit:
-                raise _too_large(limit)
-            if not self._request.more_body:
-                self.body_read_ns = perf_counter_ns()
-                return b"".join(parts) if size <= _PIECE_BYTES else await self._joined(parts)
-            part = await self._request.read()
+        with nullcontext(self.hold) if self.occupancy is None else self.occupancy.arriving(self.account.name) as hold:
+            while True:
+                if part is None:
+                    self.lose_client()
+                    raise Cancelled()
+                hold(self.declared.copies * len(part))
+                parts.append(part)
+                self.body_bytes = size = size + len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                if not self._request.more_body:
+                    break
+                part = await self._request.read()
+        self.body_read_ns = perf_counter_ns()
+        return b"".join(parts) if size <= _PIECE_BYTES else await self._joined(parts)
 
     def attended(self) -> Attended:
         """Cancel the body of the context when the client leaves, and raise Cancelled."""
@@ -455,6 +459,7 @@ class Exchange:
 
     async def fail(self, error: BaseException) -> None:
         """Respond with the failure of the handler, in whichever way is still possible."""
+        self.failure = type(error)
         if self.client_left:
             log.info("the client of %s left before its response was complete (499), request %s", self.path, self.request_id)
             return

@@ -6,7 +6,7 @@ has none of them: what is not understood may be for any model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Final
 from urllib.parse import unquote
@@ -25,8 +25,7 @@ from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN
 from dynamo.frontend.serving.request_scope import RequestScope
 
-_PASSED_ON: Final[Declaration] = TEXT
-_MANAGED: Final = replace(TEXT, surface=Surface.MODEL_REPOSITORY, is_action=True)
+MANAGED: Final = replace(TEXT, surface=Surface.MODEL_REPOSITORY, is_action=True)
 _SERVING: Final = frozenset({"v1", "tokenize", "detokenize", "rerank", "score", "classify", "pooling", "health", "version"})
 """First parts of paths that engine servers have for the clients of a model."""
 _MANAGING: Final = frozenset({"load_lora_adapter", "unload_lora_adapter"})
@@ -39,16 +38,17 @@ def passed_on(path: str) -> Declaration:
     parts = unquote(path.partition("?")[0]).split("/")
     is_plain = path.startswith("/") and not {"..", ".", *_MANAGING}.intersection(parts) and "" not in parts[1:-1]
     of_models = parts[1:3] == ["v2", "models"]
-    return _PASSED_ON if is_plain and (of_models or parts[1] in _SERVING) else _MANAGED
+    return TEXT if is_plain and (of_models or parts[1] in _SERVING) else MANAGED
 
 
 class PassingOn:
     """The handler of such a request."""
 
-    def __init__(self, plane: DataPlane, model: str, size_bytes: Callable[[], int]) -> None:
-        """`model`: the one that the request seems to name, or an empty string. `size_bytes`: of what has come of its body."""
+    def __init__(self, plane: DataPlane, look: Callable[[Exchange], Awaitable[str]], size_bytes: Callable[[], int]) -> None:
+        """`look` holds what has come of the body, which is kept until the request is placed, and returns the model that it seems
+        to name, or an empty string; it may raise DynamoError. `size_bytes`: of what has come."""
         self._plane = plane
-        self._model = model
+        self._look = look
         self._size_bytes = size_bytes
 
     async def __call__(self, exchange: Exchange) -> None:
@@ -56,10 +56,8 @@ class PassingOn:
         call = exchange.call()
         if account.models != ALL_MODELS:
             raise Forbidden(f"the API key '{account.name}' may use some models, and which one this request is for is not known")
-        size_bytes = self._size_bytes()
-        exchange.hold(size_bytes)  # what has come is kept until the request is placed
-        model = self._find(account)
-        call = msgspec.structs.replace(call, expected_tokens=1 + size_bytes // BYTES_PER_TOKEN)
+        model = self._find(account, await self._look(exchange))
+        call = msgspec.structs.replace(call, expected_tokens=1 + self._size_bytes() // BYTES_PER_TOKEN)
         with RequestScope(model, call, None) as scope:
             work = Work(
                 model=model.card.name,
@@ -78,12 +76,12 @@ class PassingOn:
                 scope.succeed()
         await exchange.respond(b"")
 
-    def _find(self, account: Account) -> NamedModel:
-        """Return the model that the request names or, if that is not served, the one with the most endpoints."""
+    def _find(self, account: Account, wanted: str) -> NamedModel:
+        """Return the wanted model or, if that is not served, the one with the most endpoints."""
         plane = self._plane
-        if self._model:
+        if wanted:
             try:
-                named = plane.model(account, plane.names.representative(account, self._model))
+                named = plane.model(account, plane.names.representative(account, wanted))
                 if named.is_served:
                     return named
             except ModelNotFound:
@@ -94,5 +92,5 @@ class PassingOn:
         }
         name = max(counts, key=lambda name: counts[name], default="")
         if not name or not counts[name]:
-            raise NoInstances(self._model or "any")
+            raise NoInstances(wanted or "any")
         return plane.model(account, name)

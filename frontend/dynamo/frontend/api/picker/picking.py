@@ -28,6 +28,7 @@ from dynamo.common.errors import (
     Unavailable,
     Unsupported,
 )
+from dynamo.common.guided_rules import CostlyGuide
 from dynamo.common.http.served import Header
 from dynamo.common.process.background import awaited
 from dynamo.common.repository import ALL_MODELS
@@ -51,7 +52,7 @@ from dynamo.frontend.api.http.operation import Handler, Operation, within_declar
 from dynamo.frontend.api.http.paths import PathTable
 from dynamo.frontend.api.picker.gateway_request import GatewayBody, GatewayRequest
 from dynamo.frontend.api.picker.headers import PLACEMENT, by_name, fairness_id, objective_headers, rewritten_model, value_of
-from dynamo.frontend.api.picker.passing_on import ENDPOINT, PassingOn, passed_on
+from dynamo.frontend.api.picker.passing_on import ENDPOINT, MANAGED, PassingOn, passed_on
 from dynamo.frontend.api.statuses import http_status
 from dynamo.frontend.config import PickerOptions
 from dynamo.frontend.port_metrics import PickerMetrics
@@ -145,6 +146,7 @@ class Picking:
         )
         self._fairness_id = fairness_id(named)
         self._operation, self._parameters = self._find() if has_body else (None, {})
+        self._is_scanned = has_body and self._operation is None and self._may_say_more(value_of(named, b"content-type"))
         self.body = GatewayBody()
         self.outcome: asyncio.Future[Picked | Refused] = asyncio.get_running_loop().create_future()
         self.needs_body = self.reads_body
@@ -155,11 +157,18 @@ class Picking:
         self._request: GatewayRequest | None = None
         self._task: asyncio.Task[None] | None = None
         self._caller: Account = ANONYMOUS
+        self._is_costly = False
+        """Whether the operation refused the request for what its structured output would cost the engine."""
 
     @property
     def reads_body(self) -> bool:
         """Whether the body decides where the request goes."""
-        return self._operation is not None
+        return self._operation is not None or self._is_scanned
+
+    def _may_say_more(self, content_type: str) -> bool:
+        """Whether the body of a request that no operation reads may name its model or, with keys, more than its key permits."""
+        kind = content_type.partition(";")[0].strip().lower()
+        return kind.endswith("json") or not kind or (self._parts.guard.requires_keys and not kind.startswith("multipart/"))
 
     def _find(self) -> tuple[Operation | None, Mapping[str, str]]:
         try:
@@ -213,20 +222,19 @@ class Picking:
 
     async def _place(self) -> None:
         operation, first = self._operation, None
+        if self.reads_body and self._rewrite and (problem := await self._rewrite_model()) is not None:
+            return self._refuse(problem)
         if operation is not None:
-            if self._rewrite and (problem := await self._rewrite_model()) is not None:
-                return self._refuse(problem)
             handle = within_declared(operation)
             first = await self._serve(operation.declared, operation.errors, operation.endpoint, handle, is_routed=True)
             if self.outcome.done():
                 return
-            if first.status not in _PASSED_ON_STATUSES:
+            if first.status not in _PASSED_ON_STATUSES or self._is_costly:
                 return self._refuse(first)
             if self._parts.guard.requires_keys and not await self._is_harmless():
                 return self._refuse(first)
-        self.needs_body = False
-        model = self._parameters.get("model") or (model_in(self.body.joined()) if operation is not None else "")
-        handler = PassingOn(self._parts.plane, model, lambda: self.body.size_bytes)
+        self.needs_body = self._is_scanned
+        handler = PassingOn(self._parts.plane, self._look, lambda: self.body.size_bytes)
         errors = OPENAI_ERRORS if operation is None else operation.errors
         last = await self._serve(passed_on(self._path), errors, ENDPOINT, handler, is_routed=False)
         if not self.outcome.done():
@@ -263,6 +271,7 @@ class Picking:
             await exchange.run(handle)
         finally:
             occupied.leave()
+        self._is_costly = exchange.failure is CostlyGuide
         return request
 
     def _account(self, exchange: Exchange, declared: Declaration) -> Account:
@@ -324,6 +333,29 @@ class Picking:
             self.removed = ("content-encoding",)
         return changed
 
+    async def _look(self, exchange: Exchange) -> str:
+        """Hold what has come of the body, all of it if it is scanned. Return the model that it seems to name, or an empty string.
+
+        Raises InvalidRequest for a body that says more than its key permits, or in which that cannot be seen.
+        """
+        if self._is_scanned:
+            await exchange.any_body()
+            self.needs_body = False
+            managed = exchange.declared is MANAGED
+            if self._parts.guard.requires_keys and not managed and self.body.size_bytes and not await self._is_harmless():
+                raise InvalidRequest("the body must be a JSON object, without fields that are not for an API key to say")
+        else:
+            exchange.hold(self.body.size_bytes)
+        if "model" in self._parameters or not self.reads_body:
+            return self._parameters.get("model", "")
+        try:
+            body, _ = await self._plain_body()
+        except DynamoError:
+            return ""
+        if len(body) > _LONG_BYTES:
+            await asyncio.sleep(0)
+        return model_in(body)
+
     async def _check_fields(self) -> None:
         """Raise InvalidRequest where an engine would read more from the body than the operation, and than its key permits."""
         body, _ = await self._plain_body()
@@ -344,7 +376,9 @@ class Picking:
             return False
         values = values_in(body)
         # It is charged as one request, so it must be one.
-        return values is not None and is_harmless(values) and asks_for_one(values) and not self._beyond_rights(values)
+        if values is None or not is_harmless(values, with_tools=not self._is_scanned):
+            return False
+        return asks_for_one(values) and not self._beyond_rights(values)
 
     async def _plain_body(self) -> tuple[bytes, str]:
         """Return the body without its encoding, and that. Raises DynamoError."""
@@ -359,16 +393,16 @@ class Picking:
         """Replace the model in the body by the one that a header names. Return the refusal of a body that is too long."""
         settings, number = self._parts.settings, 0
         limit, encoding = settings.body_limits[Reads.JSON], ""
-        assert self._operation is not None
+        declared = passed_on(self._path) if self._operation is None else self._operation.declared
         request = GatewayRequest(self._method, self._path, self._headers, self._peer, self.body)
         try:
-            self._account(Exchange(request, settings), self._operation.declared)
+            account = self._account(Exchange(request, settings), declared)
         except DynamoError:
             return None  # nothing is read for a caller without rights, who is refused as without the header
         try:
-            with settings.capacity.holding() as occupied:
+            with settings.capacity.holding() as occupied, occupied.arriving(account.name) as hold:
                 while (part := await self.body.part(number)) is not None:
-                    occupied.hold(len(part))
+                    hold(len(part))
                     number += 1
                     if occupied.held_bytes > limit:
                         raise PayloadTooLarge(f"the body is larger than {limit} bytes")

@@ -43,6 +43,8 @@ class Processing:
         self._status = 0
         """The status of the response; 0: it has not begun."""
         self._is_stream = False
+        self._patience: asyncio.Timeout | None = None
+        """Runs out when a part of the body has not come in time, or is not wanted any more."""
 
     async def run(self) -> None:
         """Return when the response has ended. Raises InvalidRequest for a call that is none of the protocol, DeadlineExceeded."""
@@ -84,14 +86,17 @@ class Processing:
 
     async def _place(self, picking: Picking) -> bool:
         """Say where the request goes. Return False if it goes nowhere."""
+        picking.outcome.add_done_callback(self._decided)
         if self._request_mode in _WHOLE and picking.reads_body:
             return await self._place_buffered(picking)
         has_trailers = False
         now, body_s = asyncio.get_running_loop().time, self._parts.body_s
         deadline = now() + body_s
         while picking.needs_body and not picking.body.is_complete and not picking.outcome.done():
-            message = await self._next_of_body(deadline)
+            message = await self._next_of_body(picking, deadline)
             if message is None:
+                if picking.outcome.done():
+                    break
                 return False
             deadline = min(deadline + len(message.request_body.body) / _MIN_BODY_BYTES_PER_S, now() + body_s)
             if has_trailers := message.WhichOneof("request") == "request_trailers":
@@ -113,19 +118,32 @@ class Processing:
                 await self._context.write(GO_ON["request_trailers"])
         return True
 
-    async def _next_of_body(self, deadline: float) -> pb.ProcessingRequest | None:
-        """Return the next message, None after the last. Past the deadline, on the loop's clock, refuse the request: None, too."""
+    async def _next_of_body(self, picking: Picking, deadline: float) -> pb.ProcessingRequest | None:
+        """Return the next message; None after the last, or once the request is refused, as it is past the deadline, on the loop's
+        clock."""
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(deadline) as self._patience:
                 return await self._next()
         except TimeoutError:
-            await self._context.write(refused(408, (), b"The body of the request did not arrive in time."))
+            if not picking.outcome.done():
+                await self._context.write(refused(408, (), b"The body of the request did not arrive in time."))
             return None
+        finally:
+            self._patience = None
+
+    def _decided(self, outcome: asyncio.Future[Picked | Refused]) -> None:
+        """Wait for no more of the body of a request that is refused."""
+        if self._patience is None or self._patience.expired() or outcome.cancelled():
+            return
+        if outcome.exception() is not None or isinstance(outcome.result(), Refused):
+            self._patience.reschedule(0.0)
 
     async def _place_buffered(self, picking: Picking) -> bool:
         await self._context.write(GO_ON["request_headers"])
-        message = await self._next_of_body(asyncio.get_running_loop().time() + self._parts.body_s)
+        message = await self._next_of_body(picking, asyncio.get_running_loop().time() + self._parts.body_s)
         if message is None:
+            if picking.outcome.done():
+                await self._outcome(picking)
             return False
         picking.body.add(message.request_body.body, is_last=True)
         outcome = await self._outcome(picking)

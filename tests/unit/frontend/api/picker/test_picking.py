@@ -409,3 +409,111 @@ async def test_a_body_that_has_nearly_come_has_no_more_time_than_another() -> No
         async with asyncio.timeout(WAIT_S):
             assert (await call.read()).immediate_response.status.code == 408
         await until_free(edge.capacity)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"input": "once"}, 200),
+        ({"input": "once", "response_format": "mp3"}, 200),
+        ({"kv_transfer_params": {"remote_host": "10.9.9.9"}}, 400),
+        ({"response_format": {"type": "json_schema"}}, 400),
+        ({"guided_regex": "(a{1000}){1000}"}, 400),
+        ({"n": 1000}, 400),
+        ({"priority": -100}, 400),
+    ],
+)
+async def test_paths_that_no_operation_reads_give_a_key_no_more_than_it_may(
+    keys: dict[str, str], fields: dict[str, Any], status: int
+) -> None:
+    body = json.dumps({"model": "talker", **fields}).encode()
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        assert (await outcome(edge, body, "/v1/embeddings", x_api_key=keys["free"]))[0] == status
+        assert (await outcome(edge, body, "/inference/v1/generate", x_api_key=keys["operator"]))[0] == 200  # manages engines
+        await until_free(edge.capacity)
+
+
+@pytest.mark.parametrize(
+    ("content_type", "status"), [("application/json", 400), ("text/plain", 400), ("multipart/form-data; boundary=x", 200)]
+)
+async def test_a_body_in_which_fields_cannot_be_seen_is_a_form_where_there_are_keys(
+    keys: dict[str, str], content_type: str, status: int
+) -> None:
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        headers = {"x_api_key": keys["free"], "content_type": content_type}
+        assert (await outcome(edge, b"--x\r\n", "/v1/audio/transcriptions", **headers))[0] == status
+    async with open_picker_edge() as edge:
+        assert (await outcome(edge, b"--x\r\n", "/v1/audio/transcriptions", content_type=content_type))[0] == 200
+
+
+async def test_the_salt_of_a_key_holds_at_paths_that_no_operation_reads(keys: dict[str, str]) -> None:
+    async with open_picker_edge(pod_card(1, takes_cache_salt=True), guard=guard_of(keys)) as edge:
+        call = await sent(edge, b'{"input": "a", "cache_salt": "key:of another"}', "/v1/embeddings", x_api_key=keys["free"])
+        assert headers_of(await call.read())["x-dynamo-placement"] == "least-loaded"
+        got = json.loads((await call.read()).request_body.response.body_mutation.streamed_response.body)
+        assert got["cache_salt"].startswith("key:") and got["cache_salt"] != "key:of another"
+        await call.ended()
+
+
+@pytest.mark.parametrize("body", [b'{"model": "other-alias"}', b'{"model": "other"}'])
+async def test_a_path_that_no_operation_reads_goes_to_the_model_that_its_body_names(body: bytes) -> None:
+    async with open_picker_edge(pod_card(1), pod_card(2), pod_card(3, "other")) as edge:
+        call = await sent(edge, body, "/v1/embeddings")
+        assert headers_of(await call.read())[DESTINATION] == "10.0.0.3:8000"
+        got = (await call.read()).request_body.response.body_mutation.streamed_response.body
+        assert json.loads(got) == {"model": "served"}
+        await call.ended()
+        call = await sent(edge, b'{"model": "talker"}', "/v1/embeddings", x_gateway_model_name_rewrite="other")
+        assert headers_of(await call.read())[DESTINATION] == "10.0.0.3:8000"
+        await call.ended()
+        await until_free(edge.capacity)
+
+
+async def test_a_schema_that_no_engine_should_compile_is_not_passed_on() -> None:
+    schema = {"type": "array", "items": {"type": "string"}, "minItems": 1_000_000_000}
+    body = {
+        "model": "talker",
+        "prompt": "a",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+    }
+    async with open_picker_edge() as edge:
+        status, refusal = await outcome(edge, json.dumps(body).encode())
+        assert status == 400 and "minItems" in refusal["error"]["message"]
+        assert (await outcome(edge, json.dumps({**body, "response_format": 17}).encode()))[0] == 200
+
+
+async def test_a_refusal_does_not_wait_for_more_of_the_body(keys: dict[str, str]) -> None:
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        for mode in (pb.FULL_DUPLEX_STREAMED, pb.BUFFERED):
+            call = edge.call()
+            await call.headers(mode=mode, x_api_key="wrong")
+            if mode == pb.BUFFERED:
+                assert (await call.read()).WhichOneof("response") == "request_headers"
+            async with asyncio.timeout(WAIT_S):
+                assert (await call.read()).immediate_response.status.code == 401
+            await call.ended()
+
+
+async def test_bodies_of_one_key_that_do_not_come_leave_room_for_those_of_others(keys: dict[str, str]) -> None:
+    """Each is within its bounds, and has half a minute: together they could hold all that the process may."""
+    start = b'{"model": "talker", "prompt": "' + b"x" * 60_000
+    async with open_picker_edge(guard=guard_of(keys), capacity=CapacityOptions(max_buffered_bytes=2**20)) as edge:
+        stalled = [edge.call() for _ in range(8)]
+        for call in stalled:
+            await call.headers(x_api_key=keys["free"])
+            await call.body(start, ends=False)
+        refused = [asyncio.create_task(call.read()) for call in stalled]
+        await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+        assert all(each.result().immediate_response.status.code == 429 for each in refused if each.done())
+        other = edge.call()
+        await other.headers(x_api_key=keys["some"])
+        await other.body(start, ends=False)
+        await other.body(b'"}')
+        refusal = (await other.read()).immediate_response
+        assert refusal.status.code == 400 and b"context_length_exceeded" in refusal.body  # it was read
+        for call, read in zip(stalled, refused, strict=True):
+            call.call.cancel()
+            read.cancel()
+        await asyncio.wait(refused)
+        await other.ended()
+        await until_free(edge.capacity)

@@ -156,10 +156,10 @@ async def test_what_cannot_be_read_goes_to_an_endpoint_of_its_model() -> None:
         await until_free(edge.capacity)
 
 
-async def test_paths_without_an_operation_are_answered_before_their_body() -> None:
+async def test_forms_for_paths_without_an_operation_are_not_waited_for() -> None:
     async with open_picker_edge() as edge:
         call = edge.call()
-        await call.headers("/v1/audio/transcriptions")
+        await call.headers("/v1/audio/transcriptions", content_type="multipart/form-data; boundary=x")
         assert headers_of(await call.read())["x-dynamo-placement"] == "least-loaded"
         for part in (b"one", b"two"):
             await call.body(part, ends=part == b"two")
