@@ -7,7 +7,7 @@ refused with Overloaded, so that those which were admitted can finish.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -140,6 +140,8 @@ class Occupancy(msgspec.Struct, eq=False):
     """Parts of the request that wait for an instance, such as one prompt of several."""
     _waiting_bytes: int = 0
     """What is counted as waiting for all of them together."""
+    _arriving_bytes: int = 0
+    """What is counted as waiting for the client to send the rest of the body."""
 
     def hold(self, size_bytes: int) -> None:
         """Count bytes that are kept for the request until its end. Raises Overloaded."""
@@ -148,25 +150,23 @@ class Occupancy(msgspec.Struct, eq=False):
         self._capacity.hold(size_bytes)
         self.held_bytes += size_bytes
 
-    @contextmanager
-    def arriving(self, key: str) -> Iterator[Callable[[int], None]]:
-        """Give a function that counts bytes of a message from a client: as held until the end of the request, and as waiting for
-        the client while the body runs. It raises Overloaded, and RateLimited if an API key would have more than its share."""
-        arrived = 0
+    def arrive(self, key: str, size_bytes: int) -> None:
+        """Count bytes of the body as held until the end of the request and, if an API key sends it, as waiting until `arrived`.
 
-        def hold(size_bytes: int) -> None:
-            nonlocal arrived
-            if self._has_left or not size_bytes:
-                return
-            self._capacity.hold_waiting(key, size_bytes, arrived)
-            self.held_bytes += size_bytes
-            arrived += size_bytes
+        Raises Overloaded, and RateLimited if the key would have more than its share.
+        """
+        if key and size_bytes:
+            self._capacity.hold_waiting(key, size_bytes, self._arriving_bytes)
+            self._arriving_bytes += size_bytes
+        else:
+            self._capacity.hold(size_bytes)
+        self.held_bytes += size_bytes
 
-        try:
-            yield hold
-        finally:
-            if arrived:
-                self._capacity.waiting_over(key, arrived)
+    def arrived(self, key: str) -> None:
+        """The body is complete, or is not read on: it stays held, and waits no longer."""
+        if self._arriving_bytes:
+            self._capacity.waiting_over(key, self._arriving_bytes)
+            self._arriving_bytes = 0
 
     @contextmanager
     def waiting(self, key: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from types import TracebackType
@@ -34,6 +34,7 @@ from dynamo.frontend.api.declaration import FORM_BYTES, LITTLE_BYTES, MAX_FILE_B
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, UnknownEncoding, decompress_steps, encoding_of
 from dynamo.frontend.api.http.errors import PLAIN_ERRORS, ErrorForm, rate_limit_headers, retry_after
 from dynamo.frontend.api.http.event_stream import EventStream
+from dynamo.frontend.api.http.json_scan import is_json
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
@@ -133,8 +134,7 @@ class Exchange:
         """Progress of the request, for calls made from it."""
         self.occupancy: Occupancy | None = None
         """What the request occupies of the capacity of the process until its end; None for requests that do not count."""
-        self.failure: type[BaseException] | None = None
-        """What the handler failed with."""
+        self.failure: type[BaseException] | None = None  # of the handler
         self._is_request = False
         """Whether the operation declares to be charged as a request to a model: it responds once one was admitted."""
         self._on_refused: Callable[[BaseException], None] | None = None
@@ -262,7 +262,7 @@ class Exchange:
     async def body(self) -> bytes:
         """Return the request's JSON body, which has no tensors in it. Raises as `decompressed_body` does."""
         kind = self.headers.get("content-type")
-        if kind is not None and kind != "application/json" and not _is_json(kind):
+        if kind is not None and kind != "application/json" and not is_json(kind):
             raise InvalidRequest(f"the content type is {kind[:80]!r}; it must be 'application/json'")
         return await (self.decompressed_body() if "content-encoding" in self.headers else self.any_body())
 
@@ -352,14 +352,13 @@ class Exchange:
         return await self._long_body(body, limit)
 
     async def _long_body(self, part: bytes | None, limit: int) -> bytes:
+        occupied, key = self.occupancy, self.account.name
         parts: list[bytes] = []
         size = 0
-        with nullcontext(self.hold) if self.occupancy is None else self.occupancy.arriving(self.account.name) as hold:
-            while True:
-                if part is None:
-                    self.lose_client()
-                    raise Cancelled()
-                hold(self.declared.copies * len(part))
+        try:
+            while part is not None:
+                if occupied is not None:
+                    occupied.arrive(key, self.declared.copies * len(part))
                 parts.append(part)
                 self.body_bytes = size = size + len(part)
                 if size > limit:
@@ -367,6 +366,12 @@ class Exchange:
                 if not self._request.more_body:
                     break
                 part = await self._request.read()
+            else:
+                self.lose_client()
+                raise Cancelled()
+        finally:
+            if occupied is not None:
+                occupied.arrived(key)
         self.body_read_ns = perf_counter_ns()
         return b"".join(parts) if size <= _PIECE_BYTES else await self._joined(parts)
 
@@ -539,11 +544,6 @@ def _join(pieces: list[bytes]) -> bytes:
     while pieces:
         del pieces[-_FREED_AT_ONCE:]
     return body
-
-
-def _is_json(content_type: str) -> bool:
-    kind = content_type.partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 def _too_large(limit: int) -> PayloadTooLarge:

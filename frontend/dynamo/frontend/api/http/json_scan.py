@@ -69,6 +69,12 @@ async def scan_json(body: bytes | memoryview, *, max_depth: int, max_values: int
     raise AssertionError("steps end")
 
 
+def is_json(content_type: str) -> bool:
+    """Return whether a content type says that the body is JSON."""
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
 def check_json(body: bytes | memoryview, *, max_depth: int, max_values: int, what: str = "the body") -> None:
     """Raise InvalidRequest if `body` nests too deeply or has too many values."""
     for _ in scan_steps(body, max_depth, max_values, what):

@@ -48,6 +48,7 @@ from dynamo.frontend.api.http.body_fields import (
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, decompress, encoding_of
 from dynamo.frontend.api.http.errors import OPENAI_ERRORS, ErrorForm
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
+from dynamo.frontend.api.http.json_scan import is_json
 from dynamo.frontend.api.http.operation import Handler, Operation, within_declared
 from dynamo.frontend.api.http.paths import PathTable
 from dynamo.frontend.api.picker.gateway_request import GatewayBody, GatewayRequest
@@ -167,8 +168,9 @@ class Picking:
 
     def _may_say_more(self, content_type: str) -> bool:
         """Whether the body of a request that no operation reads may name its model or, with keys, more than its key permits."""
-        kind = content_type.partition(";")[0].strip().lower()
-        return kind.endswith("json") or not kind or (self._parts.guard.requires_keys and not kind.startswith("multipart/"))
+        if is_json(content_type) or not content_type:
+            return True
+        return self._parts.guard.requires_keys and not content_type.strip().lower().startswith("multipart/")
 
     def _find(self) -> tuple[Operation | None, Mapping[str, str]]:
         try:
@@ -400,12 +402,15 @@ class Picking:
         except DynamoError:
             return None  # nothing is read for a caller without rights, who is refused as without the header
         try:
-            with settings.capacity.holding() as occupied, occupied.arriving(account.name) as hold:
-                while (part := await self.body.part(number)) is not None:
-                    hold(len(part))
-                    number += 1
-                    if occupied.held_bytes > limit:
-                        raise PayloadTooLarge(f"the body is larger than {limit} bytes")
+            with settings.capacity.holding() as occupied:
+                try:
+                    while (part := await self.body.part(number)) is not None:
+                        occupied.arrive(account.name, len(part))
+                        number += 1
+                        if occupied.held_bytes > limit:
+                            raise PayloadTooLarge(f"the body is larger than {limit} bytes")
+                finally:
+                    occupied.arrived(account.name)
                 body, encoding = await self._plain_body()
                 self.body.replace(changed_body(body, model=self._rewrite) or body)
         except DynamoError as error:
