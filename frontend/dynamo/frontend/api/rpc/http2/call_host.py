@@ -40,3 +40,14 @@ class CallHost(Protocol):
     def call_done(self, call: Any) -> None:
         """The task of the call's handler has ended."""
         ...
+
+
+def peer_name(address: object) -> str:
+    """Return an address as gRPC writes it."""
+    match address:
+        case (str(host), int(port)):
+            return f"ipv4:{host}:{port}"
+        case (str(host), int(port), *_):
+            return f"ipv6:[{host}]:{port}"
+        case _:
+            return "unknown"

@@ -24,32 +24,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from time import monotonic
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import grpc
 
-from dynamo.common.process.turns import LoopTurns
-from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.http2 import frames
 from dynamo.frontend.api.rpc.http2.call import GrpcCall
-from dynamo.frontend.api.rpc.http2.deadlines import Deadlines
+from dynamo.frontend.api.rpc.http2.call_host import peer_name
+from dynamo.frontend.api.rpc.http2.client_settings import apply_settings
 from dynamo.frontend.api.rpc.http2.frames import DISCARD, ConnectionFailure, DataSink, ErrorCode, FrameReader
-from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, MalformedRequest, Refusal
+from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, MalformedRequest, PartialBlock, Refusal
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory
-from dynamo.frontend.api.rpc.http2.method import GrpcMethod
+from dynamo.frontend.api.rpc.http2.owner import Http2ConnectionOwner
+from dynamo.frontend.api.rpc.http2.pings import Pings
 from dynamo.frontend.api.rpc.http2.sender import GONE, HIGH_WATER_BYTES, Outgoing, Sender
-from dynamo.frontend.api.rpc.http2.windows import ActionBudget, ReceiveWindow, WindowOverflow
-from dynamo.frontend.config import GrpcOptions, OverloadStatus
+from dynamo.frontend.api.rpc.http2.windows import ActionBudget, LastStreams, ReceiveWindow, WindowOverflow
 
 _log = logging.getLogger(__name__)
-
-CONNECTION_WINDOW_BYTES: Final = 16 * 2**20
-STREAM_WINDOW_BYTES: Final = 4 * 2**20
-"""Without these options. A message that is larger than its stream's window makes that grow when its size is known."""
-GUARDED_WINDOW_BYTES: Final = frames.DEFAULT_WINDOW_BYTES
-"""Window of a stream before its caller is accepted, where callers must show credentials."""
 
 _RESETS: Final = 1000
 _RESETS_PER_S: Final = 100.0
@@ -59,9 +51,6 @@ _FRAMES_PER_WRITE: Final = 4
 """Besides, for each write of a response, which clients acknowledge by WINDOW_UPDATEs."""
 _UNREAD_FRAMES: Final = 1000
 _UNREAD_S: Final = 300.0
-_PING_STRIKES: Final = 2
-_LONG_PING_INTERVAL_S: Final = 7200.0
-"""Between pings of clients without calls, where these are not permitted: gRPC's, from TCP's interval."""
 _GREETING_S: Final = 10.0
 _READ_BYTES: Final = 2 * 2**20
 """Read of one connection before all others have their turn."""
@@ -69,48 +58,10 @@ _LINGER_S: Final = 5.0
 """Time for a client to read the GOAWAY before its connection is cut."""
 _DRAIN_S: Final = 1.0
 """Time for a client to acknowledge the first of two GOAWAYs."""
-_MAX_RESET_IDS: Final = 4096
-"""Streams that we have reset, of which frames may still be under way."""
 
 _KEEPALIVE: Final = b"dynamo-k"
 _DRAIN: Final = b"dynamo-d"
 _NOT_FOUND: Final = Refusal(grpc.StatusCode.UNIMPLEMENTED, "method not found")
-
-
-class Http2ConnectionOwner(Protocol):
-    """The server that a connection belongs to."""
-
-    options: GrpcOptions
-    capacity: Capacity
-    overload: OverloadStatus
-    inflating: asyncio.Lock
-    deadlines: Deadlines
-    read_memory: memoryview
-    """Shared by all connections, for what they receive."""
-    turns: LoopTurns
-    connection_window_bytes: int
-    stream_window_bytes: int
-
-    @property
-    def methods(self) -> Mapping[bytes, GrpcMethod]: ...
-
-    def allocate(self, size: int) -> MessageMemory:
-        """Return memory for a message."""
-        ...
-
-    def max_age_s(self) -> float:
-        """Return the age at which a new connection is drained; infinite without a limit."""
-        ...
-
-    def opened(self, connection: Http2Connection) -> bool:
-        """Count a new connection; False if it is not to be served."""
-        ...
-
-    def closed(self, connection: Http2Connection) -> None: ...
-
-    def call_started(self, call: GrpcCall) -> None: ...
-
-    def call_done(self, call: GrpcCall) -> None: ...
 
 
 class Http2Connection(asyncio.BufferedProtocol):
@@ -131,13 +82,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._calls: dict[int, GrpcCall] = {}
         """By stream. A call that was reset stays until its handler has ended."""
         self._last_stream = 0
-        self._reset_ids: dict[int, None] = {}
-        """The last streams that we have reset, oldest first."""
+        self._reset_ids = LastStreams()
+        """Streams that we have reset, of which frames may still be under way."""
         self._window = ReceiveWindow(server.connection_window_bytes)
-        self._block: bytearray | None = None
-        """Part of a header block that continues in the next frame. It is of `_block_stream`, which it ends if `_block_ends`."""
-        self._block_stream = 0
-        self._block_ends = False
+        self._block: PartialBlock | None = None
+        """What has come of a header block that continues in the next frame."""
         self._has_settings = False
         self._settings_acknowledged = False
 
@@ -148,21 +97,13 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._responses_at_check = 0
         self._unread_frames = 0
         """Acknowledgements that were sent, and calls that were opened, while the client did not read."""
-        self._ping_strikes = 0
-        self._pinged_at = 0.0
-        self._responses_at_ping = 0
-
+        self.pings = Pings(self.options)
         self._read_bytes = 0
         """Since reading was paused last."""
         self._opened_at = self._read_at = monotonic()
         """`_read_at` is exact to the interval between two calls of `check`."""
         self._now = self._opened_at
         self._ends_at = self._opened_at + server.max_age_s()
-        self._keepalive_at: float | None = None
-        """When a PING was sent that was not acknowledged."""
-        self._keepalives = 0
-        """PINGs that were sent since the last response, of which there were `_responses_at_keepalive`."""
-        self._responses_at_keepalive = 0
         self._paused_at: float | None = None
         self._drains_at: float | None = None
         """When the second GOAWAY is due, infinite once it was sent; None before the first."""
@@ -178,11 +119,6 @@ class Http2Connection(asyncio.BufferedProtocol):
     def stream_window_bytes(self) -> int:
         return self._server.stream_window_bytes
 
-    @property
-    def awaits_ping(self) -> bool:
-        """Whether a keepalive PING was sent that was not acknowledged."""
-        return self._keepalive_at is not None
-
     # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -190,7 +126,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         longest = max(frames.DEFAULT_FRAME_BYTES, self.options.max_metadata_bytes)
         self._reader = FrameReader(self, self._server.read_memory, longest, self._server.turns.ends_at)
-        self.peer = _name_of(transport.get_extra_info("peername"))
+        self.peer = peer_name(transport.get_extra_info("peername"))
         self.sender = Sender(self._transport, self.capacity, self._response_ended, asyncio.get_running_loop().call_soon)
         secured = transport.get_extra_info("ssl_object")
         if not self._server.opened(self) or (secured is not None and secured.selected_alpn_protocol() != "h2"):
@@ -289,24 +225,12 @@ class Http2Connection(asyncio.BufferedProtocol):
                 call.end(grpc.StatusCode.DEADLINE_EXCEEDED, "the message arrives too slowly")
 
     def _check_life(self, now: float) -> None:
-        if self._keepalive_at is not None:
-            if now - self._keepalive_at > self.options.keepalive_timeout_s:
-                _log.info("%r is closed: a ping was not acknowledged within %g s", self, self.options.keepalive_timeout_s)
-                self._transport.abort()
-        elif self._has_settings and now - self._read_at >= self.options.keepalive_s and self._spend_keepalive():
-            self._keepalive_at = now
+        responses, has_calls = self.sender.responses, bool(self._calls)
+        if self.pings.is_overdue(now):
+            _log.info("%r is closed: a ping was not acknowledged within %g s", self, self.options.keepalive_timeout_s)
+            self._transport.abort()
+        elif self._has_settings and self.pings.send(now, now - self._read_at, responses, has_calls=has_calls):
             self.sender.control(frames.encode_frame(frames.PING, 0, 0, _KEEPALIVE))
-
-    def _spend_keepalive(self) -> bool:
-        """Return whether a PING may be sent now, and count it."""
-        if self.sender.responses != self._responses_at_keepalive:
-            self._keepalives, self._responses_at_keepalive = 0, self.sender.responses
-        most = self.options.max_pings_without_data
-        has_reason = self.options.keepalive_permit_without_calls or bool(self._calls)
-        if not has_reason or (most and self._keepalives >= most):
-            return False
-        self._keepalives += 1
-        return True
 
     def start_draining(self) -> None:
         """Let the client go elsewhere with new calls; the connection ends with the last of those it has. Idempotent."""
@@ -336,7 +260,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     # Frames
 
     def frame_received(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        if self._block is not None and (kind != frames.CONTINUATION or stream != self._block_stream):
+        if self._block is not None and (kind != frames.CONTINUATION or stream != self._block.stream):
             raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a header block is not continued by the next frame")
         if not self._has_settings and (kind != frames.SETTINGS or flags & frames.ACK):
             raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
@@ -355,10 +279,8 @@ class Http2Connection(asyncio.BufferedProtocol):
             case frames.RST_STREAM:
                 self._reset_received(stream, frames.decode_word(payload, "RST_STREAM"))
             case frames.GOAWAY:
-                self._goaway_received(stream, payload)
+                frames.check_goaway(stream, payload)  # it is about streams of ours; the client closes when it has its responses
             case frames.PRIORITY:
-                if not stream:
-                    raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a PRIORITY frame is on stream 0")
                 frames.check_priority(stream, payload)
             case _:
                 raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "clients do not send PUSH_PROMISE")
@@ -410,19 +332,18 @@ class Http2Connection(asyncio.BufferedProtocol):
         fragment = frames.strip_headers(stream, flags, payload)
         if flags & frames.END_HEADERS:
             return self._block_received(stream, fragment, ends=bool(flags & frames.END_STREAM))
-        self._block, self._block_stream = bytearray(fragment), stream
-        self._block_ends = bool(flags & frames.END_STREAM)
+        self._block = PartialBlock(bytearray(fragment), stream, bool(flags & frames.END_STREAM))
 
     def _continuation_received(self, flags: int, payload: bytes) -> None:
         block = self._block
         if block is None:
             raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a CONTINUATION frame continues nothing")
-        block += payload
-        if len(block) > self.options.max_metadata_bytes:
+        block.data += payload
+        if len(block.data) > self.options.max_metadata_bytes:
             raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "a header block is too large")
         if flags & frames.END_HEADERS:
             self._block = None
-            self._block_received(self._block_stream, bytes(block), ends=self._block_ends)
+            self._block_received(block.stream, bytes(block.data), ends=block.ends_stream)
         elif not payload:
             self._idle_frames += 100  # no client has a reason to send an empty one
             if self._idle_frames > _IDLE_FRAMES:
@@ -476,7 +397,7 @@ class Http2Connection(asyncio.BufferedProtocol):
     def _refuse(self, out: Outgoing, refusal: Refusal, *, ends: bool) -> None:
         self.sender.fail(out, refusal.status.value[0], refusal.text, (), refusal.http_status)
         if not ends:
-            self._remember_reset(out.stream)
+            self._reset_ids.add(out.stream)
             self.sender.control(frames.encode_reset(out.stream, ErrorCode.NO_ERROR))
 
     def _trailers_received(self, stream: int, block: bytes, *, ends: bool) -> None:
@@ -516,31 +437,14 @@ class Http2Connection(asyncio.BufferedProtocol):
         self.sender.window_grown(call.out)
 
     def _ping_received(self, flags: int, stream: int, payload: bytes) -> None:
-        if stream:
-            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a PING frame is on stream {stream}")
-        if len(payload) != 8:
-            raise ConnectionFailure(ErrorCode.FRAME_SIZE_ERROR, f"a PING frame has {len(payload)} bytes, not 8")
+        frames.check_ping(stream, payload)
         if flags & frames.ACK:
-            self._keepalive_at = None
+            self.pings.sent_at = None
             if payload == _DRAIN and self._drains_at is not None:
                 self._announce_last_stream()
             return
-        self._count_ping()
+        self.pings.received(self.sender.responses, has_calls=bool(self._calls))
         self._acknowledge(frames.encode_frame(frames.PING, frames.ACK, 0, payload))
-
-    def _count_ping(self) -> None:
-        """Clients measure the way by pings while data flows; without data, pings have a least interval."""
-        now = monotonic()
-        has_sent = self.sender.responses != self._responses_at_ping
-        is_idle = not self._calls and not self.options.keepalive_permit_without_calls
-        interval_s = _LONG_PING_INTERVAL_S if is_idle else self.options.client_ping_interval_s
-        if has_sent or not self._pinged_at or now - self._pinged_at >= interval_s:
-            self._ping_strikes = 0 if has_sent else self._ping_strikes
-        else:
-            self._ping_strikes += 1
-        self._pinged_at, self._responses_at_ping = now, self.sender.responses
-        if self._ping_strikes > _PING_STRIKES:
-            raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "too_many_pings")
 
     def _acknowledge(self, frame: bytes) -> None:
         self._count_unread()
@@ -554,48 +458,19 @@ class Http2Connection(asyncio.BufferedProtocol):
                 raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "responses and acknowledgements are not read")
 
     def _settings_received(self, flags: int, stream: int, payload: bytes) -> None:
-        if stream:
-            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a SETTINGS frame is on stream {stream}")
+        frames.check_settings(flags, stream, payload)
         if flags & frames.ACK:
-            if payload:
-                raise ConnectionFailure(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement of SETTINGS has content")
             self._settings_acknowledged = True
             return
         if not self._settings.spend(monotonic()):
             raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "the settings change too often")
-        window = self.sender.initial_window
-        for key, value in frames.decode_settings(payload):
-            if key == frames.INITIAL_WINDOW_SIZE:
-                window = _checked_window(value)
-            else:
-                self._apply_setting(key, value)
-        self._resize_windows(window)  # once for a frame: all calls have one
+        apply_settings(payload, self.sender, [call.out for call in self._calls.values()])
         self._has_settings = True
         self._acknowledge(frames.encode_frame(frames.SETTINGS, frames.ACK, 0))
         # Only behind the acknowledgement: until that has come, gRPC's clients hold us to the windows they had before.
         for call in list(self._calls.values()):
             self.sender.window_grown(call.out)
         self.sender.pump()
-
-    def _apply_setting(self, key: int, value: int) -> None:
-        if key == frames.MAX_FRAME_SIZE:
-            if not frames.DEFAULT_FRAME_BYTES <= value <= frames.MAX_FRAME_BYTES:
-                raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE is {value}")
-            self.sender.max_frame_bytes = value
-        elif key == frames.HEADER_TABLE_SIZE:
-            self.sender.encoder.table_resized(value)
-        elif key == frames.ENABLE_PUSH and value > 1:
-            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH is {value}")
-
-    def _resize_windows(self, size: int) -> None:
-        more, self.sender.initial_window = size - self.sender.initial_window, size
-        if not more:
-            return
-        for call in list(self._calls.values()):
-            try:
-                call.out.window.grow(more)
-            except WindowOverflow:
-                raise ConnectionFailure(ErrorCode.FLOW_CONTROL_ERROR, "a window is over 2^31-1") from None
 
     def _reset_received(self, stream: int, code: int) -> None:
         self._check_not_idle(stream, "RST_STREAM")
@@ -605,13 +480,6 @@ class Http2Connection(asyncio.BufferedProtocol):
             raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "streams are reset too often")
         if call is not None and not call.is_cancelled:
             call.cancel()
-
-    def _goaway_received(self, stream: int, payload: bytes) -> None:
-        if stream:
-            raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a GOAWAY frame is on stream {stream}")
-        if len(payload) < 8:
-            raise ConnectionFailure(ErrorCode.FRAME_SIZE_ERROR, f"a GOAWAY frame has {len(payload)} bytes")
-        # It is about streams of ours, and we open none. The client closes when it has its responses.
 
     def _check_not_idle(self, stream: int, what: str) -> None:
         if not stream or stream > self._last_stream or stream % 2 == 0:
@@ -623,16 +491,11 @@ class Http2Connection(asyncio.BufferedProtocol):
         """End a stream for a fault of the client."""
         if not self._resets.spend(monotonic()):
             raise ConnectionFailure(ErrorCode.ENHANCE_YOUR_CALM, "too many streams had to be reset")
-        self._remember_reset(stream)
+        self._reset_ids.add(stream)
         self.sender.control(frames.encode_reset(stream, code))
         call = self._calls.get(stream)
         if call is not None and not call.is_cancelled:
             call.cancel()
-
-    def _remember_reset(self, stream: int) -> None:
-        self._reset_ids[stream] = None
-        if len(self._reset_ids) > _MAX_RESET_IDS:
-            del self._reset_ids[next(iter(self._reset_ids))]
 
     def _response_ended(self, out: Outgoing) -> None:
         """The last frame of a response has been sent."""
@@ -640,7 +503,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         if call is None:
             return  # it was refused
         if not call.is_half_closed:
-            self._remember_reset(out.stream)
+            self._reset_ids.add(out.stream)
             self.sender.control(frames.encode_reset(out.stream, ErrorCode.NO_ERROR))
         if not self._calls:
             self.sender.flush()
@@ -685,20 +548,3 @@ class Http2Connection(asyncio.BufferedProtocol):
             del self._calls[call.stream]
             if self._drains_at is not None:
                 self._close_if_drained()
-
-
-def _checked_window(size: int) -> int:
-    if size > frames.MAX_WINDOW_BYTES:
-        raise ConnectionFailure(ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {size}")
-    return size
-
-
-def _name_of(address: object) -> str:
-    """Return an address as gRPC writes it."""
-    match address:
-        case (str(host), int(port)):
-            return f"ipv4:{host}:{port}"
-        case (str(host), int(port), *_):
-            return f"ipv6:[{host}]:{port}"
-        case _:
-            return "unknown"

@@ -148,10 +148,36 @@ def strip_headers(stream: int, flags: int, payload: bytes) -> bytes:
 
 def check_priority(stream: int, payload: bytes) -> None:
     """Check the five bytes of a priority, which is otherwise ignored. Raises ConnectionFailure."""
+    if not stream:
+        raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a priority is on stream 0")
     if len(payload) != 5:
         raise ConnectionFailure(ErrorCode.FRAME_SIZE_ERROR, f"a priority has {len(payload)} bytes, not 5")
     if _WORD.unpack(payload[:4])[0] & MAX_STREAM_ID == stream:
         raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, "a stream depends on itself")
+
+
+def check_ping(stream: int, payload: bytes) -> None:
+    """Raises ConnectionFailure."""
+    if stream:
+        raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a PING frame is on stream {stream}")
+    if len(payload) != 8:
+        raise ConnectionFailure(ErrorCode.FRAME_SIZE_ERROR, f"a PING frame has {len(payload)} bytes, not 8")
+
+
+def check_settings(flags: int, stream: int, payload: bytes) -> None:
+    """Raises ConnectionFailure."""
+    if stream:
+        raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a SETTINGS frame is on stream {stream}")
+    if flags & ACK and payload:
+        raise ConnectionFailure(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement of SETTINGS has content")
+
+
+def check_goaway(stream: int, payload: bytes) -> None:
+    """Raises ConnectionFailure."""
+    if stream:
+        raise ConnectionFailure(ErrorCode.PROTOCOL_ERROR, f"a GOAWAY frame is on stream {stream}")
+    if len(payload) < 8:
+        raise ConnectionFailure(ErrorCode.FRAME_SIZE_ERROR, f"a GOAWAY frame has {len(payload)} bytes")
 
 
 class DataSink(Protocol):

@@ -81,6 +81,15 @@ class CallHeaders:
     """About what they take in memory."""
 
 
+@dataclass(slots=True)
+class PartialBlock:
+    """What has come of a header block that continues in the next frame."""
+
+    data: bytearray
+    stream: int
+    ends_stream: bool
+
+
 class HeaderDecoder:
     """Decodes the header blocks of one connection, which have to come here all and in order."""
 

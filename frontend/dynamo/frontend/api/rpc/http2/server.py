@@ -26,15 +26,11 @@ from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.declaration import LITTLE_BYTES, NAME_BYTES, Reads
 from dynamo.frontend.api.rpc.http2.call import GrpcCall
-from dynamo.frontend.api.rpc.http2.connection import (
-    CONNECTION_WINDOW_BYTES,
-    GUARDED_WINDOW_BYTES,
-    STREAM_WINDOW_BYTES,
-    Http2Connection,
-)
+from dynamo.frontend.api.rpc.http2.connection import Http2Connection
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines, Ending
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory, PlainMemory
 from dynamo.frontend.api.rpc.http2.method import GrpcMethod
+from dynamo.frontend.api.rpc.http2.windows import CONNECTION_WINDOW_BYTES, GUARDED_WINDOW_BYTES, STREAM_WINDOW_BYTES
 from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo.frontend.api.rpc.http2.frames import MAX_WINDOW_BYTES
+from dynamo.frontend.api.rpc.http2.frames import DEFAULT_WINDOW_BYTES, MAX_WINDOW_BYTES
 
+CONNECTION_WINDOW_BYTES: Final = 16 * 2**20
+STREAM_WINDOW_BYTES: Final = 4 * 2**20
+"""Without these options. A message that is larger than its stream's window makes that grow when its size is known."""
+GUARDED_WINDOW_BYTES: Final = DEFAULT_WINDOW_BYTES
+"""Window of a stream before its caller is accepted, where callers must show credentials."""
 _LEAST_BYTES_PER_S: Final = 1024
+_MAX_STREAMS: Final = 4096
 
 
 class WindowOverflow(Exception):
@@ -90,3 +96,20 @@ class Pace:
         is_slow = moved - self._moved < elapsed_s * _LEAST_BYTES_PER_S
         self._moved, self._since = moved, now
         return is_slow
+
+
+class LastStreams:
+    """The last streams that were added."""
+
+    __slots__ = ("_ids",)
+
+    def __init__(self) -> None:
+        self._ids: dict[int, None] = {}
+
+    def add(self, stream: int) -> None:
+        self._ids[stream] = None
+        if len(self._ids) > _MAX_STREAMS:
+            del self._ids[next(iter(self._ids))]
+
+    def __contains__(self, stream: int) -> bool:
+        return stream in self._ids

@@ -659,13 +659,13 @@ async def test_a_connection_is_pinged_no_more_often_than_permitted_until_a_respo
         (connection,) = edge.server.connections
         for later_s, is_sent in ((1000, True), (2000, True), (3000, False)):
             connection.check(monotonic() + later_s)
-            assert connection.awaits_ping is is_sent
+            assert (connection.pings.sent_at is not None) is is_sent
             client.send(acknowledgement)
-            await until(lambda: not connection.awaits_ping)
+            await until(lambda: connection.pings.sent_at is None)
         client.send(call(3))
         assert await client.status(3) == "0"
         connection.check(monotonic() + 4000)
-        assert connection.awaits_ping
+        assert connection.pings.sent_at is not None
 
 
 @pytest.mark.parametrize("guarded", [False, True])
