@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, InvalidRequest, Overloaded, RateLimited
+from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, Forbidden, InvalidRequest, Overloaded, RateLimited
 from dynamo.common.tensors.relay import (
     REALTIME_PATH,
     SERVER_MODEL,
@@ -77,8 +77,28 @@ class _Naming(msgspec.Struct):
     model: str | None = None
 
 
+class _Heard(msgspec.Struct):
+    transcription: _Naming | None = None
+
+
+class _Audio(msgspec.Struct):
+    input: _Heard | None = None
+
+
+class _Session(_Naming):
+    audio: _Audio | None = None
+    input_audio_transcription: _Naming | None = None
+    """As in the protocol before its first final version."""
+
+    def transcriber(self) -> str | None:
+        """Return the model that writes down what the client says."""
+        heard = self.audio.input if self.audio is not None else None
+        naming = (heard.transcription if heard is not None else None) or self.input_audio_transcription
+        return naming.model if naming is not None else None
+
+
 class _ClientEvent(_Naming):
-    session: _Naming | None = None
+    session: _Session | None = None
 
 
 _server_events = msgspec.json.Decoder(_ServerEvent)
@@ -241,13 +261,18 @@ class _Talk:
                 await asyncio.sleep(wait_s)
 
     def _named(self, message: str) -> str:
-        """Return an event with the model's name as the server knows it. Raises InvalidRequest for another model."""
+        """Return an event with the model's name as the server knows it.
+
+        Raises InvalidRequest for another model, Forbidden for one to transcribe with that the key may not use.
+        """
         if '"model"' not in message and "\\u" not in message:  # by which a name may be written in another way
             return message
         try:
             event = _client_events.decode(message)
         except msgspec.MsgspecError as error:
             raise InvalidRequest(f"an event cannot be read: {error}") from None
+        if event.session is not None and (transcriber := event.session.transcriber()) not in (None, self._known):
+            self._exchange.account.permit(transcriber)
         named = [each for each in (event.model, event.session and event.session.model) if each is not None]
         if not named:
             return message
@@ -277,6 +302,8 @@ class _Talk:
             return 1001, "the conversation has lasted as long as it may"
         if isinstance(error, InvalidRequest):
             return 1008, "the request is invalid"
+        if isinstance(error, Forbidden):
+            return 1008, "the request is not allowed"
         return (1013, "try again later") if isinstance(error, Overloaded) else (1011, "the server failed")
 
 

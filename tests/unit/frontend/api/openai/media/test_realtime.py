@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from dynamo.common.tensors.relay import RealtimeFrame, RelayedPart, from_tensors
 from dynamo.common.tensors.request import TensorRequest, build_response
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.config import HttpOptions
+from dynamo.frontend.security.keys import entry_for, make_key
+from dynamo.frontend.security.surfaces import Scope
 from tests.support.every_operation import MEDIA, Frontend, open_frontend
 from tests.support.fakes import FakeStream
 from tests.support.waiting import WAIT_S, until, until_free
@@ -53,12 +56,12 @@ class Model:
 
 
 @asynccontextmanager
-async def talking() -> AsyncIterator[tuple[Frontend, Model, ClientConnection]]:
-    async with open_frontend() as front, serve_http(HttpOptions(port=0), front.app) as server:
+async def talking(keys: Path | None = None, **headers: str) -> AsyncIterator[tuple[Frontend, Model, ClientConnection]]:
+    async with open_frontend(keys) as front, serve_http(HttpOptions(port=0), front.app) as server:
         model = Model()
         front.engine.behaves = [model]
         url = f"ws://127.0.0.1:{server.port}/v1/realtime?model={MEDIA.open}"
-        async with connect(url, proxy=None, ping_interval=None, max_size=None) as socket:
+        async with connect(url, proxy=None, ping_interval=None, max_size=None, additional_headers=headers) as socket:
             yield front, model, socket
         await until_free(front.capacity)
 
@@ -175,3 +178,23 @@ async def test_no_event_names_another_model_however_it_is_written(event: str) ->
         assert json.loads(await socket.recv())["error"]["type"] == "invalid_request_error"
         assert (await end_of(socket))[0] == 1008
         assert sum(len(frame.messages) for frame in model.frames) == 2
+
+
+@pytest.mark.parametrize(
+    "session",
+    [
+        {"audio": {"input": {"transcription": {"model": "%s"}}}},
+        {"input_audio_transcription": {"model": "%s"}, "audio": {"input": {"transcription": None}}},
+    ],
+)
+async def test_no_key_has_its_speech_written_down_by_a_model_that_it_may_not_use(tmp_path: Path, session: dict[str, Any]) -> None:
+    key = make_key()
+    (tmp_path / "keys.yaml").write_text(entry_for(key, "some", scopes=[Scope.INFER], models=[MEDIA.open, "whisper*"]))
+    event = json.dumps({"type": "session.update", "session": session})
+    async with talking(tmp_path / "keys.yaml", Authorization=f"Bearer {key}") as (_, model, socket):
+        await socket.send(event % "whisper-1")
+        await until(lambda: sum(len(frame.messages) for frame in model.frames) == 1)
+        await socket.send(event % "other")
+        assert json.loads(await socket.recv())["error"]["type"] == "permission_error"
+        assert (await end_of(socket))[0] == 1008
+        assert sum(len(frame.messages) for frame in model.frames) == 1
