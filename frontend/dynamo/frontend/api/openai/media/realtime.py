@@ -122,7 +122,9 @@ class Realtime:
         call = msgspec.structs.replace(call, deadline=deadline, request_type=RequestType.STREAM)
         plane = self._edge.plane
         name = name_or_only_model(plane, exchange.account, exchange.query.get("model"), relays_http)
-        await plane.names.serve(call, name, partial(self._respond, exchange, socket), has_begun=exchange.has_begun)
+        # Of keys that have nothing to say for ten minutes, none may have the buffers of all others.
+        with exchange.settings.capacity.unread(exchange.account.name, _BUFFER_BYTES):
+            await plane.names.serve(call, name, partial(self._respond, exchange, socket), has_begun=exchange.has_begun)
 
     async def _respond(self, exchange: Exchange, socket: ClientSocket, model: NamedModel, call: Call) -> None:
         if not relays_http(model.card):

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus
 
 from dynamo.common.errors import InstanceGone
 from dynamo.common.tensors.relay import RealtimeFrame, RelayedPart, from_tensors, part_to_outputs
 from dynamo.common.tensors.request import TensorRequest, build_response
 from dynamo.frontend.api.http.server import serve_http
-from dynamo.frontend.config import HttpOptions
+from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.frontend.security.keys import entry_for, make_key
 from dynamo.frontend.security.surfaces import Scope
 from tests.support.every_operation import MEDIA, Frontend, open_frontend
@@ -198,3 +199,29 @@ async def test_no_key_has_its_speech_written_down_by_a_model_that_it_may_not_use
         assert json.loads(await socket.recv())["error"]["type"] == "permission_error"
         assert (await end_of(socket))[0] == 1008
         assert sum(len(frame.messages) for frame in model.frames) == 1
+
+
+async def test_conversations_of_one_key_leave_buffers_for_the_requests_of_others(tmp_path: Path) -> None:
+    """One that says nothing costs its client nothing, and is not closed for ten minutes."""
+    some, other = make_key(), make_key()
+    (tmp_path / "keys.yaml").write_text(
+        "".join(entry_for(key, name, scopes=[Scope.INFER]) for name, key in (("some", some), ("other", other)))
+    )
+    capacity = CapacityOptions(max_buffered_bytes=(2 << 20) + (384 << 10))
+    async with (
+        open_frontend(tmp_path / "keys.yaml", capacity=capacity) as front,
+        serve_http(HttpOptions(port=0), front.app) as server,
+        AsyncExitStack() as conversations,
+    ):
+        front.engine.behaves = [Model()]
+
+        async def open_one(key: str) -> None:
+            url, headers = f"ws://127.0.0.1:{server.port}/v1/realtime?model={MEDIA.open}", {"Authorization": f"Bearer {key}"}
+            await conversations.enter_async_context(connect(url, proxy=None, ping_interval=None, additional_headers=headers))
+
+        for _ in range(4):
+            await open_one(some)
+        with pytest.raises(InvalidStatus) as refusal:
+            await open_one(some)
+        assert refusal.value.response.status_code == 429
+        await open_one(other)
