@@ -85,7 +85,7 @@ class _Audio(msgspec.Struct):
     input: _Heard | None = None
 
 
-class _Session(_Naming):
+class _SessionUpdate(_Naming):
     audio: _Audio | None = None
     input_audio_transcription: _Naming | None = None
     """As in the protocol before its first final version."""
@@ -98,7 +98,7 @@ class _Session(_Naming):
 
 
 class _ClientEvent(_Naming):
-    session: _Session | None = None
+    session: _SessionUpdate | None = None
 
 
 _server_events = msgspec.json.Decoder(_ServerEvent)
