@@ -141,7 +141,7 @@ class Occupancy(msgspec.Struct, eq=False):
     _waiting_bytes: int = 0
     """What is counted as waiting for all of them together."""
     _arriving_bytes: int = 0
-    """What is counted as waiting for the client to send the rest of the body."""
+    """What is counted as waiting for the client to send the rest."""
 
     def hold(self, size_bytes: int) -> None:
         """Count bytes that are kept for the request until its end. Raises Overloaded."""
@@ -151,7 +151,7 @@ class Occupancy(msgspec.Struct, eq=False):
         self.held_bytes += size_bytes
 
     def arrive(self, key: str, size_bytes: int) -> None:
-        """Count bytes of the body as held until the end of the request and, if an API key sends it, as waiting until `arrived`.
+        """Count bytes as held until the end of the request and, if an API key has it, as waiting for its client until `arrived`.
 
         Raises Overloaded, and RateLimited if the key would have more than its share.
         """
@@ -162,11 +162,11 @@ class Occupancy(msgspec.Struct, eq=False):
             self._capacity.hold(size_bytes)
         self.held_bytes += size_bytes
 
-    def arrived(self, key: str) -> None:
-        """The body is complete, or is not read on: it stays held, and waits no longer."""
-        if self._arriving_bytes:
-            self._capacity.waiting_over(key, self._arriving_bytes)
-            self._arriving_bytes = 0
+    def arrived(self, key: str, size_bytes: int) -> None:
+        """Bytes, which stay held, wait no longer: the body is complete, or is not read on."""
+        if key and size_bytes:
+            self._capacity.waiting_over(key, size_bytes)
+            self._arriving_bytes -= size_bytes
 
     @contextmanager
     def waiting(self, key: str) -> Iterator[None]:

@@ -371,7 +371,7 @@ class Exchange:
                 raise Cancelled()
         finally:
             if occupied is not None:
-                occupied.arrived(key)
+                occupied.arrived(key, self.declared.copies * size)
         self.body_read_ns = perf_counter_ns()
         return b"".join(parts) if size <= _PIECE_BYTES else await self._joined(parts)
 

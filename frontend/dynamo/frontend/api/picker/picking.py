@@ -410,7 +410,7 @@ class Picking:
                         if occupied.held_bytes > limit:
                             raise PayloadTooLarge(f"the body is larger than {limit} bytes")
                 finally:
-                    occupied.arrived(account.name)
+                    occupied.arrived(account.name, occupied.held_bytes)
                 body, encoding = await self._plain_body()
                 self.body.replace(changed_body(body, model=self._rewrite) or body)
         except DynamoError as error:

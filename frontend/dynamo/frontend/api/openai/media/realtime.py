@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -113,7 +114,6 @@ class Realtime:
 
     async def __call__(self, exchange: Exchange) -> None:
         call = exchange.call()
-        exchange.hold(_BUFFER_BYTES)
         if exchange.headers.get("content-length", "0") != "0":
             raise InvalidRequest("a request for a WebSocket has no body")
         socket = ClientSocket(exchange)
@@ -122,8 +122,9 @@ class Realtime:
         call = msgspec.structs.replace(call, deadline=deadline, request_type=RequestType.STREAM)
         plane = self._edge.plane
         name = name_or_only_model(plane, exchange.account, exchange.query.get("model"), relays_http)
-        # Of keys that have nothing to say for ten minutes, none may have the buffers of all others.
-        with exchange.settings.capacity.unread(exchange.account.name, _BUFFER_BYTES):
+        # Its client may have nothing to say for ten minutes: none may have the buffers of all others so.
+        with _arriving(exchange) as hold:
+            hold(_BUFFER_BYTES)
             await plane.names.serve(call, name, partial(self._respond, exchange, socket), has_begun=exchange.has_begun)
 
     async def _respond(self, exchange: Exchange, socket: ClientSocket, model: NamedModel, call: Call) -> None:
@@ -235,7 +236,7 @@ class _Talk:
     async def _pass_on_client(self) -> Closing:
         """Pass on what the client says."""
         while True:
-            with self._exchange.holding() as hold:
+            with _arriving(self._exchange) as hold:
                 messages = await self._socket.receive(hold)
                 if not messages:
                     return await self._leave(*self._socket.closed_with)
@@ -307,6 +308,27 @@ class _Talk:
         if isinstance(error, Forbidden):
             return 1008, "the request is not allowed"
         return (1013, "try again later") if isinstance(error, Overloaded) else (1011, "the server failed")
+
+
+@contextmanager
+def _arriving(exchange: Exchange) -> Iterator[Callable[[int], None]]:
+    """Give a function that holds bytes during the body, in the share of what waits for clients of the request's key.
+
+    It raises Overloaded, and RateLimited for more than that.
+    """
+    key, occupied, held = exchange.account.name, exchange.occupancy, 0
+    assert occupied is not None, "a conversation counts as a request"
+
+    def hold(size_bytes: int) -> None:
+        nonlocal held
+        occupied.arrive(key, size_bytes)
+        held += size_bytes
+
+    try:
+        yield hold
+    finally:
+        occupied.arrived(key, held)
+        occupied.release(held)
 
 
 def _request(frame: RealtimeFrame, model: NamedModel) -> TensorRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,8 @@ from dynamo.frontend.security.surfaces import Scope
 from tests.support.every_operation import MEDIA, Frontend, open_frontend
 from tests.support.fakes import FakeStream
 from tests.support.waiting import WAIT_S, until, until_free
+
+Talk = Callable[[str], Awaitable[ClientConnection]]
 
 
 @dataclass
@@ -201,27 +203,56 @@ async def test_no_key_has_its_speech_written_down_by_a_model_that_it_may_not_use
         assert sum(len(frame.messages) for frame in model.frames) == 1
 
 
-async def test_conversations_of_one_key_leave_buffers_for_the_requests_of_others(tmp_path: Path) -> None:
-    """One that says nothing costs its client nothing, and is not closed for ten minutes."""
-    some, other = make_key(), make_key()
-    (tmp_path / "keys.yaml").write_text(
-        "".join(entry_for(key, name, scopes=[Scope.INFER]) for name, key in (("some", some), ("other", other)))
-    )
-    capacity = CapacityOptions(max_buffered_bytes=(2 << 20) + (384 << 10))
+@asynccontextmanager
+async def talking_keys(folder: Path, max_buffered_bytes: int) -> AsyncIterator[tuple[Model, Talk]]:
+    """Give the model, and a function that opens a conversation of the key `some` or `other`."""
+    keys = {name: make_key() for name in ("some", "other")}
+    (folder / "keys.yaml").write_text("".join(entry_for(key, name, scopes=[Scope.INFER]) for name, key in keys.items()))
     async with (
-        open_frontend(tmp_path / "keys.yaml", capacity=capacity) as front,
+        open_frontend(folder / "keys.yaml", capacity=CapacityOptions(max_buffered_bytes=max_buffered_bytes)) as front,
         serve_http(HttpOptions(port=0), front.app) as server,
         AsyncExitStack() as conversations,
     ):
-        front.engine.behaves = [Model()]
+        model = Model()
+        front.engine.behaves = [model]
 
-        async def open_one(key: str) -> None:
-            url, headers = f"ws://127.0.0.1:{server.port}/v1/realtime?model={MEDIA.open}", {"Authorization": f"Bearer {key}"}
-            await conversations.enter_async_context(connect(url, proxy=None, ping_interval=None, additional_headers=headers))
+        async def talk(name: str) -> ClientConnection:
+            url, headers = (
+                f"ws://127.0.0.1:{server.port}/v1/realtime?model={MEDIA.open}",
+                {"Authorization": f"Bearer {keys[name]}"},
+            )
+            return await conversations.enter_async_context(
+                connect(url, proxy=None, ping_interval=None, additional_headers=headers)
+            )
 
+        yield model, talk
+
+
+async def test_conversations_of_one_key_leave_buffers_for_the_requests_of_others(tmp_path: Path) -> None:
+    """One that says nothing costs its client nothing, and is not closed for ten minutes."""
+    async with talking_keys(tmp_path, (2 << 20) + (128 << 10)) as (_, talk):
         for _ in range(4):
-            await open_one(some)
+            await talk("some")
         with pytest.raises(InvalidStatus) as refusal:
-            await open_one(some)
+            await talk("some")
         assert refusal.value.response.status_code == 429
-        await open_one(other)
+        await talk("other")
+
+
+async def test_messages_of_one_key_that_do_not_come_whole_leave_room_for_those_of_others(tmp_path: Path) -> None:
+    async def stalls() -> AsyncIterator[str]:
+        yield "a" * (1 << 20)
+        await asyncio.Event().wait()
+
+    async with talking_keys(tmp_path, 8 << 20) as (model, talk):
+        sockets = [await talk("some") for _ in range(3)]
+        sending = [asyncio.create_task(socket.send(stalls())) for socket in sockets]
+        closed = [asyncio.create_task(socket.wait_closed()) for socket in sockets]
+        await asyncio.wait(closed, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        other = await talk("other")
+        said = len(model.frames)
+        await other.send("a" * (1 << 20))
+        await until(lambda: len(model.frames) > said)
+        for task in (*sending, *closed):
+            task.cancel()
+        await asyncio.wait((*sending, *closed))
