@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import HttpSettings
 from dynamo.frontend.api.operations import protocol_operations
-from dynamo.frontend.api.picker.service import PICKER_SERVICE, PickerService
+from dynamo.frontend.api.picker.service import PICKER_SERVICE, RESETS_PER_S, PickerService
+from dynamo.frontend.api.rpc.operation import Handler
 from dynamo.frontend.api.rpc.server import serve_grpc
 from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import (
@@ -102,6 +104,17 @@ class GatewayCall:
         assert isinstance(data, bytes), "the picker has ended the call"
         return pb.ProcessingResponse.FromString(data)
 
+    async def answer(self, body: bytes, path: str = "/v1/completions", **headers: Any) -> pb.ProcessingResponse:
+        """Send a request and end the call. Return what the picker says to it, which may end the call before the body is sent."""
+        await self.headers(path, **headers)
+        reading = asyncio.create_task(self.read())
+        with suppress(grpc.aio.AioRpcError):
+            await self.body(body)
+        answer = await reading
+        with suppress(grpc.aio.AioRpcError):
+            await self.ended()
+        return answer
+
     async def ended(self) -> grpc.StatusCode:
         """Half-close the call, and return its status."""
         await self.call.done_writing()
@@ -129,6 +142,8 @@ class PickerEdge:
     registry: CollectorRegistry
     capacity: Capacity
     drain: StreamDrain
+    handle: Handler
+    """Serves one call, by its context."""
 
     def call(self) -> GatewayCall:
         return GatewayCall(self.channel.stream_stream(f"/{PICKER_SERVICE}/Process")())
@@ -166,11 +181,12 @@ async def open_picker_edge(
             *(plane, operations, guard or Guard(None), settings, options or PickerOptions()),
             *(PickerMetrics(registry), metrics.refused, drain, body_s),
         )
+        [operation] = service.operations()
         async with (
-            serve_grpc(GrpcOptions(port=0), service.operations(), capacity=counted) as running,
+            serve_grpc(GrpcOptions(port=0), [operation], capacity=counted, resets_per_s=RESETS_PER_S) as running,
             grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel,
         ):
             for card in served:
                 if card.llm is not None:
                     await plane.text_model(ANONYMOUS, card.name)
-            yield PickerEdge(plane, directory, client, channel, loads, registry, counted, drain)
+            yield PickerEdge(plane, directory, client, channel, loads, registry, counted, drain, operation.handle)

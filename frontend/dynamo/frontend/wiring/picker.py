@@ -11,7 +11,7 @@ from dynamo.frontend.api.http.exchange import HttpSettings
 from dynamo.frontend.api.http.unknown_fields import UnknownFields
 from dynamo.frontend.api.openai.operations import read_request_template
 from dynamo.frontend.api.operations import protocol_operations
-from dynamo.frontend.api.picker.service import PICKER_SERVICE, PickerService
+from dynamo.frontend.api.picker.service import PICKER_SERVICE, RESETS_PER_S, PickerService
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES, HealthService, ReflectionService
 from dynamo.frontend.api.rpc.metered import metered
 from dynamo.frontend.api.rpc.server import GrpcServer, serve_grpc
@@ -61,5 +61,6 @@ async def open_picker(parts: PortParts, guard: Guard, reached: Reached, drain: S
         observer=metrics.grpc_connections,
         descriptors=parts.descriptors,
         flag=PORT_FLAG,
+        resets_per_s=RESETS_PER_S,
     ) as server:
         yield server

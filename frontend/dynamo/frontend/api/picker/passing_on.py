@@ -35,7 +35,7 @@ ENDPOINT: Final = "passed_on"
 
 def passed_on(path: str) -> Declaration:
     """Declare a request for a path that no operation has: engine servers have some that change or stop them, of every name."""
-    parts = unquote(path.partition("?")[0]).split("/")
+    parts = unquote(path.partition("?")[0]).replace("\\", "/").split("/")
     is_plain = path.startswith("/") and not {"..", ".", *_MANAGING}.intersection(parts) and "" not in parts[1:-1]
     of_models = parts[1:3] == ["v2", "models"]
     return TEXT if is_plain and (of_models or parts[1] in _SERVING) else MANAGED

@@ -41,6 +41,7 @@ from dynamo.frontend.api.http.body_fields import (
     beyond_rights,
     cache_salt_in,
     changed_body,
+    check_fields,
     is_harmless,
     model_in,
     values_in,
@@ -170,7 +171,7 @@ class Picking:
         """Whether the body of a request that no operation reads may name its model or, with keys, more than its key permits."""
         if is_json(content_type) or not content_type:
             return True
-        return self._parts.guard.requires_keys and not content_type.strip().lower().startswith("multipart/")
+        return self._parts.guard.requires_keys and content_type.partition(";")[0].strip().lower() != "multipart/form-data"
 
     def _find(self) -> tuple[Operation | None, Mapping[str, str]]:
         try:
@@ -243,7 +244,11 @@ class Picking:
             self._refuse(first if first is not None and last.status == 403 else last)
 
     def _refuse(self, request: GatewayRequest) -> None:
-        self.outcome.set_result(Refused(request.status or 500, request.response_headers, b"".join(request.response)))
+        self._decide(Refused(request.status or 500, request.response_headers, b"".join(request.response)))
+
+    def _decide(self, outcome: Picked | Refused) -> None:
+        if not self.outcome.cancelled():  # by a gateway that left in this turn of the event loop: the request ends in the next
+            self.outcome.set_result(outcome)
 
     async def _serve(
         self, declared: Declaration, errors: ErrorForm, endpoint: str, handle: Handler, *, is_routed: bool
@@ -261,8 +266,10 @@ class Picking:
             await exchange.refuse(error, http_status(error, parts.settings.overload), errors, headers)
             return request
         self._caller = account
-        if is_routed and parts.guard.requires_keys:
+        if is_routed:
             request.check = self._check_fields
+            if not parts.guard.requires_keys and not self._encoding:
+                request.check_from_bytes = BRIEF_BYTES
         exchange.admit(account)
         try:
             occupied = exchange.occupy()
@@ -284,7 +291,8 @@ class Picking:
             guard.check_unique(exchange.header_names)
             account = guard.enter(declared, exchange.headers)
             account.check_limits()
-        return FairAccount(account, self._fairness_id) if self._fairness_id else account
+        # Names that a client invents must not buy a key more turns than one, or more than its share of buffers.
+        return FairAccount(account, self._fairness_id) if self._fairness_id and not account.name else account
 
     def _placed(
         self,
@@ -299,7 +307,7 @@ class Picking:
         assert http is not None, "only instances with an endpoint are candidates"
         headers = {**http.headers, PLACEMENT: "routed" if is_routed else "least-loaded"}
         endpoints = self._with_others(http.address, decision, candidates)
-        self.outcome.set_result(Picked(endpoints, headers, is_routed, request, decision))
+        self._decide(Picked(endpoints, headers, is_routed, request, decision))
 
     def _with_others(self, address: str, decision: RoutingDecision, candidates: Sequence[Instance]) -> str:
         """Return the chosen endpoint and, for gateways that retry, the next best ones."""
@@ -338,7 +346,8 @@ class Picking:
     async def _look(self, exchange: Exchange) -> str:
         """Hold what has come of the body, all of it if it is scanned. Return the model that it seems to name, or an empty string.
 
-        Raises InvalidRequest for a body that says more than its key permits, or in which that cannot be seen.
+        Raises InvalidRequest for a body that says more than its key permits, or in which that cannot be seen, and PayloadTooLarge
+        for one of too many fields.
         """
         if self._is_scanned:
             await exchange.any_body()
@@ -356,13 +365,20 @@ class Picking:
             return ""
         if len(body) > _LONG_BYTES:
             await asyncio.sleep(0)
+        check_fields(body)
         return model_in(body)
 
     async def _check_fields(self) -> None:
-        """Raise InvalidRequest where an engine would read more from the body than the operation, and than its key permits."""
+        """Raise InvalidRequest where an engine would read more from the body than the operation, and than its key permits.
+
+        Raises PayloadTooLarge for a body of too many fields.
+        """
         body, _ = await self._plain_body()
         if len(body) > _LONG_BYTES:
             await asyncio.sleep(0)
+        check_fields(body)
+        if not self._parts.guard.requires_keys:
+            return
         values = values_in(body)
         if values is not None and (name := self._beyond_rights(values)):
             raise InvalidRequest(f"'{name}' is not for the API key '{self._caller.name}' to say")
@@ -412,6 +428,7 @@ class Picking:
                 finally:
                     occupied.arrived(account.name, occupied.held_bytes)
                 body, encoding = await self._plain_body()
+                check_fields(body)
                 self.body.replace(changed_body(body, model=self._rewrite) or body)
         except DynamoError as error:
             return await self._too_large(error)

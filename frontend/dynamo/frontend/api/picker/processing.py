@@ -205,7 +205,7 @@ class Processing:
     async def _begin_response(self, picking: Picking, message: pb.ProcessingRequest) -> None:
         headers = by_name(headers_of(message.response_headers))
         status = value_of(headers, b":status")
-        self._status = int(status) if status.isdecimal() else 200
+        self._status = int(status) if len(status) == 3 and status.isdecimal() else 200
         self._is_stream = value_of(headers, b"content-type").startswith("text/event-stream")
         picked = picking.outcome.result()
         assert isinstance(picked, Picked)

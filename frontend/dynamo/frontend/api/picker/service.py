@@ -22,6 +22,9 @@ from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane
 
 PICKER_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+RESETS_PER_S: Final = 10_000.0
+"""A gateway carries the requests of many clients over one connection, and resets a call when its client leaves: no client may end
+the calls of all others by leaving often."""
 PROCESS: Final = Declaration(
     surface=Surface.INFERENCE,
     is_action=False,

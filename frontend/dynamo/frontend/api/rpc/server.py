@@ -26,6 +26,7 @@ from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.handlers import for_grpcio
 from dynamo.frontend.api.rpc.http2.server import Http2Server
+from dynamo.frontend.api.rpc.http2.windows import RESETS_PER_S
 from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import GrpcCompression, GrpcOptions, GrpcServerChoice, OverloadStatus
 
@@ -99,12 +100,14 @@ async def serve_grpc(
     observer: ConnectionObserver | None = None,
     descriptors: Descriptors | None = None,
     flag: str = "--grpc-port",
+    resets_per_s: float = RESETS_PER_S,
 ) -> AsyncIterator[GrpcServer]:
     """Serve `operations` until the context is left, which cancels running calls.
 
     `guarded`: callers must show credentials, so messages are read only after the handlers have
     checked the metadata. `capacity` counts what the server keeps of messages, and `memory` is where http2 receives large ones,
-    whose connections `observer` learns of and count against `descriptors`. Errors name `flag` as that of the port.
+    whose connections `observer` learns of and count against `descriptors`, and reset so many streams a second
+    before they have a response. Errors name `flag` as that of the port.
     Raises ConfigError if the port or the certificate cannot be used.
     """
     if options.server is GrpcServerChoice.GRPCIO:
@@ -119,6 +122,7 @@ async def serve_grpc(
             overload=overload,
             observer=observer,
             descriptors=descriptors,
+            resets_per_s=resets_per_s,
         )
         server = await _start_http2(http2, options, share_port=share_port, flag=flag)
     name = GrpcServerChoice.HTTP2 if options.server is GrpcServerChoice.AUTO else options.server

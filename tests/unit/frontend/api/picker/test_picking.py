@@ -65,9 +65,7 @@ async def sent(edge: PickerEdge, body: bytes = BODY, path: str = "/v1/completion
 
 async def outcome(edge: PickerEdge, body: bytes = BODY, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
     """Return the status of the refusal and its body, or 200 and the headers of a request that was placed; end the call."""
-    call = await sent(edge, body, path, **headers)
-    response = await call.read()
-    await call.ended()
+    response = await edge.call().answer(body, path, **headers)
     if response.HasField("immediate_response"):
         return response.immediate_response.status.code, json.loads(response.immediate_response.body)
     return 200, headers_of(response)
@@ -104,6 +102,7 @@ async def test_what_is_not_understood_is_for_keys_that_may_use_every_model(keys:
         "/v1/%6coad_lora_adapter",
         "/v1/../flush_cache",
         "/v1//load_lora_adapter",
+        "/v1/..\\flush_cache",
         "/v2/repository/index",
         "/inference/v1/generate",
         "*",

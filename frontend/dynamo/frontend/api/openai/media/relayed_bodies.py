@@ -9,7 +9,7 @@ from typing import Final, Protocol
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.api.http.body_fields import rewritten_body
+from dynamo.frontend.api.http.body_fields import check_fields, rewritten_body
 from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.http.multipart import FormPart, form_parts
 
@@ -46,9 +46,10 @@ class JsonBody:
     content_type = "application/json"
 
     def __init__(self, body: bytes, max_depth: int) -> None:
-        """Raises InvalidRequest for a body that is none."""
+        """Raises InvalidRequest for a body that is none, PayloadTooLarge for one of too many fields."""
         self._body = body
         self.model = decode(_fields, body, max_depth).model
+        check_fields(body)
 
     def naming(self, model: str) -> bytes:
         return rewritten_body(self._body, model=model)

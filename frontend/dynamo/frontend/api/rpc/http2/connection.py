@@ -8,7 +8,7 @@ What a client may cost is bounded, with a key or without:
 | updates of the header table's size at the start of a block | 2 | GOAWAY |
 | calls at once | `max_concurrent_streams` | RST_STREAM |
 | calls at once with those that were reset and whose handlers still run | twice `max_concurrent_streams` | RST_STREAM |
-| resets of streams by the client before a response, or for its fault | `_RESETS` at once, `_RESETS_PER_S` on average | GOAWAY |
+| resets of streams by the client before a response, or for its fault | `resets_per_s`, at once ten times as many | GOAWAY |
 | SETTINGS | `_SETTINGS` at once, one a second on average | GOAWAY |
 | frames without content between two that have some | `_IDLE_FRAMES` a second | GOAWAY |
 | PINGs while nothing is sent | one in `client_ping_interval_s` or, by option, in two hours; twice more often | GOAWAY |
@@ -43,8 +43,6 @@ from dynamo.frontend.api.rpc.http2.windows import ActionBudget, LastStreams, Rec
 
 _log = logging.getLogger(__name__)
 
-_RESETS: Final = 1000
-_RESETS_PER_S: Final = 100.0
 _SETTINGS: Final = 100
 _IDLE_FRAMES: Final = 10_000
 _FRAMES_PER_WRITE: Final = 4
@@ -90,7 +88,7 @@ class Http2Connection(asyncio.BufferedProtocol):
         self._has_settings = False
         self._settings_acknowledged = False
 
-        self._resets = ActionBudget(_RESETS, _RESETS_PER_S)
+        self._resets = ActionBudget(int(10 * server.resets_per_s), server.resets_per_s)
         self._settings = ActionBudget(_SETTINGS, 1.0)
         self._idle_frames = 0
         """Since the last one with content, or the last call of `check`."""

@@ -26,6 +26,7 @@ class Http2ConnectionOwner(Protocol):
     read_memory: memoryview
     """Shared by all connections, for what they receive."""
     turns: LoopTurns
+    resets_per_s: float
     connection_window_bytes: int
     stream_window_bytes: int
 

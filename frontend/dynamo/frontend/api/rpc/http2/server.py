@@ -30,7 +30,7 @@ from dynamo.frontend.api.rpc.http2.connection import Http2Connection
 from dynamo.frontend.api.rpc.http2.deadlines import Deadlines, Ending
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory, PlainMemory
 from dynamo.frontend.api.rpc.http2.method import GrpcMethod
-from dynamo.frontend.api.rpc.http2.windows import CONNECTION_WINDOW_BYTES, GUARDED_WINDOW_BYTES, STREAM_WINDOW_BYTES
+from dynamo.frontend.api.rpc.http2.windows import CONNECTION_WINDOW_BYTES, GUARDED_WINDOW_BYTES, RESETS_PER_S, STREAM_WINDOW_BYTES
 from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
 
@@ -57,13 +57,15 @@ class Http2Server:
         overload: OverloadStatus = OverloadStatus.UNAVAILABLE,
         observer: ConnectionObserver | None = None,
         descriptors: Descriptors | None = None,
+        resets_per_s: float = RESETS_PER_S,
     ) -> None:
         """`guarded`: handlers check their caller before they read, so that messages are taken only after that.
 
         `memory`: where large messages are received, so that they need not be copied for workers of this host.
-        `descriptors` are shared with the other servers of the process.
+        `descriptors` are shared with the other servers of the process. `resets_per_s` may a connection's client make.
         """
         self.options = options
+        self.resets_per_s = resets_per_s
         self.capacity = capacity
         self.overload = overload
         self.inflating = asyncio.Lock()

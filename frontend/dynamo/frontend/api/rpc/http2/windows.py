@@ -11,6 +11,8 @@ STREAM_WINDOW_BYTES: Final = 4 * 2**20
 """Without these options. A message that is larger than its stream's window makes that grow when its size is known."""
 GUARDED_WINDOW_BYTES: Final = DEFAULT_WINDOW_BYTES
 """Window of a stream before its caller is accepted, where callers must show credentials."""
+RESETS_PER_S: Final = 100.0
+"""By a connection's client; ten times as many at once."""
 _LEAST_BYTES_PER_S: Final = 1024
 _MAX_STREAMS: Final = 4096
 
