@@ -70,7 +70,7 @@ class RelayEngine:
                 raise failure_of(self._client, response.status, await response.read(), response.headers.get("retry-after", ""))
             kind = response.headers.get("content-type", "")
             first = RelayedPart(b"", response.status, kind)
-            pieces = _whole_events(response) if kind.startswith(_EVENTS) else response.chunks()
+            pieces = _whole_events(response) if kind.partition(";")[0].strip().lower() == _EVENTS else response.chunks()
             async with aclosing(pieces):
                 async for piece in pieces:
                     yield _response(RelayedPart(piece, first.status, first.content_type) if first.status else RelayedPart(piece))

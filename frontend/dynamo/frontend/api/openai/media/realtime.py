@@ -225,7 +225,7 @@ class _Talk:
             return
         try:
             event = _server_events.decode(message)
-        except msgspec.MsgspecError:  # of another form, which only the client has to know
+        except (msgspec.MsgspecError, RecursionError):  # of another form, which only the client has to know
             return
         for usage in (event.usage, event.response.usage if event.response is not None else None):
             if usage is not None:
@@ -272,18 +272,21 @@ class _Talk:
             return message
         try:
             event = _client_events.decode(message)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise InvalidRequest(f"an event cannot be read: {error}") from None
         if event.session is not None and (transcriber := event.session.transcriber()) not in (None, self._known):
             self._exchange.account.permit(transcriber)
         named = [each for each in (event.model, event.session and event.session.model) if each is not None]
-        if not named:
+        if not named and event.session is None:
             return message
         if any(each not in (self._model.name, self._model.card.name, self._known) for each in named):
             raise InvalidRequest(f"this conversation is with the model '{self._model.name}' only", param="model")
         if len(message) > _LONGEST_NAMING:
             raise InvalidRequest(f"an event that names a model may have {_LONGEST_NAMING} characters")
-        return _renamed(message, self._known)
+        try:
+            return _renamed(message, self._known)
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets in brackets
+            raise InvalidRequest(f"an event cannot be read: {error}") from None
 
     async def _keep_alive(self) -> Closing:
         while True:
@@ -336,7 +339,10 @@ def _request(frame: RealtimeFrame, model: NamedModel) -> TensorRequest:
 
 
 def _renamed(message: str, model: str) -> str:
-    """Return an event with its models renamed, its own and that of its session. Of a key that is given twice the last is left."""
+    """Return an event with its models renamed, its own and that of its session. Of a key that is given twice the last is left.
+
+    Raises ValueError and RecursionError for what Python does not read.
+    """
     event: dict[str, Any] = json.loads(message)
     for each in (event, event.get("session") or {}):
         if each.get("model") is not None:

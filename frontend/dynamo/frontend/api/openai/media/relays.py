@@ -66,7 +66,7 @@ async def pass_on(exchange: Exchange, first: RelayedPart | None, parts: AsyncGen
     """Respond with what a relay responds: the first part and those that follow it."""
     if first is None or not 200 <= first.status <= 599:
         raise EngineError("the model responded without a status")
-    if first.status == 200 and first.content_type.startswith(_EVENTS):
+    if first.status == 200 and first.content_type.partition(";")[0].strip().lower() == _EVENTS:
         async with exchange.events() as stream:
             await stream.write(bytes(first.body))
             async for part in parts:
