@@ -51,6 +51,8 @@ _LAST_WORDS_S = 1.0
 _BUFFER_BYTES = 256 * 1024
 """What a connection keeps of a client that is not read, and of messages to it."""
 _PATIENCE_S = 5.0
+_MOST_TOKENS = 1 << 31
+"""Of one response: a server may say any number, of which a ledger would keep each digit."""
 
 _LONGEST_NAMING = 256 * 1024
 """Events that name a model are read and written anew, in one turn."""
@@ -229,8 +231,8 @@ class _Talk:
             return
         for usage in (event.usage, event.response.usage if event.response is not None else None):
             if usage is not None:
-                self._input_tokens += max(0, usage.input_tokens)
-                self._output_tokens += max(0, usage.output_tokens)
+                self._input_tokens += min(max(0, usage.input_tokens), _MOST_TOKENS)
+                self._output_tokens += min(max(0, usage.output_tokens), _MOST_TOKENS)
                 self._responses.used(self._input_tokens, self._output_tokens)
 
     async def _pass_on_client(self) -> Closing:

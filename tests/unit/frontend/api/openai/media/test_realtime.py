@@ -20,6 +20,7 @@ from dynamo.common.tensors.request import TensorRequest, build_response
 from dynamo.frontend.api.http.server import serve_http
 from dynamo.frontend.config import CapacityOptions, HttpOptions
 from dynamo.frontend.security.keys import entry_for, make_key
+from dynamo.frontend.security.ledger import UsageCounts
 from dynamo.frontend.security.surfaces import Scope
 from tests.support.every_operation import MEDIA, Frontend, open_frontend
 from tests.support.fakes import FakeStream
@@ -260,3 +261,20 @@ async def test_messages_of_one_key_that_do_not_come_whole_leave_room_for_those_o
         for task in (*sending, *closed):
             task.cancel()
         await asyncio.wait((*sending, *closed))
+
+
+async def test_a_ledger_believes_a_server_no_absurd_number_of_tokens(tmp_path: Path) -> None:
+    recorded: list[UsageCounts] = []
+    key = make_key()
+    (tmp_path / "keys.yaml").write_text(entry_for(key, "some", scopes=[Scope.INFER]))
+    async with (
+        open_frontend(tmp_path / "keys.yaml", recorded=lambda key, model, usage: recorded.append(usage)) as front,
+        serve_http(HttpOptions(port=0), front.app) as server,
+    ):
+        front.engine.behaves = [model := Model()]
+        url, headers = f"ws://127.0.0.1:{server.port}/v1/realtime?model={MEDIA.open}", {"Authorization": f"Bearer {key}"}
+        async with connect(url, proxy=None, ping_interval=None, additional_headers=headers) as socket:
+            model.say('{"type":"response.done","response":{"usage":{"input_tokens":%s,"output_tokens":3}}}' % ("9" * 30))
+            assert await socket.recv()
+        await until(lambda: recorded)
+    assert [(usage.prompt_tokens, usage.completion_tokens) for usage in recorded] == [(1 << 31, 3)]
