@@ -116,6 +116,12 @@ class Realtime:
 
     async def __call__(self, exchange: Exchange) -> None:
         call = exchange.call()
+        # Its client may have nothing to say for ten minutes: none may have the buffers of all others so.
+        with _arriving(exchange) as hold:
+            hold(_BUFFER_BYTES)
+            await self._open(exchange, call)
+
+    async def _open(self, exchange: Exchange, call: Call) -> None:
         if exchange.headers.get("content-length", "0") != "0":
             raise InvalidRequest("a request for a WebSocket has no body")
         socket = ClientSocket(exchange)
@@ -124,10 +130,7 @@ class Realtime:
         call = msgspec.structs.replace(call, deadline=deadline, request_type=RequestType.STREAM)
         plane = self._edge.plane
         name = name_or_only_model(plane, exchange.account, exchange.query.get("model"), relays_http)
-        # Its client may have nothing to say for ten minutes: none may have the buffers of all others so.
-        with _arriving(exchange) as hold:
-            hold(_BUFFER_BYTES)
-            await plane.names.serve(call, name, partial(self._respond, exchange, socket), has_begun=exchange.has_begun)
+        await plane.names.serve(call, name, partial(self._respond, exchange, socket), has_begun=exchange.has_begun)
 
     async def _respond(self, exchange: Exchange, socket: ClientSocket, model: NamedModel, call: Call) -> None:
         if not relays_http(model.card):
