@@ -52,7 +52,7 @@ _BUFFER_BYTES = 256 * 1024
 """What a connection keeps of a client that is not read, and of messages to it."""
 _PATIENCE_S = 5.0
 _MOST_TOKENS = 1 << 31
-"""Of one response: a server may say any number, of which a ledger would keep each digit."""
+"""The most of one response: a server may say any number, and a ledger would keep each of its digits."""
 
 _LONGEST_NAMING = 256 * 1024
 """Events that name a model are read and written anew, in one turn."""
