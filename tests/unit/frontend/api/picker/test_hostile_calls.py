@@ -44,6 +44,16 @@ async def status_of(edge: PickerEdge, body: dict[str, Any], path: str = "/v1/com
     return response.immediate_response.status.code or 200
 
 
+async def placed(edge: PickerEdge) -> GatewayCall:
+    """Return the call of a request that has been placed, and whose body has gone on."""
+    call = edge.call()
+    await call.headers()
+    await call.body(BODY)
+    await call.read()
+    await call.read()
+    return call
+
+
 class Reset:
     """The context of a call that sends one message and no more."""
 
@@ -83,11 +93,7 @@ async def test_a_gateway_that_leaves_in_the_step_in_which_its_request_is_placed_
 @pytest.mark.parametrize("status", ["9" * 5000, "", "-1", "²00", "0", "2 0", "99"])
 async def test_a_status_that_is_none_ends_no_call(status: str) -> None:
     async with open_picker_edge() as edge:
-        call = edge.call()
-        await call.headers()
-        await call.body(BODY)
-        await call.read()
-        await call.read()
+        call = await placed(edge)
         values = [pb.HeaderValue(key=":status", raw_value=status.encode())]
         await call.send(response_headers=pb.HttpHeaders(headers=pb.HeaderMap(headers=values)))
         assert headers_of(await call.read()) == {"x-dynamo-placement": "routed"}
@@ -213,11 +219,7 @@ async def test_the_last_of_several_fields_of_a_name_is_the_one_that_is_checked(k
 async def test_clients_that_leave_often_do_not_end_the_calls_of_others() -> None:
     """A gateway has one connection for all of them."""
     async with open_picker_edge() as edge:
-        running = edge.call()
-        await running.headers()
-        await running.body(BODY)
-        await running.read()
-        await running.read()
+        running = await placed(edge)
         for _ in range(15):
             left = [edge.call() for _ in range(100)]
             for call in left:
