@@ -12,6 +12,11 @@ from dynamo.common.messaging.buffers import Buffer
 Header: TypeAlias = tuple[bytes, bytes]
 
 
+def media_type(content_type: str) -> str:
+    """Return what a content type says without its parameters, in lower case."""
+    return content_type.partition(";")[0].strip().lower()
+
+
 class ClientWatch(msgspec.Struct, eq=False):
     """Calls a function when the client of a request leaves, which takes no task that waits for it in `read`."""
 

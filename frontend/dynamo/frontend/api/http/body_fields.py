@@ -33,7 +33,6 @@ _GUIDES = frozenset(
 _TEXTS = frozenset({"response_format", "text"})
 """Fields that are something else if they are a string: the format of a picture, what is to be classified."""
 
-
 _ABSENT = msgspec.Raw()
 _READ = _FOREIGN | _ADAPTERS | _GUIDES | {"tools", "n", "best_of", "prompt", "prompt_embeds", "messages", "priority"}
 _NESTED = (

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.http.served import media_type
 
 NODE_VALUES = 8
 """Each object, array and key counts as so many numbers, which is what it costs."""
@@ -71,7 +72,7 @@ async def scan_json(body: bytes | memoryview, *, max_depth: int, max_values: int
 
 def is_json(content_type: str) -> bool:
     """Return whether a content type says that the body is JSON."""
-    kind = content_type.partition(";")[0].strip().lower()
+    kind = media_type(content_type)
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 

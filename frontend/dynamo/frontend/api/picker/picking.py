@@ -29,7 +29,7 @@ from dynamo.common.errors import (
     Unsupported,
 )
 from dynamo.common.guided_rules import CostlyGuide
-from dynamo.common.http.served import Header
+from dynamo.common.http.served import Header, media_type
 from dynamo.common.process.background import awaited
 from dynamo.common.repository import ALL_MODELS
 from dynamo.frontend.api.calls import EXPLAIN
@@ -171,7 +171,7 @@ class Picking:
         """Whether the body of a request that no operation reads may name its model or, with keys, more than its key permits."""
         if is_json(content_type) or not content_type:
             return True
-        return self._parts.guard.requires_keys and content_type.partition(";")[0].strip().lower() != "multipart/form-data"
+        return self._parts.guard.requires_keys and media_type(content_type) != "multipart/form-data"
 
     def _find(self) -> tuple[Operation | None, Mapping[str, str]]:
         try:

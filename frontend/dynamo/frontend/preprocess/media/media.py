@@ -22,6 +22,7 @@ import msgspec
 
 from dynamo.common.errors import DynamoError, InvalidRequest, Overloaded, RateLimited
 from dynamo.common.http.client import HttpClient, HttpResponse
+from dynamo.common.http.served import media_type
 from dynamo.frontend.config import MediaOptions
 from dynamo.frontend.preprocess.checks import MODALITIES, url_field, url_of
 from dynamo.frontend.preprocess.text import TextRequest
@@ -186,7 +187,7 @@ class _Fetch:
         raise _refused(first, f"is redirected more than {_MAX_REDIRECTS} times")
 
     async def _read(self, url: str, times: int, response: HttpResponse) -> tuple[str, bytes]:
-        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        kind = media_type(response.headers.get("content-type", ""))
         if response.status != 200:
             raise _refused(url, f"has status {response.status}")
         if not kind.startswith(_KINDS) or not kind.replace("/", "").replace("-", "").replace("+", "").replace(".", "").isalnum():

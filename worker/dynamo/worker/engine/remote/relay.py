@@ -9,6 +9,7 @@ from typing import Final
 
 from dynamo.common.errors import EngineError, InvalidRequest, Unavailable
 from dynamo.common.http.client import MAX_BODY_BYTES, HttpClient, HttpResponse
+from dynamo.common.http.served import media_type
 from dynamo.common.model_card import ModelCard
 from dynamo.common.tensors.relay import (
     REALTIME_PATH,
@@ -70,7 +71,7 @@ class RelayEngine:
                 raise failure_of(self._client, response.status, await response.read(), response.headers.get("retry-after", ""))
             kind = response.headers.get("content-type", "")
             first = RelayedPart(b"", response.status, kind)
-            pieces = _whole_events(response) if kind.partition(";")[0].strip().lower() == _EVENTS else response.chunks()
+            pieces = _whole_events(response) if media_type(kind) == _EVENTS else response.chunks()
             async with aclosing(pieces):
                 async for piece in pieces:
                     yield _response(RelayedPart(piece, first.status, first.content_type) if first.status else RelayedPart(piece))

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from functools import partial
 
 from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.http.served import media_type
 from dynamo.common.tensors.relay import SERVER_MODEL, RelayedPart, RelayedRequest, part_from_outputs, relays_http, to_tensors
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.http.exchange import Exchange
@@ -66,7 +67,7 @@ async def pass_on(exchange: Exchange, first: RelayedPart | None, parts: AsyncGen
     """Respond with what a relay responds: the first part and those that follow it."""
     if first is None or not 200 <= first.status <= 599:
         raise EngineError("the model responded without a status")
-    if first.status == 200 and first.content_type.partition(";")[0].strip().lower() == _EVENTS:
+    if first.status == 200 and media_type(first.content_type) == _EVENTS:
         async with exchange.events() as stream:
             await stream.write(bytes(first.body))
             async for part in parts:
