@@ -8,7 +8,8 @@ prompts share nothing, so that each is computed, hashed, stored and reported as 
 and the same beside long prompts. The tables say
 
     CPU       cores that each process uses, all of its threads and the processes that it started, and CPU time per long prompt
-    added     how much longer the first token of a long prompt takes than the tokenizer, measured alone in this process before
+    added     how much longer the first token of a long prompt takes than the tokenizer and the simulated engine do, which are
+              measured alone in this process before: an engine that takes no time still keeps its blocks
     short     first tokens and whole responses of short requests, and their ratio with and without long ones beside them
     turns     the longest turns of the frontend's event loop, while long prompts are sent one after the other: see `turns`
 
@@ -34,7 +35,7 @@ import uvloop
 from benchmarks.deployment import System, http_ready, ours
 from benchmarks.long_prompts.load import Sender, Sent
 from benchmarks.long_prompts.prompts import MODEL, requests, texts
-from benchmarks.long_prompts.steps import BLOCK_SIZE, TokenizerTimes, step_costs, time_tokenizer
+from benchmarks.long_prompts.steps import BLOCK_SIZE, PromptTimes, step_costs, time_engine, time_tokenizer
 from benchmarks.long_prompts.turns import Turn, read_turns
 from benchmarks.measuring import Meter, children, median, percentile, table
 from benchmarks.models import smollm2
@@ -129,16 +130,16 @@ class LongPrompts:
         return pids | {f"frontend, process {pid}": pid for pid in children(pids["frontend"])}
 
 
-def report(run: LongPrompts, tokenizer: TokenizerTimes, options: argparse.Namespace) -> str:
+def report(run: LongPrompts, tokenizer: PromptTimes, engine: PromptTimes, options: argparse.Namespace) -> str:
     phases = (run.idle, run.alone, run.beside)
     parts = [_cpu_table(phases), _turn_table(run.turns, options.prompts), _cost(*phases, tokenizer, options.rate)]
-    parts += [_added_table(run.single, run.beside.long, tokenizer), _short_table(run.alone.short, run.beside.short)]
+    parts += [_added_table(run.single, run.beside.long, tokenizer, engine), _short_table(run.alone.short, run.beside.short)]
     for phase in (run.alone, run.beside):
         parts += [f"failed, {phase.name}: {sent.errors}" for sent in (phase.short, phase.long) if sent.errors]
     return "\n\n".join(parts)
 
 
-def _cost(idle: Phase, alone: Phase, beside: Phase, tokenizer: TokenizerTimes, rate: float) -> str:
+def _cost(idle: Phase, alone: Phase, beside: Phase, tokenizer: PromptTimes, rate: float) -> str:
     """Say what a long prompt costs: what is left of the CPU time without short requests and what an idle frontend does."""
     count = len(beside.long.positions)
     if not count or not alone.short.positions:
@@ -176,22 +177,24 @@ def _turn_table(turns: Sequence[Turn], prompts: int) -> str:
     return table([f"turns of {prompts} prompts, ms", "longest", "one in 10 prompts", "one in 2", "one each"], rows)
 
 
-def _added_table(single: Sent, beside: Sent, tokenizer: TokenizerTimes) -> str:
+def _added_table(single: Sent, beside: Sent, tokenizer: PromptTimes, engine: PromptTimes) -> str:
     rows = [
         [name, str(len(values)), *(f"{percentile(values, share) * 1e3:.1f}" for share in (0.5, 0.95))]
         for name, values in (
             ("tokenizer alone", tokenizer.wall_s),
+            ("engine alone", engine.wall_s),
             ("first token, one prompt at a time", single.first_s),
-            ("added", _added_s(single, tokenizer)),
+            ("added", _added_s(single, tokenizer, engine)),
             ("first token, at the rate", beside.first_s),
-            ("added", _added_s(beside, tokenizer)),
+            ("added", _added_s(beside, tokenizer, engine)),
         )
     ]
     return table(["long prompts", "count", "p50 ms", "p95 ms"], rows)
 
 
-def _added_s(sent: Sent, tokenizer: TokenizerTimes) -> list[float]:
-    return [first_s - tokenizer.wall_s[position] for position, first_s in zip(sent.positions, sent.first_s, strict=True)]
+def _added_s(sent: Sent, *alone: PromptTimes) -> list[float]:
+    served = zip(sent.positions, sent.first_s, strict=True)
+    return [first_s - sum(times.wall_s[position] for times in alone) for position, first_s in served]
 
 
 def _short_table(alone: Sent, beside: Sent) -> str:
@@ -225,10 +228,11 @@ async def main(options: argparse.Namespace) -> bool:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-long-")))
         (folder / "tokenizer.json").write_bytes(data)
         record = folder / "turns"
-        engine = f"sim:speedup=0,block_size={BLOCK_SIZE},blocks={_BLOCKS},tokenizer={folder}/tokenizer.json"
+        settings = f"speedup=0,block_size={BLOCK_SIZE},blocks={_BLOCKS}"
+        engine_times = await time_engine(settings, tokenizer, prompts, LONG_TOKENS)
         flags = ["--router-mode", "kv", *(() if options.fast else ("--no-fast-tokenizer",))]
         deployment = ours(
-            models=(engine,),
+            models=(f"sim:{settings},tokenizer={folder}/tokenizer.json",),
             workers=options.workers,
             frontend_command=("-m", "benchmarks.long_prompts.timed_frontend", str(record)),
             frontend_flags=flags,
@@ -238,7 +242,7 @@ async def main(options: argparse.Namespace) -> bool:
         await http_ready(system.http_port)
         run = LongPrompts(system, record, options, prompts, texts(tokenizer, SHORT_PROMPT_TOKENS, _SHORT_PROMPTS))
         await run.run()
-        print(report(run, times, options))
+        print(report(run, times, engine_times, options))
         return any(sent.errors for phase in (run.alone, run.beside) for sent in (phase.short, phase.long))
 
 

@@ -311,9 +311,7 @@ class KvState:
         if held is None:
             return
         own = held.ranks.setdefault(rank, {})
-        gone = dict.fromkeys([block for block in blocks if block in own])
-        for block in gone:
-            del own[block]
+        gone = [block for block in blocks if own.pop(block, 0) is None]
         held.change.remove(gone if len(held.ranks) == 1 else held.nowhere_else(gone, rank))
 
     def clear(self, rank: int = 0, tier: Tier | None = None) -> None:

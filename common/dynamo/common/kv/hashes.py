@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from struct import Struct
+from struct import Struct, iter_unpack
 
 from xxhash import xxh3_64_intdigest
 
@@ -59,17 +59,17 @@ def sequence_hashes(tokens: Buffer, block_size: int, parent: int | None = None) 
         raise InvalidRequest(f"a KV block of {block_size} tokens cannot be hashed")
     step = block_size * TOKEN_BYTES
     view = memoryview(tokens).cast("B")
-    end = len(view) // step * step
+    digest, pair, seed = xxh3_64_intdigest, _pair, SEED
     hashes: list[int] = []
     append = hashes.append
-    digest, pair, seed = xxh3_64_intdigest, _pair, SEED
-    start = 0
-    if parent is None and end:
-        parent = digest(view[:step], seed)
-        append(parent)
-        start = step
-    for offset in range(start, end, step):
-        parent = digest(pair(parent, digest(view[offset : offset + step], seed)), seed)
+    blocks = iter_unpack(f"{step}s", view[: len(view) // step * step])  # the cheapest way to cut bytes
+    if parent is None:
+        for (block,) in blocks:
+            parent = digest(block, seed)
+            append(parent)
+            break
+    for (block,) in blocks:
+        parent = digest(pair(parent, digest(block, seed)), seed)
         append(parent)
     return hashes
 
