@@ -7,7 +7,7 @@ from importlib.util import find_spec
 PACKAGES = {
     "integration/test_vllm_end_to_end.py": "vllm",
     "unit/worker/repository/sessions/test_openvino_backend.py": "openvino",
-    "unit/worker/repository/stores/test_s3_store.py": "s3fs",
+    "unit/worker/repository/stores/test_object_store_s3.py": "s3fs",
     "unit/worker/repository/sessions/test_torch_backend.py": "torch",
     "unit/worker/engine/vllm/test_vllm_engine.py": "vllm",
     "unit/worker/engine/vllm/test_vllm_images.py": "vllm",

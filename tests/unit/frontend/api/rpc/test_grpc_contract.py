@@ -525,10 +525,14 @@ async def test_streams_that_come_while_a_shutdown_waits_for_others_are_unavailab
 
 
 def test_no_other_test_opens_the_reference() -> None:
-    """`test_grpc_server.py` looks at its name in the log."""
+    """`test_server.py` looks at its name in the log."""
     opening = {
-        file.name
+        file.relative_to(TESTS).as_posix()
         for file in TESTS.rglob("*.py")
         if "GRPCIO" in (source := file.read_text()) or ("integration" in file.parts and '"grpcio"' in source)
     }
-    assert opening == {"test_grpc_contract.py", "test_grpc_server.py"}
+    assert opening == {
+        "integration/test_grpc_contract.py",
+        "unit/frontend/api/rpc/test_grpc_contract.py",
+        "unit/frontend/api/rpc/test_server.py",
+    }

@@ -1,4 +1,4 @@
-"""Model repositories in object stores, with the store in memory; `tests/backends` has one over S3."""
+"""Model repositories in object stores, with the store in memory; `test_object_store_s3.py` has one over S3."""
 
 from __future__ import annotations
 
