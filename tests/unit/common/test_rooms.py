@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.of import find_tests, modules, origin, subject, users
+
 ROOT = Path(__file__).parents[3]
 ROOTS = ("common", "frontend", "worker", "planner", "local")
 UNIT = ROOT / "tests" / "unit"
@@ -28,6 +30,15 @@ ABOUT_OTHERS = {
     "frontend/test_usage.py",  # of the ledger, the fleet's and the operation together
 }
 """Tests that have the name of a module and are about more than it."""
+ABOUT_NO_MODULE = {
+    "common/test_held.py": "`tests/support/held.py`",
+    "common/test_house_rules.py": "the source tree",
+    "common/test_private_names_and_limits.py": "the source tree",
+    "common/test_requirements.py": "`constraints.txt`",
+    "common/test_rooms.py": "the source tree",
+    "common/test_rules_of_tests.py": "tests",
+}
+"""Tests beside those of modules, and what they are about."""
 
 
 def packages() -> list[Path]:
@@ -112,3 +123,42 @@ def test_a_test_that_is_named_after_a_module_lies_where_the_module_does() -> Non
         if folder not in there and f"{folder}/{file.name}" not in ABOUT_OTHERS:
             astray[f"{folder}/{file.name}"] = sorted(there)
     assert astray == {}
+
+
+@pytest.mark.source_tree
+def test_each_module_has_tests_that_its_name_leads_to() -> None:
+    names = [name for name, file in modules().items() if name.startswith("dynamo.") and file.name != "__init__.py"]
+    assert len(names) > 600
+    assert [name for name in names if not find_tests(name)] == []
+
+
+@pytest.mark.source_tree
+@pytest.mark.parametrize(
+    ("module", "test"),
+    [
+        ("frontend.router.loads.table", "unit/frontend/router/loads/test_table.py"),
+        ("worker.engine.vllm.speech", "unit/worker/engine/vllm/test_vllm_speech.py"),
+        ("worker.compat.__main__", "integration/test_dynamo_workers.py"),
+        ("frontend.api.openai.pooling.text_tensors", "unit/frontend/api/openai/pooling/test_text_tasks.py"),
+    ],
+    ids=["its name", "its folder's name and its own", "a process", "a module that imports it"],
+)
+def test_the_first_test_of_a_module_is_found_by(module: str, test: str) -> None:
+    assert find_tests(f"dynamo.{module}")[0] == ROOT / "tests" / test
+
+
+def test_a_name_that_a_package_passes_on_is_one_of_the_module_that_has_it() -> None:
+    assert origin("dynamo.common.config", "load") == "dynamo.common.config.loading"
+    assert origin("dynamo.common.config", "loading") == "dynamo.common.config.loading"
+
+
+@pytest.mark.source_tree
+def test_a_test_has_the_name_of_a_module_beside_it_or_is_about_several() -> None:
+    unclear = set()
+    for test in modules():
+        package, _, stem = test.replace("tests.unit", "dynamo", 1).rpartition(".")
+        if package.startswith("dynamo.") and package in modules() and stem.startswith("test_") and subject(test) is None:
+            used = [name for name, using in users().items() if test in using and name in modules()]
+            if len({name.split(".")[package.count(".") + 1] for name in used if name.startswith(f"{package}.")}) < 2:
+                unclear.add(f"{'/'.join(package.split('.')[1:])}/{stem}.py")
+    assert unclear == set(ABOUT_NO_MODULE)
