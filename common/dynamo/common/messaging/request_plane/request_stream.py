@@ -424,8 +424,6 @@ class RequestStream:
 
     def _reassembled(self, body: memoryview) -> Buffer:
         self._useful_credit = max(self._useful_credit, self._parts_bytes + body.nbytes)
-        if not self._parts:
-            return body
         parts = self._parts
         self._drop_parts()
         return parts[0] if len(parts) == 1 else b"".join(parts)
