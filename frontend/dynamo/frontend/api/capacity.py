@@ -7,7 +7,7 @@ refused with Overloaded, so that those which were admitted can finish.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -167,6 +167,23 @@ class Occupancy(msgspec.Struct, eq=False):
         if key and size_bytes:
             self._capacity.waiting_over(key, size_bytes)
             self._arriving_bytes -= size_bytes
+
+    @contextmanager
+    def arriving(self, key: str, *, stays_held: bool = True) -> Iterator[Callable[[int], None]]:
+        """Give a function that counts bytes as `arrive` does. When the body ends they have arrived, and may stay held."""
+        size = 0
+
+        def arrive(size_bytes: int) -> None:
+            nonlocal size
+            self.arrive(key, size_bytes)
+            size += size_bytes
+
+        try:
+            yield arrive
+        finally:
+            self.arrived(key, size)
+            if not stays_held:
+                self.release(size)
 
     @contextmanager
     def waiting(self, key: str) -> Iterator[None]:

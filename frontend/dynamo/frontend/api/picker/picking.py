@@ -419,14 +419,12 @@ class Picking:
             return None  # nothing is read for a caller without rights, who is refused as without the header
         try:
             with settings.capacity.holding() as occupied:
-                try:
+                with occupied.arriving(account.name) as arrive:
                     while (part := await self.body.part(number)) is not None:
-                        occupied.arrive(account.name, len(part))
+                        arrive(len(part))
                         number += 1
                         if occupied.held_bytes > limit:
                             raise PayloadTooLarge(f"the body is larger than {limit} bytes")
-                finally:
-                    occupied.arrived(account.name, occupied.held_bytes)
                 body, encoding = await self._plain_body()
                 check_fields(body)
                 self.body.replace(changed_body(body, model=self._rewrite) or body)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 from urllib.parse import urlencode
@@ -318,25 +318,10 @@ class _Talk:
         return (1013, "try again later") if isinstance(error, Overloaded) else (1011, "the server failed")
 
 
-@contextmanager
-def _arriving(exchange: Exchange) -> Iterator[Callable[[int], None]]:
-    """Give a function that holds bytes during the body, in the share of what waits for clients of the request's key.
-
-    It raises Overloaded, and RateLimited for more than that.
-    """
-    key, occupied, held = exchange.account.name, exchange.occupancy, 0
-    assert occupied is not None, "a conversation counts as a request"
-
-    def hold(size_bytes: int) -> None:
-        nonlocal held
-        occupied.arrive(key, size_bytes)
-        held += size_bytes
-
-    try:
-        yield hold
-    finally:
-        occupied.arrived(key, held)
-        occupied.release(held)
+def _arriving(exchange: Exchange) -> AbstractContextManager[Callable[[int], None]]:
+    """Give a function that holds bytes during the body, in the share of what waits for clients of the request's key."""
+    assert exchange.occupancy is not None, "a conversation counts as a request"
+    return exchange.occupancy.arriving(exchange.account.name, stays_held=False)
 
 
 def _request(frame: RealtimeFrame, model: NamedModel) -> TensorRequest:
