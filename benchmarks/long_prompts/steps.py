@@ -70,7 +70,7 @@ async def time_engine(settings: str, tokenizer: Tokenizer, prompts: Sequence[str
     stop = Stop(max_tokens=output_tokens, ignore_eos=True)
     rounds = []
     for number in range(_TIMES + 1):
-        times = []
+        times: list[tuple[float, float]] = []
         for ids in tokens:
             prompt = pack_tokens([len(times) + number * len(tokens), *ids])
             request = GenerateRequest(model="sim", prompt=prompt, sampling=Sampling(), stop=stop)
