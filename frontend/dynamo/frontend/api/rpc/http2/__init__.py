@@ -11,6 +11,7 @@
 | `headers` | header blocks: decoded, checked and remembered |
 | `messages` | messages of gRPC in the DATA of one call |
 | `method` | a method as the server calls it |
+| `owner` | what a connection needs of its server |
 | `pings` | which PINGs a client may send, and which are sent to it |
 | `sender` | what one connection sends |
 | `server` | a gRPC port on the event loop |

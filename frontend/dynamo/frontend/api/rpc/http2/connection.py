@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from time import monotonic
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 import grpc
 
@@ -36,12 +36,10 @@ from dynamo.frontend.api.rpc.http2.client_settings import apply_settings
 from dynamo.frontend.api.rpc.http2.frames import DISCARD, ConnectionFailure, DataSink, ErrorCode, FrameReader
 from dynamo.frontend.api.rpc.http2.headers import CallHeaders, HeaderDecoder, MalformedRequest, PartialBlock, Refusal
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory
+from dynamo.frontend.api.rpc.http2.owner import Http2ConnectionOwner
 from dynamo.frontend.api.rpc.http2.pings import Pings
 from dynamo.frontend.api.rpc.http2.sender import GONE, HIGH_WATER_BYTES, Outgoing, Sender
 from dynamo.frontend.api.rpc.http2.windows import ActionBudget, LastStreams, ReceiveWindow, WindowOverflow
-
-if TYPE_CHECKING:
-    from dynamo.frontend.api.rpc.http2.server import Http2Server
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class Http2Connection(asyncio.BufferedProtocol):
 
     sender: Sender
 
-    def __init__(self, server: Http2Server) -> None:
+    def __init__(self, server: Http2ConnectionOwner) -> None:
         self.options = server.options
         self.capacity = server.capacity
         self.overload = server.overload

@@ -76,7 +76,6 @@ class Http2Server:
         window = options.initial_stream_window_size or STREAM_WINDOW_BYTES
         self.stream_window_bytes = min(window, GUARDED_WINDOW_BYTES) if guarded else window
         self.read_memory = memoryview(bytearray(max(_READ_BYTES, 2 * options.max_metadata_bytes)))
-        """Shared by all connections, for what they receive."""
         self.port = 0
         self._loop = asyncio.get_running_loop()
         self.deadlines = Deadlines(self._loop, _expired)
