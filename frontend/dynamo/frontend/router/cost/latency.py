@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -48,7 +49,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.kv.events import LoadReport
 from dynamo.common.kv.tiers import Tier
 from dynamo.common.names import InstanceId
-from dynamo.frontend.router.cache.evictions import Evictions
+from dynamo.frontend.router.cache.evictions import Evictions, InstanceEvictions
 from dynamo.frontend.router.cost.fetching import FetchModel
 from dynamo.frontend.router.cost.prompts import Prompt
 from dynamo.frontend.router.cost.step_model import StepModel
@@ -58,6 +59,7 @@ from dynamo.frontend.router.fetch import TierFetch
 from dynamo.frontend.router.loads.instance_load import Load
 from dynamo.frontend.router.loads.rows import RowCache
 
+_requests = attrgetter("requests")
 _MOST_PREFILL = 0.95
 """Upper bound of the share of its time that an instance computes prompts."""
 
@@ -130,7 +132,6 @@ class LatencyModel:
         model's have; `frontends`: how many get such requests; `fetches`: what each instance fetches of the blocks in `overlaps`.
         """
         times, terms = self.steps.times, self._terms
-        token, base, sequence, block = times.token, times.base, times.sequence, times.block
         if learned_output:  # of outputs with their limits
             output = min(learned_output, max_output) if max_output else learned_output
         else:
@@ -138,10 +139,38 @@ class LatencyModel:
             output = self._output if is_known else self._expected_output(max_output)
         self.traffic.pass_time(now)
         requests_per_s, tokens_per_s = self.traffic.of_fleet(frontends)
-        arrivals, prefilling = requests_per_s / len(loads), tokens_per_s / len(loads) * token
-        batch_s = terms.batch_tokens * token
-        prefills = [0.0] * len(loads) if is_prefilled else _prefills_s(prompt, overlaps, len(loads), token)
-        mean = sum([load.requests for load in loads]) / len(loads)
+        arrivals, prefilling = requests_per_s / len(loads), tokens_per_s / len(loads) * times.token
+        prefills = [0.0] * len(loads) if is_prefilled else _prefills_s(prompt, overlaps, len(loads), times.token)
+        mean = sum(map(_requests, loads)) / len(loads)
+        evicted = 0.0 if is_prefilled else terms.evicted * (1.0 + mean)
+        rows = self._eviction_rows.rows(candidates)
+        costs, ttfts = self._of_candidates(loads, prefills, rows, now, output, mean, arrivals, evicted)
+        if fetches and not is_prefilled:
+            for position, fetch in fetches.items():
+                costs[position] += terms.first_token * fetch.seconds
+                ttfts[position] += fetch.seconds
+        if arrivals * times.base < terms.quiet_steps and prefilling < terms.quiet_prefilling:
+            request_s = terms.decoding * output * times.sequence
+            self._add_crowding(costs, loads, request_s, overlaps, confirmed, mean, arrivals, prefilling)
+        return Predictions(costs, ttfts, output, mean, arrivals, prefilling)
+
+    def _of_candidates(
+        self,
+        loads: Sequence[Load],
+        prefills: Sequence[float],
+        evictions: Sequence[InstanceEvictions],
+        now: float,
+        output: float,
+        mean: float,
+        arrivals: float,
+        evicted: float,
+    ) -> tuple[list[float], list[float]]:
+        """Return the cost and the TTFT of each candidate, in seconds. `prefills`: the prompt alone; `evicted`: what a second that
+        evicted blocks cost others counts; the others as in `Predictions`.
+        """
+        times, terms = self.steps.times, self._terms
+        base, sequence, block = times.base, times.sequence, times.block
+        batch_s = terms.batch_tokens * times.token
         levelling = 1.0 / (terms.levelled * max(mean, 1.0))
         # What decoding costs for each request there, and on an instance with the mean of the fleet.
         decoding = terms.decoding * output
@@ -149,11 +178,10 @@ class LatencyModel:
         mean_s = decoding * base + request_s * mean
         idle_s = mean_s - request_s * mean * min(1.0, mean * levelling)
         first_token, delayed, arriving = terms.first_token, terms.delayed, terms.arriving * arrivals
-        evicted = 0.0 if is_prefilled else terms.evicted * (1.0 + mean)
-        queue_s, running, prefill_step = terms.queue * token, terms.running_step, terms.prefill_step
+        queue_s, running, prefill_step = terms.queue * times.token, terms.running_step, terms.prefill_step
         costs: list[float] = []
         ttfts: list[float] = []
-        for load, prefill, evicting in zip(loads, prefills, self._eviction_rows.rows(candidates), strict=True):
+        for load, prefill, evicting in zip(loads, prefills, evictions, strict=True):
             requests, blocks, tokens = load.requests, load.decode_blocks, load.prefill_tokens
             if not (requests or blocks or tokens):  # the same as below, in less time
                 prefill += prefill_step * base
@@ -182,13 +210,7 @@ class LatencyModel:
             delaying = delayed * requests + arriving * ttft + evicting.further * evicted
             costs.append(first_token * ttft + decoding_s + prefill * delaying)
             ttfts.append(ttft + delay)
-        if fetches and not is_prefilled:
-            for position, fetch in fetches.items():
-                costs[position] += first_token * fetch.seconds
-                ttfts[position] += fetch.seconds
-        if arrivals * base < terms.quiet_steps and prefilling < terms.quiet_prefilling:
-            self._add_crowding(costs, loads, request_s, overlaps, confirmed, mean, arrivals, prefilling)
-        return Predictions(costs, ttfts, output, mean, arrivals, prefilling)
+        return costs, ttfts
 
     def shorter_queue(
         self,
