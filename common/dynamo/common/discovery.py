@@ -76,6 +76,10 @@ def encode_registration(instance: Instance) -> bytes:
         raise InvalidRequest(
             f"the card of model '{instance.card.name}' has {len(value)} bytes; at most {MAX_REGISTRATION_BYTES} are allowed"
         )
+    try:
+        _DECODER.decode(value)
+    except ValueError as error:
+        raise InvalidRequest(f"others could not read the card of model '{instance.card.name}': {error}") from None
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -11,6 +12,12 @@ from dynamo.common.names import check_name
 
 TAKES_TEXT = "text"
 """Stands for the tokenizer of a model whose engine has its own, and exchanges text."""
+
+# What readers accept, so that no instance can make others compute with blocks of less than nothing, or sizes that no array has.
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+_Datatype: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(BOOL|BYTES|BF16|FP(16|32|64)|U?INT(8|16|32|64))\Z")]
+_Dimension: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
 
 
 class ModelKind(StrEnum):
@@ -33,9 +40,9 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A declared input or output. `shape` includes the batch dimension when the model batches; -1 is any size."""
 
     name: str
-    datatype: str
+    datatype: _Datatype
     """A KServe datatype: BOOL, UINT8…UINT64, INT8…INT64, FP16, BF16, FP32, FP64 or BYTES."""
-    shape: tuple[int, ...]
+    shape: tuple[_Dimension, ...]
     optional: bool = False
     labels: tuple[str, ...] = ()
     """Class names of an output, for the classification extension."""
@@ -57,7 +64,7 @@ class AdapterReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What frontends need to turn text into tokens and back, and routers to choose an instance."""
 
-    context_length: int
+    context_length: _Count
     """0 if it is not known, which only a model that takes text may leave open."""
     tokenizer: str
     """Object-store key of the tokenizer file (`tokenizer.json`), its sha256; or TAKES_TEXT."""
@@ -65,14 +72,14 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Object-store key of the Jinja chat template; empty if the model has none."""
     bos_token: str = ""
     eos_token: str = ""
-    eos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[_TokenId, ...] = ()
     add_bos: bool = False
-    block_size: int = 0
+    block_size: _Count = 0
     """Tokens in a KV block; 0 if the engine publishes no KV events."""
-    total_blocks: int = 0
-    max_num_seqs: int = 0
-    max_batched_tokens: int = 0
-    data_parallel_size: int = 1
+    total_blocks: _Count = 0
+    max_num_seqs: _Count = 0
+    max_batched_tokens: _Count = 0
+    data_parallel_size: _Count = 1
     tool_parser: str = ""
     reasoning_parser: str = ""
     adapters: tuple[str, ...] = ()
@@ -82,7 +89,7 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the instance loads and unloads LoRA adapters while it serves."""
     modalities: tuple[str, ...] = ()
     """Content parts besides text that the engine takes: `image`, `audio`."""
-    image_token: int | None = None
+    image_token: _TokenId | None = None
     """The token that stands for an image in a prompt; None: no single one."""
     takes_cache_salt: bool = False
     """Whether requests with different salts (`GenerateRequest.cache_salt`) share no cached prompts there."""
@@ -118,7 +125,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     backend: str = "dynamo"
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
-    max_batch_size: int = 0
+    max_batch_size: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] = 0
     """0: the model does not batch and its shapes have no batch dimension."""
     has_sequences: bool = False
     """All requests of one sequence have to go to one instance."""

@@ -12,6 +12,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.protocol import PROTOCOL
+from dynamo.common.tensors.tensors import DATATYPES
 from tests.support.memory import kept_objects
 
 ENDPOINT = Endpoint("space", "backend", "generate")
@@ -92,6 +93,52 @@ def test_a_registration_that_contradicts_itself_is_refused(change: dict[str, obj
     document = msgspec.json.decode(encode_registration(instance(1))) | change
     with pytest.raises(InvalidRequest, match=words):
         decode_registration(instance(1).key, msgspec.json.encode(document))
+
+
+LLM_COUNTS = ("context_length", "block_size", "total_blocks", "max_num_seqs", "max_batched_tokens", "data_parallel_size")
+
+
+@pytest.mark.parametrize("number", [-1, 2**63, 10**30])
+@pytest.mark.parametrize("field", [*LLM_COUNTS, "image_token"])
+def test_a_card_with_numbers_that_no_model_has_is_refused(field: str, number: int) -> None:
+    right = instance(1, llm_card())
+    document = msgspec.json.decode(encode_registration(right))
+    document["card"]["llm"][field] = number
+    with pytest.raises(InvalidRequest, match=f"cannot be read: .*{field}"):
+        decode_registration(right.key, msgspec.json.encode(document))
+    assert right.card.llm is not None
+    wrong = msgspec.structs.replace(right.card, llm=msgspec.structs.replace(right.card.llm, **{field: number}))
+    with pytest.raises(InvalidRequest, match=f"others could not read the card of model 'talker': .*{field}"):
+        encode_registration(instance(1, wrong))
+
+
+def tensors(datatype: str, size: int = 1) -> list[dict[str, object]]:
+    return [{"name": "x", "datatype": datatype, "shape": [size]}]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_batch_size": -1},
+        {"max_batch_size": 2**31},
+        {"inputs": tensors("FP32", -2)},
+        {"inputs": tensors("FP32", 2**63)},
+        {"inputs": tensors("FP8")},
+        {"outputs": tensors("FP32\n")},
+    ],
+)
+def test_a_card_whose_tensors_cannot_be_is_refused(fields: dict[str, object]) -> None:
+    document = msgspec.json.decode(encode_registration(instance(1)))
+    document["card"] |= fields
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        decode_registration(instance(1).key, msgspec.json.encode(document))
+
+
+@pytest.mark.parametrize("datatype", DATATYPES)
+def test_a_card_may_have_each_datatype(datatype: str) -> None:
+    document = msgspec.json.decode(encode_registration(instance(1)))
+    document["card"]["inputs"] = tensors(datatype)
+    assert decode_registration(instance(1).key, msgspec.json.encode(document)).card.inputs[0].datatype == datatype
 
 
 @pytest.mark.parametrize("value", [b"", b"{", b"\xff\xfe", b"null", b"[]", b"{}", b"[" * 100_000])
