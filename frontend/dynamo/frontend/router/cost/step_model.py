@@ -32,6 +32,8 @@ _DECAY = 0.995
 _DECAY_IF_WRONG = 0.9
 _WRONG = 0.5
 _HUBER = 0.25
+_SHORTEST_S = 1e-9
+"""No step is shorter; with less, squares of the pace would be zero."""
 _LEARN_EVERY_S = 0.02
 _LEARN_ALL = 64
 """So many observations are used before they are thinned out to one per `_LEARN_EVERY_S`."""
@@ -83,7 +85,7 @@ class StepModel:
             return False
         before = self._seen.get(instance, NO_STEPS)
         window = totals - before
-        if window.steps <= 0 or window.seconds <= 0.0:
+        if window.steps <= 0 or window.seconds < _SHORTEST_S * window.steps:
             return False
         self._seen[instance] = totals
         if window.steps == totals.steps:

@@ -116,6 +116,15 @@ def test_lost_reports_and_restarts_do_no_harm() -> None:
     assert not model.report(ME, engine.totals, 1e9), "nothing new in it"
 
 
+@pytest.mark.parametrize(("steps", "seconds"), [(1, 1e-300), (1, 5e-324), (2**52, 1e-300), (2**52, 1e-3)])
+def test_steps_that_no_engine_could_make_teach_nothing(steps: int, seconds: float) -> None:
+    model, engine, liar = StepModel(), Engine(FAST_GPU), InstanceId(2)
+    model.report(liar, StepTotals(1, 5e-324), 0.0)
+    assert not model.report(liar, StepTotals(1 + steps, seconds + 5e-324), 1.0)
+    learn(model, engine, 50)
+    assert error(model, engine) < 0.1
+
+
 def test_the_mean_output_follows_what_finishes() -> None:
     model, totals = StepModel(), StepTotals(1, 0.01)
     model.report(ME, totals, 0.0)
