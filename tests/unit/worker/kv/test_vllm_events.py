@@ -23,6 +23,7 @@ from dynamo.worker.kv.vllm_events import (
     Translator,
     decode_batch,
     fold_hash,
+    parts,
 )
 
 TOKENS = list(range(100, 108))
@@ -268,6 +269,49 @@ def test_a_store_that_announces_no_removals_is_bounded_and_loses_the_oldest() ->
     assert store(1) == Translated(chain[:2], tier=Tier.SHARED)
     assert store(0) == Translated(tier=Tier.SHARED)
     assert store(2) == Translated(chain[2:], chain[:1], tier=Tier.SHARED)
+
+
+def test_blocks_beyond_what_a_rank_may_have_are_left_out() -> None:
+    translator = Translator(max_blocks=1)
+    [event] = decode_batch(batch(BASE)).events
+    assert translator.translate(event) == Translated(HASHES[:1])
+    assert translator.translate(event) == Translated()
+    assert translator.translate(BlocksRemoved([1, 2])) == Translated(), "it has two copies"
+    assert translator.translate(BlocksRemoved([1])) == Translated(removed=HASHES[:1])
+
+
+def long_event(count: int, size: int, **changes: object) -> dict[str, object]:
+    tokens = [number % 1000 for number in range(count * size)]
+    return {**BASE, "block_hashes": [*range(count)], "token_ids": tokens, "block_size": size} | changes
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [long_event(1500, 1)],
+        [long_event(700, 16, extra_keys=[[f"image-{number}"] for number in range(700)])],
+        [long_event(3, 8192, lora_name="adapter", extra_keys=[["salt"], None, None])],
+        [long_event(1500, 2, token_ids=[1] * 2999)],
+        [long_event(1500, 1, parent_block_hash=77)],
+        [long_event(1500, 1, token_ids=[7] * 700 + [-1] + [7] * 799)],
+        [long_event(1500, 1), {"type": "BlockRemoved", "block_hashes": [*range(1400)]}],
+        [long_event(1500, 1), long_event(1500, 0, token_ids=[], medium="CPU")],
+        [long_event(1500, 1), long_event(700, 2, medium="CPU", block_hashes=[*range(10_000, 10_700)])],
+    ],
+)
+@pytest.mark.parametrize("tier", [Tier.GPU, Tier.CPU])
+def test_the_parts_of_an_event_mean_the_same_and_are_short(events: list[object], tier: Tier) -> None:
+    whole, split, state = Translator(), Translator(), KvState()
+    for event in decode_batch(batch(*events)).events:
+        whole.translate(event)
+        for part in parts(event):
+            assert not isinstance(part, AllCleared)
+            assert len(part.hashes) <= 512 or not isinstance(part, BlocksStored) or len(part.token_ids) < 2 * len(part.hashes)
+            translated = split.translate(part)
+            state.remove(translated.removed, tier=translated.tier)
+            state.store(translated.stored, tier=translated.tier)
+    assert list(state.held(tier)) == stored(*events, tier=tier)
+    assert len(split) == len(whole)
 
 
 @pytest.mark.parametrize(("events", "expected"), [case[1:] for case in CORPUS], ids=[case[0] for case in CORPUS])

@@ -163,6 +163,26 @@ async def test_a_publisher_that_is_never_silent_leaves_the_event_loop_to_others(
     assert max(taken.values()) < 10
 
 
+async def test_a_long_batch_leaves_turns_of_the_event_loop_to_others(tmp_path: Path) -> None:
+    kv, held = KvState(), Counter[int]()
+
+    async def look() -> None:
+        while True:
+            held[len(kv)] += 1
+            await asyncio.sleep(0)
+
+    with zmq.asyncio.Context() as context, closing(VllmPublisher(tmp_path, context)) as publisher:
+        replaying = asyncio.create_task(publisher.serve_replays())
+        async with following(publisher.source, kv, lambda: None):
+            await publisher.followed()
+            looking = asyncio.create_task(look())
+            await publisher.publish(batch(*[stored(first, 2_000) for first in range(0, 80_000, 8_000)]))
+            await until(lambda: len(kv) == 20_000)
+            looking.cancel()
+        replaying.cancel()
+    assert len(held) > 20
+
+
 async def test_blocks_on_an_unknown_medium_are_counted_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with followed(tmp_path) as f:
         for first in (100, 200):

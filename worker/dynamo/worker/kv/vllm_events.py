@@ -11,8 +11,8 @@ blocks by handles that an earlier event explained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -51,6 +51,12 @@ _STORE_TIERS = {"local": Tier.DISK, "remote": Tier.SHARED}
 _FULL_ATTENTION_KINDS = frozenset({"", "full_attention", "mla_attention"})
 
 _U64 = 2**64 - 1
+_MAX_BLOCK_TOKENS = 1 << 16
+"""An event with larger blocks is malformed."""
+MAX_BLOCKS = 1 << 21
+"""Blocks of one rank that are tracked on a tier: a pool of 32 million tokens in blocks of 16, and about 1 GiB of memory here."""
+_STEP_BLOCKS, _STEP_TOKENS = 512, 8192
+"""What a part of an event has at most: about 3 ms of work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +172,8 @@ def _stored(fields: Mapping[Any, Any]) -> BlocksStored:
     parent = fields.get("parent_block_hash")
     token_ids = fields.get("token_ids") or ()
     block_size = fields.get("block_size")
-    if not isinstance(block_size, int) or block_size < 0 or (token_ids and not block_size):
-        raise ValueError("a stored event with token ids has no block size")
+    if not isinstance(block_size, int) or not 0 <= block_size <= _MAX_BLOCK_TOKENS or (token_ids and not block_size):
+        raise ValueError("a stored event with token ids has no block size, or an absurd one")
     if not isinstance(token_ids, list | tuple) or not all(isinstance(token, int) for token in token_ids):
         raise TypeError("token ids are a list of integers")
     extra_keys = fields.get("extra_keys") or ()
@@ -190,6 +196,31 @@ def _stored(fields: Mapping[Any, Any]) -> BlocksStored:
         attention=_text(fields.get("kv_cache_spec_kind")),
         locality=_text(fields.get("locality")),
     )
+
+
+def parts(event: VllmEvent) -> Iterator[VllmEvent]:
+    """Yield events that mean the same, none of which takes long to translate."""
+    if isinstance(event, AllCleared):
+        yield event
+        return
+    count, size = len(event.hashes), event.block_size if isinstance(event, BlocksStored) else 0
+    step = max(1, min(_STEP_BLOCKS, _STEP_TOKENS // size if size else _STEP_BLOCKS))
+    is_short = isinstance(event, BlocksStored) and 0 < len(event.token_ids) < count * size  # none of its blocks counts
+    if count <= step or is_short:
+        yield event
+        return
+    for begin in range(0, count, step):
+        end = begin + step
+        if isinstance(event, BlocksRemoved):
+            yield replace(event, hashes=event.hashes[begin:end])
+            continue
+        yield replace(
+            event,
+            hashes=event.hashes[begin:end],
+            parent=event.hashes[begin - 1] if begin else event.parent,
+            token_ids=event.token_ids[begin * size : end * size],
+            extra_keys=event.extra_keys[begin:end],
+        )
 
 
 def tier_of(medium: str, locality: str = "") -> Tier | None:
@@ -244,13 +275,15 @@ class Translator:
     because only there a cached block means that the whole prefix before it is cached, too.
     """
 
-    def __init__(self, adapter_name: AdapterName = str, max_stored: int = 1 << 20) -> None:
+    def __init__(self, adapter_name: AdapterName = str, max_stored: int = 1 << 20, max_blocks: int = MAX_BLOCKS) -> None:
         """`adapter_name` returns our name of an adapter from the engine's. `max_stored`: the blocks of stores without removals
-        that are tracked; beyond, the oldest are taken to be gone."""
+        that are tracked; beyond, the oldest are taken to be gone. `max_blocks`: those in the GPU's memory; beyond, new ones are
+        left out."""
         self._adapter_name = adapter_name
         self._tiers: dict[Tier, dict[int, _Block]] = {Tier.GPU: {}}
         """By tier, the engine's blocks by handle."""
         self._max_stored = max_stored
+        self._max_blocks = max_blocks
         self._block_size = 0
         """Tokens of a block in the GPU's memory; 0: not known yet."""
         self._has_keys = False
@@ -298,6 +331,8 @@ class Translator:
             if values is None:
                 continue
             cached = blocks.get(handle)
+            if cached is None and tier is Tier.GPU and len(blocks) >= self._max_blocks:
+                break  # those after it need it
             if cached is not None and cached.sequence_hashes == values:
                 cached.copies += 1
                 if tier is not Tier.GPU:  # the last to be taken for gone

@@ -11,12 +11,22 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from dynamo.common.errors import EngineError
 from dynamo.common.kv.events import KvState
 from dynamo.common.process.background import running_tasks
-from dynamo.worker.kv.vllm_events import AdapterName, AllCleared, Translator, VllmEvent, decode_batch, tier_of
+from dynamo.worker.kv.vllm_events import (
+    AdapterName,
+    AllCleared,
+    BlocksStored,
+    Translator,
+    VllmEvent,
+    decode_batch,
+    parts,
+    tier_of,
+)
 
 if TYPE_CHECKING:  # every worker imports this module, few follow an engine's events, and zmq takes 12 ms
     import zmq.asyncio
@@ -28,7 +38,12 @@ _MAX_UNKNOWN_MEDIA = 16
 _MAX_MEDIUM_CHARS = 80
 _MAX_NUMBER = 1 << 62
 """An engine that published a thousand batches a second would come to it in a hundred million years."""
-_MAX_MESSAGE_BYTES = 64 << 20
+_MAX_MESSAGE_BYTES = 16 << 20
+"""More than the events of three million tokens."""
+_LONG_BYTES = 64 << 10
+"""A longer batch is decoded in a thread."""
+_BLOCKS_PER_TURN = 512
+"""Blocks of a batch that are applied in one turn of the event loop."""
 _MAX_WAITING = 100_000
 """Messages that wait here to be read; the publisher drops more, which are replayed or lost."""
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
@@ -135,7 +150,7 @@ class KvFollower:
             return  # the replay had it
         if number > self._next:
             self._forget(number)
-        self._apply(payload)
+        await self._apply(payload)
         self._on_change()
 
     async def catch_up(self) -> None:
@@ -155,18 +170,18 @@ class KvFollower:
                         if _END in parts[-2:-1]:
                             break
                         if (message := self._numbered(parts)) is not None:
-                            self._replayed(*message)
+                            await self._replayed(*message)
                         await asyncio.sleep(0)
             except TimeoutError:
                 log.warning("the engine did not replay its KV events within %.0f s", self._source.replay_timeout_s)
         self._on_change()
 
-    def _replayed(self, number: int, payload: bytes) -> None:
+    async def _replayed(self, number: int, payload: bytes) -> None:
         if number < self._next:
             return
         if number > self._next:
             self._forget(number)
-        self._apply(payload)
+        await self._apply(payload)
 
     def _forget(self, number: int) -> None:
         """Skip the lost batches before `number`. Their removals are unknown, so the cache is seen as empty."""
@@ -183,23 +198,34 @@ class KvFollower:
         self._translator = Translator(self._adapter_name)
         self._kv.clear(self._source.rank)
 
-    def _apply(self, payload: bytes) -> None:
+    async def _apply(self, payload: bytes) -> None:
         self._next += 1
         try:
-            batch = decode_batch(payload)
+            batch = decode_batch(payload) if len(payload) <= _LONG_BYTES else await asyncio.to_thread(decode_batch, payload)
         except EngineError as error:
             log.warning("%s", error)
             return
-        kv, rank = self._kv, self._source.rank
         unknown = self._translator.unknown
-        for event in batch.events:
-            change = self._translator.translate(event)
-            if change.cleared:
-                kv.clear(rank)
-            kv.remove(change.removed, rank, change.tier)
-            kv.store(change.stored, rank, change.tier)
+        done = 0
+        for part in chain.from_iterable(map(parts, batch.events)):
+            done += self._change(part)
+            if done >= _BLOCKS_PER_TURN:
+                done = 0
+                await asyncio.sleep(0)
         if self._translator.unknown > unknown:
             self._leave_out(batch.events, self._translator.unknown - unknown)
+
+    def _change(self, event: VllmEvent) -> int:
+        """Return about how many blocks of 16 tokens take as long."""
+        kv, rank = self._kv, self._source.rank
+        change = self._translator.translate(event)
+        if change.cleared:
+            kv.clear(rank)
+        kv.remove(change.removed, rank, change.tier)
+        kv.store(change.stored, rank, change.tier)
+        if isinstance(event, AllCleared):
+            return 1
+        return 1 + len(event.hashes) + (len(event.token_ids) // 16 if isinstance(event, BlocksStored) else 0)
 
     def _leave_out(self, events: Sequence[VllmEvent], blocks: int) -> None:
         """Count blocks on unknown media, and log each such medium once."""
