@@ -26,9 +26,9 @@ from dynamo.common.kv.events import (
     read_message,
     snapshot_decoder,
 )
-from dynamo.common.kv.hashes import pack_hashes
+from dynamo.common.kv.hashes import HASH_BYTES, pack_hashes
 from dynamo.common.kv.tiers import Tier, TierChange
-from dynamo.frontend.fleet.kv.archive import fold
+from dynamo.frontend.fleet.kv.archive import cut, fold
 from dynamo.frontend.fleet.kv.follow import Follower
 
 Blocks = set[tuple[Tier, int]]
@@ -340,7 +340,7 @@ def test_an_update_has_no_more_blocks_than_it_may_whatever_their_tiers() -> None
         apply(blocks, update)
         updates.append(update)
     assert len(updates) == 3
-    assert blocks == of_snapshot(state.snapshot()) == of_snapshot(fold(None, updates) or KvSnapshot())
+    assert blocks == of_snapshot(state.snapshot()) == of_snapshot(fold(None, updates, 1 << 20) or KvSnapshot())
 
 
 def test_a_fold_of_recorded_updates_is_what_was_held() -> None:
@@ -352,12 +352,31 @@ def test_a_fold_of_recorded_updates_is_what_was_held() -> None:
         state.remove([2])
         state.remove([3], tier=Tier.CPU)
         updates.append(state.take_update() or KvUpdate(-1))
-    assert fold(None, updates) == state.snapshot()
-    assert fold(None, updates[::-1]) == state.snapshot()
-    before = fold(None, updates[:1])
-    assert fold(before, updates[1:]) == fold(before, updates) == state.snapshot()
-    assert fold(before, updates[2:]) is None  # one is missing
-    assert fold(None, updates[1:]) is None
+    assert fold(None, updates, 100) == state.snapshot()
+    assert fold(None, updates[::-1], 100) == state.snapshot()
+    before = fold(None, updates[:1], 100)
+    assert fold(before, updates[1:], 100) == fold(before, updates, 100) == state.snapshot()
+    assert fold(before, updates[2:], 100) is None  # one is missing
+    assert fold(None, updates[1:], 100) is None
+
+
+def test_a_fold_has_no_more_blocks_than_are_kept_of_an_instance() -> None:
+    state, updates = KvState(), []
+    for first in range(0, 100, 10):
+        state.store(range(first, first + 10))
+        state.store(range(first, first + 5), tier=Tier.CPU)
+        state.remove([first])
+        updates.append(state.take_update() or KvUpdate(-1))
+    folded = fold(None, updates, 20)
+    assert folded is not None
+    assert folded.number == state.number
+    assert folded.hash_bytes == 20 * HASH_BYTES
+    assert fold(folded, [], 12) == cut(folded, 12)
+    assert cut(folded, 12).hash_bytes == 12 * HASH_BYTES
+    assert cut(folded, 20) == folded
+    one, two, three = (pack_hashes(range(count)) for count in (1, 2, 3))
+    whole = KvSnapshot(3, one, (TierChange("cpu", three), TierChange("disk", one)))
+    assert cut(whole, 3) == KvSnapshot(3, one, (TierChange("cpu", two),))
 
 
 def test_a_report_of_vllm_is_read_though_more_was_found_cached_than_prompts_came() -> None:

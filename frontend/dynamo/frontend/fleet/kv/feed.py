@@ -302,6 +302,11 @@ class KvFeed:
             self._apply(source, source.follower.update(update), update if is_short else None, size_bytes)
             self._catch_up(source)
 
+    def most_blocks(self, instance: InstanceId, model: str) -> int:
+        """Return how many blocks are kept of an instance; 0 if it is not followed."""
+        source = self._sources.get((instance, model))
+        return 0 if source is None else source.max_blocks
+
     async def fetch_snapshot(self, instance: InstanceId, model: str) -> KvSnapshot | None:
         """Query what an instance holds; None if it does not respond."""
         source = self._sources.get((instance, model))

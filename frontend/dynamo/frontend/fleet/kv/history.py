@@ -19,7 +19,7 @@ from dynamo.common.errors import DynamoError
 from dynamo.common.kv.events import KvSnapshot, KvUpdate, read_message
 from dynamo.common.messaging.jetstream.kv_stream import KvStream
 from dynamo.common.names import Endpoint, InstanceId, instance_of
-from dynamo.frontend.fleet.kv.archive import Archive, Archived, archive_decoder, archive_encoder, fold
+from dynamo.frontend.fleet.kv.archive import Archive, Archived, archive_decoder, archive_encoder, cut, fold
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,10 @@ class CacheReader(Protocol):
     def apply_update(self, instance: InstanceId, model: str, update: KvUpdate) -> None: ...
 
     async def fetch_snapshot(self, instance: InstanceId, model: str) -> KvSnapshot | None: ...
+
+    def most_blocks(self, instance: InstanceId, model: str) -> int:
+        """Return how many blocks are kept of an instance."""
+        ...
 
 
 class KvHistory:
@@ -138,9 +142,10 @@ class KvHistory:
     async def _current_snapshot(
         self, key: Key, before: KvSnapshot | None, updates: list[KvUpdate], reader: CacheReader
     ) -> KvSnapshot | None:
-        if before is not None and not updates:
-            return before
-        return await asyncio.to_thread(fold, before, updates) or await reader.fetch_snapshot(*key)
+        most = reader.most_blocks(*key)
+        if before is None or updates:
+            before = await asyncio.to_thread(fold, before, updates, most) or await reader.fetch_snapshot(*key)
+        return None if before is None else cut(before, most)
 
     async def _since(self, subject: str, after: int) -> AsyncGenerator[tuple[int, list[tuple[Key, KvUpdate]]], None]:
         """Yield the recorded events after a number in batches, each with its last number. Unreadable events count as lost."""
