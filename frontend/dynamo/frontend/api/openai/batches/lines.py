@@ -12,6 +12,10 @@ from dynamo.common.messaging.buffers import Buffer
 from dynamo.frontend.security.accounts import Account, Ticket
 from dynamo.frontend.security.derived_accounts import SameAccount
 from dynamo.frontend.security.ledger import UsageCounts
+from dynamo.frontend.serving.queue.fair_slots import FairSlots
+
+SLOW_S = 30.0
+"""How long a line, or a batch of which no line ends, keeps others waiting: its model may hang until the batch expires."""
 
 
 class LineAccount(SameAccount):
@@ -83,6 +87,40 @@ class LineOutcome:
     """To be settled when the result is kept; None: the line was not carried out."""
     is_abandoned: bool = False
     """Whether it was not carried out since the batch was cancelled, or has no room for its result."""
+
+
+class LineSlots:
+    """Places for the lines of all batches, of which keys have their turns. A line that takes long gives its place to others."""
+
+    def __init__(self, slots: int, slow_s: float = SLOW_S) -> None:
+        self._slots = FairSlots(slots)
+        self._slow_s = slow_s
+        self._loop = asyncio.get_running_loop()
+        self._ended_at: dict[str, float] = {}
+        """When a line of each batch that is carried out ended last, or the batch was begun."""
+
+    def begin(self, batch: str) -> None:
+        self._ended_at[batch] = self._loop.time()
+
+    def end(self, batch: str) -> None:
+        del self._ended_at[batch]
+
+    def is_slow(self, batch: str) -> bool:
+        """Return whether no line of a batch has ended for long."""
+        return self._loop.time() - self._ended_at[batch] >= self._slow_s
+
+    @asynccontextmanager
+    async def slot(self, account: Account, batch: str) -> AsyncIterator[None]:
+        """Hold a place while the body runs, but not for long."""
+        release = await self._slots.take(account)
+        timer = self._loop.call_later(self._slow_s, release)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            release()
+            if batch in self._ended_at:
+                self.begin(batch)
 
 
 class AdmissionTurns:

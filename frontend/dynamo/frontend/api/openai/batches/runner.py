@@ -50,7 +50,7 @@ from dynamo.frontend.api.openai.batches.batch import (
 )
 from dynamo.frontend.api.openai.batches.batch_key import WAIT_S, BatchKey, FindAccount
 from dynamo.frontend.api.openai.batches.files import Files
-from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount, LineOutcome, LineRequest
+from dynamo.frontend.api.openai.batches.lines import AdmissionTurns, LineAccount, LineOutcome, LineRequest, LineSlots
 from dynamo.frontend.api.openai.batches.long_texts import joined
 from dynamo.frontend.api.openai.batches.result_files import NO_FILES, ResultFiles, write_results
 from dynamo.frontend.api.openai.batches.result_lines import line_id, result_line
@@ -64,10 +64,10 @@ from dynamo.frontend.serving.queue.fair_slots import FairSlots
 
 log = logging.getLogger(__name__)
 
-MAX_BATCHES = 4
-"""Batches that one process carries out at a time."""
+MAX_BATCHES, MAX_SLOW = 4, 12
+"""Batches that one process carries out at a time, and besides, those of which no line ends."""
 SHARED_BATCHES = 2
-"""While so many are carried out, a key that has one begins no other here: the rest are for other keys."""
+"""A key has so many here. While so many are carried out, one that has a batch begins no other: the rest are for other keys."""
 LINES_AT_ONCE = 64
 """Lines of all batches of a process that are carried out at a time; API keys take turns."""
 MAX_RESULT_BYTES = 64 << 20
@@ -131,7 +131,7 @@ class BatchRunner:
         self._last_start: dict[str, int] = {}
         """For each owner with waiting batches, which of all starts here was its last one."""
         self._starts = 0
-        self._lines = FairSlots(LINES_AT_ONCE)
+        self._lines = LineSlots(LINES_AT_ONCE)
         self._reading = FairSlots(1)
         """For the batch whose file is read: keys with batches that wait for that have turns."""
         self._thread = Offload()
@@ -172,11 +172,10 @@ class BatchRunner:
             if waiting.id not in self._running:
                 queues.setdefault(waiting.owner, deque()).append(waiting)
         self._last_start = {owner: self._last_start.get(owner, 0) for owner in queues}
-        while queues and len(self._running) < MAX_BATCHES:
+        while queues and (count := self._others_wait_for()) < MAX_BATCHES:
             owner = min(queues, key=self._fair_share)
-            if (
-                self._fair_share(owner)[0] and len(self._running) >= SHARED_BATCHES
-            ):  # it has the fewest, so each other owner has some, too
+            own, _ = self._fair_share(owner)
+            if own >= SHARED_BATCHES or (own and count >= SHARED_BATCHES):  # it has the fewest: the others have some, too
                 return
             waiting = queues[owner].popleft()
             if not queues[owner]:
@@ -184,7 +183,11 @@ class BatchRunner:
             if await self._leases.take(waiting.id):
                 self._last_start[owner] = self._starts = self._starts + 1
                 self._owners[waiting.id] = owner
+                self._lines.begin(waiting.id)
                 self._running[waiting.id] = self._tasks.start(self._carry_out(waiting), f"batch {waiting.id}")
+
+    def _others_wait_for(self) -> int:
+        return len(self._running) - min(MAX_SLOW, sum(map(self._lines.is_slow, self._running)))
 
     def _fair_share(self, owner: str) -> tuple[int, int]:
         """Owners with the fewest batches here come first, and of these the one that has waited longest for its last start."""
@@ -234,6 +237,7 @@ class BatchRunner:
             self._unleased.discard(id)
             self._attempts.pop(id, None)
             del self._running[id], self._owners[id]
+            self._lines.end(id)
             await self._release(id)
 
     async def _carry_out_owned(self, waiting: Waiting) -> None:
@@ -472,7 +476,7 @@ class BatchRunner:
         operation = self._operations[batch.endpoint]
         pause_s, retries = FIRST_PAUSE_S, 0
         while True:
-            async with turns.turn() as end_turn, alone(), self._lines.slot(account):
+            async with turns.turn() as end_turn, alone(), self._lines.slot(account, batch.id):
                 if not turns.is_wanted:
                     return LineOutcome(result_line(batch.id, line, None, "batch_cancelled"), is_good=False, is_abandoned=True)
                 if not await room.is_left():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -44,8 +45,9 @@ from dynamo.frontend.api.openai.batches.batch import (
 )
 from dynamo.frontend.api.openai.batches.batch_key import FindAccount
 from dynamo.frontend.api.openai.batches.files import Files
+from dynamo.frontend.api.openai.batches.lines import SLOW_S
 from dynamo.frontend.api.openai.batches.operations import BatchOperations
-from dynamo.frontend.api.openai.batches.runner import BatchRunner
+from dynamo.frontend.api.openai.batches.runner import MAX_BATCHES, MAX_SLOW, BatchRunner
 from dynamo.frontend.api.openai.batches.segments import RequestCounts, Segment
 from dynamo.frontend.api.openai.store.owned import owner_token
 from dynamo.frontend.api.openai.store.quota import COUNTED_S, StoredBytes
@@ -926,6 +928,65 @@ async def test_the_batches_of_one_key_leave_room_for_those_of_others() -> None:
         statuses = {(await r.batches.read(owner, batch.id)).status for owner, batch in made}
     assert {*begun[:3]} == {"heavy", "light", "lighter"}
     assert (statuses, len(begun)) == ({"completed"}, 7)
+
+
+async def count_to(number: int, items: Collection[str], *, step_s: float) -> None:
+    """Wait for so many items, in steps of the clock: a thread reads files meanwhile, for which the clock does not wait."""
+    for _ in range(1_000_000):
+        if len(items) >= number:
+            return
+        await asyncio.sleep(step_s)
+    raise AssertionError(f"there are {len(items)}")
+
+
+def of_key(name: str, surface: Surface) -> Account:
+    return KeyAccount(ApiKey(name=name, salt=b"", digest=b""))
+
+
+@in_virtual_time
+async def test_batches_whose_model_hangs_keep_those_of_others_waiting_for_half_a_minute_at_most() -> None:
+    begun: list[str] = []
+
+    async def handle(exchange: Exchange) -> None:
+        begun.append(exchange.account.name)
+        with exchange.account.admit("m", object()):
+            if exchange.account.name != "light":
+                await asyncio.Event().wait()
+        await exchange.respond(b"{}")
+
+    async with running(handle, of_key) as r:
+        for owner in (*["heavy"] * 3, "b", "c", "d", "e", "light"):
+            r.now[0] += 1
+            file = await r.files.create(owner, "f", "batch", lines_of(SEGMENT_LINES))
+            await r.batches.create(owner, URL, file.id, None)
+        r.runner.poke()
+        await count_to(SEGMENT_LINES, begun, step_s=0.0)
+        await asyncio.sleep(SLOW_S - 1.0)
+        assert len(begun) == SEGMENT_LINES
+        await count_to(7 * SEGMENT_LINES, begun, step_s=0.1)
+        await asyncio.sleep(4 * SLOW_S)
+    assert Counter(begun) == dict.fromkeys("bcde", SEGMENT_LINES) | {"heavy": 2 * SEGMENT_LINES, "light": SEGMENT_LINES}
+
+
+@in_virtual_time
+async def test_a_process_carries_out_sixteen_batches_at_most() -> None:
+    begun: set[str] = set()
+
+    async def handle(exchange: Exchange) -> None:
+        begun.add(exchange.account.name)
+        await asyncio.Event().wait()
+
+    async with running(handle, of_key) as r:
+        for number in range(20):
+            file = await r.files.create(f"key-{number}", "f", "batch", lines_of(1))
+            await r.batches.create(f"key-{number}", URL, file.id, None)
+        r.runner.poke()
+        await count_to(MAX_BATCHES, begun, step_s=0.0)
+        await asyncio.sleep(SLOW_S - 1.0)
+        assert len(begun) == MAX_BATCHES
+        await count_to(MAX_BATCHES + MAX_SLOW, begun, step_s=0.1)
+        await asyncio.sleep(4 * SLOW_S)
+    assert len(begun) == MAX_BATCHES + MAX_SLOW
 
 
 @pytest.mark.parametrize("is_mixed", [True, False], ids=["created in turn", "created key by key"])
