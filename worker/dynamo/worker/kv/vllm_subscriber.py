@@ -38,14 +38,14 @@ _MAX_UNKNOWN_MEDIA = 16
 _MAX_MEDIUM_CHARS = 80
 _MAX_NUMBER = 1 << 62
 """An engine that published a thousand batches a second would come to it in a hundred million years."""
-_MAX_MESSAGE_BYTES = 16 << 20
-"""More than the events of three million tokens."""
+_MAX_MESSAGE_BYTES = 4 << 20
+"""More than the events of half a million tokens."""
 _LONG_BYTES = 64 << 10
 """A longer batch is decoded in a thread."""
 _BLOCKS_PER_TURN = 512
 """Blocks of a batch that are applied in one turn of the event loop."""
-_MAX_WAITING = 100_000
-"""Messages that wait here to be read; the publisher drops more, which are replayed or lost."""
+_MAX_WAITING = 1000
+"""Messages that wait here to be read, 4 GiB at most; the publisher drops more, which are replayed or lost."""
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 
 
