@@ -155,7 +155,7 @@ SUITES = (
     ),
     Suite(
         "fuzz",
-        'make fuzz FLAGS="--seconds 60 --seed 1 --runs 1000000000"',
+        'make fuzz FLAGS="--seconds 40 --seed 1 --runs 1000000000"',
         900,
         needs=(ATHERIS,),
         cases=r"^(\w+): (?:ok|FAILED); \d+ inputs",
