@@ -91,6 +91,7 @@ class LongPrompts:
         options = self._options
         await asyncio.gather(self._long.send(options.rate, _WARM_UP_S), self._short.send(options.short_rate, _WARM_UP_S))
         await self._measure(self.idle, _IDLE_S)
+        self.single = await self._one_by_one()
         await self._record_turns()
         for number in range(options.rounds):
             await self._measure(self.alone, options.seconds, short=True)
@@ -99,12 +100,18 @@ class LongPrompts:
         self._long.close()
         self._short.close()
 
+    async def _one_by_one(self) -> Sent:
+        """Send long prompts one after the other."""
+        sent = Sent()
+        for _ in range(self._options.prompts):
+            sent.extend(await self._long.send(_ONE_BY_ONE, 1 / _ONE_BY_ONE))
+        return sent
+
     async def _record_turns(self) -> None:
-        """Send long prompts one after the other, while the frontend records its turns."""
+        """Send long prompts while the frontend records its turns, which keeps its event loop awake."""
         frontend = self._system.pids["frontend"]
         os.kill(frontend, signal.SIGUSR1)
-        for _ in range(self._options.prompts):
-            self.single.extend(await self._long.send(_ONE_BY_ONE, 1 / _ONE_BY_ONE))
+        await self._one_by_one()
         os.kill(frontend, signal.SIGUSR1)
         await asyncio.sleep(_SETTLE_S)
         self.turns = read_turns(self._record)
