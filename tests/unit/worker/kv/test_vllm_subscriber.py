@@ -183,6 +183,29 @@ async def test_a_long_batch_leaves_turns_of_the_event_loop_to_others(tmp_path: P
     assert len(held) > 20
 
 
+async def test_a_batch_is_applied_whole_though_the_time_for_its_replay_passes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, passed = asyncio.get_running_loop(), 0.0
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + passed)
+
+    class SlowState(KvState):
+        def store(self, blocks: Iterable[int], rank: int = 0, tier: Tier = Tier.GPU) -> None:
+            nonlocal passed
+            passed += 1.0
+            super().store(blocks, rank, tier)
+
+    kv = SlowState()
+    with zmq.asyncio.Context() as context, closing(VllmPublisher(tmp_path, context)) as publisher:
+        await publisher.publish(batch(*[stored(first, 2_000) for first in range(0, 80_000, 8_000)]))
+        replaying = asyncio.create_task(publisher.serve_replays())
+        async with following(publisher.source, kv, lambda: None):
+            assert passed > 2 * publisher.source.replay_timeout_s
+            assert len(kv) == 20_000
+        replaying.cancel()
+
+
 async def test_blocks_on_an_unknown_medium_are_counted_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with followed(tmp_path) as f:
         for first in (100, 200):

@@ -162,16 +162,18 @@ class KvFollower:
         with closing(self._context.socket(zmq.DEALER)) as dealer:
             dealer.maxmsgsize = _MAX_MESSAGE_BYTES
             dealer.connect(self._source.replay)
+            until = asyncio.get_running_loop().time() + self._source.replay_timeout_s
             try:
-                async with asyncio.timeout(self._source.replay_timeout_s):
+                async with asyncio.timeout_at(until):
                     await dealer.send_multipart([b"", self._next.to_bytes(_NUMBER_BYTES, "big")])
-                    while True:
+                while True:
+                    async with asyncio.timeout_at(until):  # not while a batch is applied, of which nothing may be left out
                         parts = await dealer.recv_multipart()
-                        if _END in parts[-2:-1]:
-                            break
-                        if (message := self._numbered(parts)) is not None:
-                            await self._replayed(*message)
-                        await asyncio.sleep(0)
+                    if _END in parts[-2:-1]:
+                        break
+                    if (message := self._numbered(parts)) is not None:
+                        await self._replayed(*message)
+                    await asyncio.sleep(0)
             except TimeoutError:
                 log.warning("the engine did not replay its KV events within %.0f s", self._source.replay_timeout_s)
         self._on_change()
