@@ -54,9 +54,9 @@ class Topic(Generic[MessageType]):
 
     @asynccontextmanager
     async def received(
-        self, on_message: Callable[[MessageType], None], *, on_own: Callable[[], None] | None = None
+        self, on_message: Callable[[MessageType], None], *, on_own: Callable[[MessageType], None] | None = None
     ) -> AsyncIterator[None]:
-        """Call `on_message` with each message of other frontends while the body runs, and `on_own` when our own comes back."""
+        """Call `on_message` with each message of other frontends while the body runs, and `on_own` with our own."""
 
         def received(subject: str, reply: str, payload: memoryview, no_responders: bool) -> None:
             message = self._unreadable.read(self._decoder, subject, payload)
@@ -65,7 +65,7 @@ class Topic(Generic[MessageType]):
             if message.origin != self.origin:
                 on_message(message)
             elif on_own is not None:
-                on_own()
+                on_own(message)
 
         subscription = await self._bus.subscribe(self._subject, received)
         try:

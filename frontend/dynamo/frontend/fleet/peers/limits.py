@@ -69,6 +69,8 @@ class _LimitExchange:
         self._messages = Paced(REFRESH_S, self._flush)
         self._heard_at: dict[str, float] = {}
         """When each other process was heard last."""
+        self._is_behind = False
+        """What arrives may be as old as the time in which nothing did: our message that asks for news has not come back yet."""
         fleet.reached(self._loop.time())
         fleet.on_used(self._on_used)
 
@@ -80,7 +82,10 @@ class _LimitExchange:
     async def beat(self) -> None:
         """Show that this process lives, and look which others do, until cancelled."""
         while True:
-            self._publish([])
+            if self._is_behind:  # the message that asks for news may have got lost
+                self.synchronize()
+            else:
+                self._publish([])
             await asyncio.sleep(HEARTBEAT_S)
             self._look()
 
@@ -89,17 +94,24 @@ class _LimitExchange:
         self._messages.cancel()
         self._publish(self._table.used(self._used), leaves=True)
 
-    def connected(self) -> None:
-        """A message has arrived, if only one of this process itself."""
+    def came_back(self, message: _LimitMessage) -> None:
+        """A message of this process itself has arrived, after all that were sent before it."""
+        self._connected()
+        if message.is_new:
+            self._is_behind = False
+
+    def _connected(self) -> None:
         now = self._loop.time()
         if self._fleet.is_isolated(now):
             self._rejoin()
         self._fleet.reached(now)
 
     def apply(self, message: _LimitMessage) -> None:
-        self.connected()
+        self._connected()
         if message.leaves:
             self._forget(message.origin)
+        elif self._is_behind:
+            return
         elif message.origin in self._heard_at or len(self._heard_at) < MAX_PROCESSES:
             self._heard_at[message.origin] = self._loop.time()
             self._fleet.found(len(self._heard_at))
@@ -127,7 +139,12 @@ class _LimitExchange:
         self._topic.publish(_LimitMessage(self._topic.origin, is_new, leaves, keys))
 
     def _rejoin(self) -> None:
-        """Begin anew, as a process that starts: what was used on either side meanwhile is not made up for."""
+        """Begin anew, as a process that starts: what was used on either side meanwhile is not made up for.
+
+        A process that was stopped finds messages of all that time, which come at once: they would take from a limit what has been
+        there again since.
+        """
+        self._is_behind = True
         for origin in list(self._heard_at):
             self._forget(origin)
         self.synchronize()
@@ -151,7 +168,7 @@ async def shared_limits(connection: Connection, namespace: str, fleet: Fleet, ta
     """Share the limits of keys with the other frontends of the namespace while the body runs."""
     topic = Topic(connection, limits_subject(namespace), _LimitMessage, fleet.origin, "a message about limits")
     exchange = _LimitExchange(topic, fleet, table)
-    async with topic.received(exchange.apply, on_own=exchange.connected):
+    async with topic.received(exchange.apply, on_own=exchange.came_back):
         connection.on_reconnect(exchange.synchronize)
         exchange.synchronize()
         try:

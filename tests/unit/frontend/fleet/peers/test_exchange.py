@@ -30,7 +30,7 @@ async def test_a_message_reaches_the_others_and_comes_back_to_its_sender_as_a_si
     here: list[Greeting] = []
     there: list[Greeting] = []
     own: list[str] = []
-    async with ours.received(here.append, on_own=lambda: own.append("back")), theirs.received(there.append):
+    async with ours.received(here.append, on_own=lambda message: own.append("back")), theirs.received(there.append):
         ours.publish(Greeting("us", "hello"))
         await delivered()
     ours.publish(Greeting("us", "are you there?"))

@@ -339,6 +339,35 @@ async def test_without_nats_a_process_keeps_its_share(cut: int) -> None:
     assert again == pytest.approx(40.0, rel=0.1)
 
 
+def held_up(bus: FakeBus, process: Process) -> Callable[[], None]:
+    """Let what comes to a process wait, as in the socket of one that is stopped; return what delivers all of it at once."""
+    [subscription] = [each for each in bus.subscriptions if each.connection is process.connection]
+    deliver = subscription.on_message
+    waiting: list[tuple[str, str, memoryview, bool]] = []
+    subscription.on_message = lambda *message: waiting.append(message)
+
+    def go_on() -> None:
+        subscription.on_message = deliver
+        for message in waiting:
+            deliver(*message)
+
+    return go_on
+
+
+@in_virtual_time
+async def test_a_process_that_was_stopped_counts_nothing_of_what_others_used_meanwhile() -> None:
+    async with fleet(2, requests_per_s=40.0) as frontends:
+        for process in frontends.processes:
+            frontends.demand(process, lambda now: 30.0)
+        await asyncio.sleep(SETTLE_S)
+        go_on = held_up(frontends.bus, frontends.processes[0])
+        await asyncio.sleep(20.0)
+        go_on()
+        await asyncio.sleep(1.5)  # the burst that is there then
+        rate = await frontends.measured_now(5.0)
+    assert rate == pytest.approx(40.0, rel=0.1)
+
+
 @in_virtual_time
 async def test_a_process_alone_without_nats_has_an_equal_part_of_what_it_did_not_use_before() -> None:
     async with fleet(4, requests_per_s=40.0, concurrent_requests=40) as frontends:
