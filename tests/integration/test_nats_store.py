@@ -204,6 +204,19 @@ async def test_a_full_disk_holds_up_one_write_and_is_used_again_when_nats_server
             assert await records.put("b", bytes(100_000), last=0) is not None
 
 
+async def test_a_record_that_several_delete_at_once_is_deleted_by_one_of_them(nats_server: NatsServer, namespace: str) -> None:
+    async with (
+        connect_nats(NatsOptions(servers=(nats_server.url,)), "test") as connection,
+        open_records(connection, namespace, ttl_s=60, max_bytes=1 << 20) as records,
+    ):
+        await until(lambda: records.is_ready)
+        for _ in range(2):  # a key of which a record was deleted before is like any other
+            await records.put("a", b"x")
+            assert sorted(await asyncio.gather(*(records.delete("a") for _ in range(8)))) == [False] * 7 + [True]
+            assert await records.get("a") is None
+        assert not await records.delete("a")
+
+
 async def test_a_large_record_whose_writing_is_cancelled_leaves_nothing(nats_server: NatsServer, namespace: str) -> None:
     async with (
         connect_nats(NatsOptions(servers=(nats_server.url,)), "test") as nats,

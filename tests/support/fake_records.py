@@ -135,11 +135,13 @@ class FakeRecords:
             {**dict.fromkeys(deleted), **records}, Position(self, self._revision), is_whole=not after, now=self.clock()
         )
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str) -> bool:
         with self._operation():
-            if self.records.pop(key, None) is not None:
-                self._revision += 1
-                self._deleted[key] = self._revision
+            if self.records.pop(key, None) is None:
+                return False
+            self._revision += 1
+            self._deleted[key] = self._revision
+            return True
 
     @contextmanager
     def _operation(self) -> Iterator[None]:

@@ -125,6 +125,10 @@ class KeyValues:
         headers = {_DIGEST: _digest(key, value)}
         if last is not None:
             headers[Header.EXPECTED_LAST_SUBJECT_SEQUENCE] = str(last)
+        return await self._publish(key, value, headers)
+
+    async def _publish(self, key: str, value: bytes, headers: dict[str, str]) -> int | None:
+        """Return the revision of what was written; None if the headers require another one before it."""
         try:
             return (await self._context.publish(self._prefix + key, value, headers=headers)).seq
         except APIError as error:
@@ -139,8 +143,9 @@ class KeyValues:
             return None
         return await self._put(key, entry.value, last)
 
-    async def delete(self, key: str) -> None:
-        await self._context.publish(self._prefix + key, headers={_OPERATION: _DELETED})
+    async def delete(self, key: str, last: int) -> bool:
+        """Delete an entry if its revision is `last`; return whether it was."""
+        return await self._publish(key, b"", {_OPERATION: _DELETED, Header.EXPECTED_LAST_SUBJECT_SEQUENCE: str(last)}) is not None
 
     async def newest(self, pattern: str) -> int:
         """Return the revision of what was written or deleted last under a pattern of NATS subjects; 0: nothing is there."""

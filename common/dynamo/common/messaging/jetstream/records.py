@@ -333,17 +333,19 @@ class RecordStore:
         """End what is left of operations that were cancelled."""
         await self._late.close()
 
-    async def delete(self, key: str) -> None:
-        """Delete a record, if it is there."""
+    async def delete(self, key: str) -> bool:
+        """Delete a record, if it is there; return whether it was. Of several that delete it at once, one is told so."""
         with self._writing():
             async with asyncio.timeout(_LIMIT_S):
                 values = await self._values()
-                entry = await values.peek(key)
-                if entry is None or entry.is_deleted:
-                    return
-                await values.delete(key)
+                while (entry := await values.peek(key)) is not None and not entry.is_deleted:
+                    if await values.delete(key, entry.revision):
+                        break
+                else:
+                    return False
             if (name := _object_of(entry)) is not None:
                 await self._discard(name)
+            return True
 
     async def _put_object(self, name: str, value: bytes) -> None:
         """Write an object. If cancelled, it is written to its end and deleted: nats-py leaves the pieces that it wrote."""

@@ -96,8 +96,8 @@ class Files:
     async def delete(self, owner: str, id: str) -> None:
         """Raises RecordNotFound."""
         file = await self.read(owner, id)
-        await self._delete_records(owner, id)
-        self._quota.add(owner, -file.bytes)
+        if await self._delete_records(owner, id):  # else another request has, and counted that
+            self._quota.add(owner, -file.bytes)
 
     async def owned_by(self, owner: str) -> Sequence[FileObject]:
         """Return all files of a key, the newest first."""
@@ -124,6 +124,8 @@ class Files:
         else:
             self._left.pop((owner, id), None)
 
-    async def _delete_records(self, owner: str, id: str) -> None:
-        await self._records.delete(self._files.key(owner, id))
+    async def _delete_records(self, owner: str, id: str) -> bool:
+        """Delete a file; return whether it was there."""
+        was_there = await self._records.delete(self._files.key(owner, id))
         await self._records.delete(self._contents.key(owner, id))
+        return was_there

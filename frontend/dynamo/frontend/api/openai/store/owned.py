@@ -129,8 +129,9 @@ class SizeRecords:
     async def deleted(self, owner: str, id: str) -> None:
         """Forget what an object takes up."""
         records, quota, key = self._storage.records, self._storage.quota, self._key(owner, id)
-        if quota.limit(owner) is not None and (size := await records.get(key)) is not None:
-            await records.delete(key)
+        if quota.limit(owner) is None or (size := await records.get(key)) is None:
+            return
+        if await records.delete(key):  # else another request has, and counted that
             quota.add(owner, -int(size.value))
 
     async def _bytes_of(self, owner: str) -> int:

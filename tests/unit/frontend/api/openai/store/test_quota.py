@@ -9,6 +9,8 @@ import pytest
 from msgspec import Struct
 
 from dynamo.common.errors import PayloadTooLarge, Unavailable
+from dynamo.common.messaging.jetstream.records import Record
+from dynamo.common.process.work import Hold
 from dynamo.frontend.api.openai.batches.batch import Batches
 from dynamo.frontend.api.openai.batches.files import Files
 from dynamo.frontend.api.openai.store.event_log import EventLog
@@ -143,6 +145,10 @@ async def test_batches_count() -> None:
 class SlowRecords(FakeRecords):
     """Lets others run before each read and write."""
 
+    async def get(self, key: str, hold: Hold | None = None) -> Record | None:
+        await asyncio.sleep(0)
+        return await super().get(key, hold)
+
     async def put(self, key: str, value: bytes, **more: Any) -> int | None:
         await asyncio.sleep(0)
         return await super().put(key, value, **more)
@@ -169,6 +175,18 @@ async def test_what_is_created_at_the_same_time_counts_together(kind: str) -> No
     assert sum(file.bytes for file in await frontend.files.owned_by("team")) == (1200 if kind == "files" else 0)
     assert sum(int(record.value) for key, record in records.records.items() if ".size." in key) <= 2000
     assert sum(len(record.value) for key, record in records.records.items() if ".size." not in key) <= 2000
+
+
+@pytest.mark.parametrize("kind", ["files", "conversations", "responses"])
+async def test_what_is_deleted_by_several_at_the_same_time_makes_room_once(kind: str) -> None:
+    frontend = Frontend(SlowRecords(), SlowRecords(), [0.0])
+    id = await frontend.create(kind, 600)
+    await frontend.files.create("team", "f", "batch", b"x" * 600)
+    stored: Any = getattr(frontend, kind)
+    results = await asyncio.gather(*(stored.delete("team", id) for _ in range(5)), return_exceptions=True)
+    assert None in results
+    with pytest.raises(PayloadTooLarge, match="has stored 600 of its 2000"):
+        await frontend.files.create("team", "f", "batch", b"x" * 1900)
 
 
 async def test_an_upload_that_fails_takes_no_room() -> None:
