@@ -143,11 +143,12 @@ async def test_batches_count() -> None:
 
 
 class SlowRecords(FakeRecords):
-    """Lets others run before each read and write."""
+    """Lets others run after a record is read, and before each other operation."""
 
     async def get(self, key: str, hold: Hold | None = None) -> Record | None:
+        record = await super().get(key, hold)
         await asyncio.sleep(0)
-        return await super().get(key, hold)
+        return record
 
     async def put(self, key: str, value: bytes, **more: Any) -> int | None:
         await asyncio.sleep(0)
