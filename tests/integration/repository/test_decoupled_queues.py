@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from dynamo.common.errors import EngineError, Overloaded, Unavailable
+from dynamo.common.tensors.request import SEQUENCE_OWNER
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.request_queue import QueueTimeout
-from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult
+from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult, closing
 from dynamo.worker.repository.models.models import RepositoryModels
 from dynamo.worker.repository.scheduling.response_order import ResponseOrder
+from dynamo.worker.repository.scheduling.responses import MAX_UNREAD
+from dynamo.worker.repository.wire import wire
 from tests.support.repositories import X_TO_Y, infer, infer_all, opened, python_model, x
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 DECOUPLED = X_TO_Y + "model_transaction_policy { decoupled: true }\n"
 SLOW = """
@@ -49,6 +52,86 @@ class TritonPythonModel:
         y = pb_utils.Tensor("y", np.array([order], np.float32))
         sender.send(pb_utils.InferenceResponse([y]), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
+
+
+INLINE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            for number in range(int(request.inputs()[0].as_numpy().ravel()[0])):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[number]], np.float32))]))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+SEQUENCES = "sequence_batching { oldest { max_candidate_sequences: 4 } }"
+
+
+@pytest.mark.parametrize("batching", ["", "dynamic_batching { }", SEQUENCES])
+@pytest.mark.parametrize("count", [5000, 20_000])
+async def test_a_slow_reader_does_not_hold_up_others_of_a_model_that_sends_within_execute(
+    tmp_path: Path, batching: str, count: int
+) -> None:
+    python_model(tmp_path, "inline", INLINE, f"{DECOUPLED}\nmax_batch_size: 1\n{batching}")
+
+    def request(id: int, value: int) -> ModelRequest:
+        parameters = {"sequence_id": id, "sequence_start": True, "sequence_end": True}
+        return ModelRequest(
+            {"x": np.full((1, 1), value, np.float32)}, Context(f"{id}"), parameters=parameters if batching else {}
+        )
+
+    async with (
+        opened(tmp_path, "inline") as models,
+        asyncio.timeout(WAIT_S),
+        closing(models.run("inline", "", request(1, count))) as slow,
+    ):
+        await anext(slow)
+        for id in (2, 3):
+            async with closing(models.run("inline", "", request(id, 1))) as other:
+                assert len([response async for response in other]) == 1
+        if count <= MAX_UNREAD:
+            assert len([response async for response in slow]) == count - 1
+        else:
+            with pytest.raises(Overloaded, match="too slowly"):
+                assert len([response async for response in slow]) <= MAX_UNREAD + wire.RESPONSE_WINDOW
+
+
+THREADED = """
+import threading
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            count = int(request.inputs()[0].as_numpy().ravel()[0])
+            threading.Thread(target=self.respond, args=(request.get_response_sender(), count)).start()
+    def respond(self, sender, count):
+        for number in range(count):
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([[number]], np.float32))]))
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+@pytest.mark.parametrize("code", [INLINE, THREADED], ids=["inline", "threaded"])
+async def test_sequences_whose_responses_one_owner_does_not_read_keep_no_slot_from_another(tmp_path: Path, code: str) -> None:
+    python_model(tmp_path, "many", code, f"{DECOUPLED}\nmax_batch_size: 1\n{SEQUENCES}")
+
+    def run(owner: str, id: int, value: int) -> AsyncIterator[ModelResult]:
+        context = Context(f"{id}", headers={SEQUENCE_OWNER: owner})
+        parameters = {"sequence_id": id, "sequence_start": True}
+        return models.run("many", "", ModelRequest({"x": np.full((1, 1), value, np.float32)}, context, parameters=parameters))
+
+    async with opened(tmp_path, "many") as models, AsyncExitStack() as open_streams, asyncio.timeout(WAIT_S):
+        streams = [await open_streams.enter_async_context(closing(run("a", id, 2000))) for id in range(1, 5)]
+        for stream in streams:
+            await anext(stream)
+        async with closing(run("b", 9, 1)) as other:
+            assert len([response async for response in other]) == 1
+        for stream in streams:
+            assert len([response async for response in stream]) == 1999, "what one has still comes"
 
 
 async def test_ordered_responses_of_a_request_come_after_the_end_of_those_before_it() -> None:

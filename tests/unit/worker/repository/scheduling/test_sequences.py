@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from dynamo.common.errors import DynamoError
+from dynamo.common.errors import DynamoError, EngineError
 from dynamo.common.tensors.request import SEQUENCE_OWNER
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
@@ -23,12 +23,15 @@ IDLE_S = 60
 
 
 class Instance:
-    """An instance that responds at once, but for requests with a negative value, which it keeps until `go` is set."""
+    """An instance that responds after `takes_s`, but to requests with a negative value not before `go` is set."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
+        self.takes_s = 0.0
 
     async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
+        if self.takes_s:
+            await asyncio.sleep(self.takes_s)
         if any(float(request.inputs["x"][0, 0]) < 0 for request in requests):
             await self.go.wait()
         return [ModelResult({"y": request.inputs["x"]}) for request in requests]
@@ -108,6 +111,30 @@ async def test_a_sequence_that_has_a_request_is_not_given_up_before_it_is_served
     model.instance.go.set()
     await asyncio.gather(*held, other)
     assert sum(await model.knows("a", *range(1, SLOTS + 1))) == SLOTS - 1
+
+
+@in_virtual_time
+async def test_an_owner_that_always_has_requests_in_all_slots_gives_one_up_for_an_owner_that_has_waited_for_2_s() -> None:
+    model, loop = Model(), asyncio.get_running_loop()
+    model.instance.takes_s = 0.1
+    await model.begin("a", *range(1, SLOTS + 1))
+
+    async def keep(id: int) -> None:
+        while True:
+            await model.send("a", id)
+
+    busy = {id: [asyncio.create_task(keep(id)) for _ in range(3)] for id in range(1, SLOTS + 1)}
+    await settled()
+    begun = loop.time()
+    async with asyncio.timeout(60):
+        await model.begin("b", 11)
+    assert loop.time() - begun == pytest.approx(2, abs=0.5)
+    await asyncio.sleep(1)
+    assert {id for id, tasks in busy.items() if any(task.done() for task in tasks)} == {SLOTS}, "the last to begin"
+    for task in busy[SLOTS]:
+        assert isinstance(task.exception(), EngineError | UnknownSequence)
+    for task in (task for tasks in busy.values() for task in tasks):
+        task.cancel()
 
 
 @in_virtual_time

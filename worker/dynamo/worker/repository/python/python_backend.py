@@ -263,6 +263,9 @@ class PythonModel:
         """Run requests in one call of `execute`, once: what a process that dies knew of them is lost."""
         return await self._results(*self._pipeline.of_one_response(requests))
 
+    def watch_queue(self, waiting: Callable[[], int], *, has_slots: bool = False) -> None:
+        self._pipeline.queued, self._pipeline.has_slots = waiting, has_slots
+
     async def stream_all(self, requests: Sequence[DecoupledRequest], on_begun: Callable[[], None]) -> None:
         """Run requests of a decoupled model in one call of `execute`, and return when that has.
 

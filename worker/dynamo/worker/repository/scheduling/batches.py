@@ -27,6 +27,8 @@ class BatchedModel:
         self._config = config
         self._model = model
         self._streams = model if config.model_transaction_policy.decoupled and isinstance(model, StreamsBatches) else None
+        if self._streams is not None:
+            self._streams.watch_queue(lambda: self.waiting)
         rows, ragged, count = max(1, config.max_batch_size), ragged_inputs(config), len(list(instances_of(config)))
         batching = Batching.read(config.dynamic_batching)
         policy = BatchPolicy(max_batch_size=rows, batching=batching, ragged_inputs=ragged, concurrency=count, ahead=count)

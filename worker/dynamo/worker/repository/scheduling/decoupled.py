@@ -36,6 +36,11 @@ class DecoupledRequest:
     def __repr__(self) -> str:
         return f"<DecoupledRequest {self.request.id!r}, begun={self._begun is not None}, has_left={self._has_left}>"
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the model has done with it; perhaps not all responses are read."""
+        return self._begun is not None and self._begun[2].has_ended
+
     def begin(self, pipeline: Pipeline, execution: Execution, stream: ResponseStream) -> None:
         """Note where the responses of the request come, whose execution was submitted just now."""
         self._begun = pipeline, execution, stream
@@ -72,6 +77,13 @@ class StreamsBatches(Protocol):
 
     def stream(self, request: ModelRequest, begun: AsyncIterator[ModelResult] | None = None) -> AsyncIterator[ModelResult]:
         """Run a request by itself; or, if a batch has begun it, yield the responses of that. Raises DynamoError."""
+        ...
+
+    def watch_queue(self, waiting: Callable[[], int], *, has_slots: bool = False) -> None:
+        """Have `waiting` return how many requests wait, from now on: callers who read slowly do not hold these up.
+
+        `has_slots`: requests may wait for the last response of another one, and not for the end of its `execute` alone.
+        """
         ...
 
     async def stream_all(self, requests: Sequence[DecoupledRequest], on_begun: Callable[[], None]) -> None:

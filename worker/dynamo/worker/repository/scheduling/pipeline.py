@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from dynamo.common.errors import Unavailable
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository.declared.execution import ModelRequest
-from dynamo.worker.repository.scheduling.responses import Responses, ResponseStream, SingleResponse
+from dynamo.worker.repository.scheduling.responses import Responses, ResponseStream, SingleResponse, Unread
 
 if TYPE_CHECKING:
     from dynamo.worker.repository.python.stub_process import StubProcess
@@ -32,6 +32,7 @@ class Execution:
 
     __slots__ = (
         "_at_end",
+        "has_ended",
         "infer_ns",
         "is_retry",
         "is_streamed",
@@ -49,6 +50,8 @@ class Execution:
         self.is_streamed = False
         """Whether there may be several responses to each request."""
         self._at_end: tuple[Callable[[], None], ...] = ()
+        self.has_ended = False
+        """Whether no process runs it or will run it; responses may come later."""
         self.responses: list[Responses] = []
         self.process: StubProcess | None = None
         """None: it waits for one."""
@@ -63,14 +66,14 @@ class Execution:
         """Call back once, when no process runs it or will run it; that may be long after its callers have left."""
         self._at_end += (callback,)
 
-    def add_stream(self, context: Context) -> ResponseStream:
-        """Return where the responses to the next request go."""
+    def add_stream(self, context: Context, unread: Unread, is_awaited: Callable[[], bool]) -> ResponseStream:
+        """Return where the responses to the next request go. `is_awaited`: whether others wait for the end of this execution."""
 
         def grant(total: int) -> None:
             if self.process is not None:
                 self.process.grant(self.numbers[self.responses.index(stream)], total)
 
-        stream = ResponseStream(grant, context)
+        stream = ResponseStream(grant, context, unread, is_awaited)
         self.responses.append(stream)
         return stream
 
@@ -82,6 +85,7 @@ class Execution:
 
     def end(self) -> None:
         """Note that no process runs it or will run it."""
+        self.has_ended = True
         callbacks, self._at_end = self._at_end, ()
         for callback in callbacks:
             callback()
@@ -97,6 +101,11 @@ class Pipeline:
     def __init__(self, model: str) -> None:
         self._model = model
         self._loop = asyncio.get_running_loop()
+        self.queued: Callable[[], int] = lambda: self.waiting
+        """Returns how many requests wait for the model, here or before."""
+        self.has_slots = False
+        """Whether some of these may wait until the responses of another one have ended."""
+        self._unread = Unread()
         self._waiting: OrderedDict[Execution, None] = OrderedDict()
         self._processes: list[StubProcess] = []
         self._has_process = asyncio.Event()
@@ -141,7 +150,11 @@ class Pipeline:
         """Return an execution, to be submitted, of requests with any number of responses each."""
         execution = Execution(requests, is_retry=is_retry)
         execution.is_streamed = True
-        return execution, [execution.add_stream(request.context) for request in requests]
+
+        def is_awaited() -> bool:
+            return (self.has_slots or not execution.has_ended) and self.queued() > 0
+
+        return execution, [execution.add_stream(request.context, self._unread, is_awaited) for request in requests]
 
     def submit(self, execution: Execution, give_back: Callable[[], None]) -> None:
         """Run an execution as soon as a process has room. Raises NoProcess. `give_back` is called at its end, in any case."""
@@ -157,6 +170,8 @@ class Pipeline:
 
         One whose process waits for other models ends here: they may need what it holds until its end.
         """
+        for responses in execution.responses:
+            responses.close()
         if execution.process is not None:
             execution.process.forget(execution.numbers)
             if not execution.process.has_calls:
@@ -169,6 +184,7 @@ class Pipeline:
         """The caller of one request wants no more responses. Those of the others go on."""
         if len(execution.responses) == 1:
             return self.leave(execution)
+        stream.close()
         index = execution.responses.index(stream)
         if execution.process is not None:
             execution.process.forget(execution.numbers[index : index + 1])

@@ -16,6 +16,9 @@ from dynamo.worker.repository.wire.raw_tensors import RawTensors
 MAX_UNREAD = 8192
 """Responses of one request that wait for a slow caller. A model that sends more, beyond its window, fails its request."""
 MAX_UNREAD_BYTES = 256 * 2**20
+"""What one request may leave unread; and all those of a model, beyond which none gets a response that it has no window for."""
+_LOOK_EVERY_S = 0.25
+"""How often a stream whose window is used up looks whether others wait."""
 
 
 class ProcessDied(EngineError):
@@ -78,19 +81,36 @@ class SingleResponse:
         self.done.cancel()
 
 
+class Unread:
+    """What all callers of one model have not read yet."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+
+
 class ResponseStream:
     """The responses of a decoupled model.
 
     `grant` gives the model credit as the caller reads: it is called with the number of responses that may be sent in total.
+    The model may wait for that credit. While others wait for its end, which `is_awaited` says, it gets as much as is kept for a
+    slow caller, and the request fails beyond that.
     """
 
-    def __init__(self, grant: Callable[[int], None], context: Context) -> None:
+    def __init__(self, grant: Callable[[int], None], context: Context, unread: Unread, is_awaited: Callable[[], bool]) -> None:
         self.context = context
         self.on_reschedule: Callable[[], None] | None = None
         self._items: deque[ModelResult | DynamoError | None] = deque()
         """None marks the end."""
         self._unread_bytes = 0
+        self._unread = unread
         self._taken = 0
+        self._sent = 0
+        self._allowed = wire.RESPONSE_WINDOW
+        self._is_awaited = is_awaited
+        self._look: asyncio.TimerHandle | None = None
+        """Runs while the window is used up."""
+        self.has_ended = False
+        """Whether all responses are here, or an error, read or not."""
         self._grant = grant
         self._added = asyncio.Event()
         self._closed = False
@@ -100,13 +120,22 @@ class ResponseStream:
 
     @property
     def is_full(self) -> bool:
-        return len(self._items) >= MAX_UNREAD or self._unread_bytes > MAX_UNREAD_BYTES
+        count = len(self._items)
+        most_bytes = self._unread.size_bytes if count > wire.RESPONSE_WINDOW else self._unread_bytes
+        return count >= MAX_UNREAD or most_bytes > MAX_UNREAD_BYTES
 
     def add(self, item: ModelResult | DynamoError | None) -> None:
         if not self._closed:
             self._items.append(item)
             if isinstance(item, ModelResult):
-                self._unread_bytes += _size_of(item)
+                self._count(_size_of(item))
+                self._sent += 1
+                if self._sent >= self._allowed and self._look is None:
+                    self._check_window()
+            else:
+                self.has_ended = True
+                if self._look is not None:
+                    self._look.cancel()
             self._added.set()
         if isinstance(item, Rescheduled) and self.on_reschedule is not None:
             self.on_reschedule()
@@ -114,6 +143,26 @@ class ResponseStream:
     def close(self) -> None:
         self._closed = True
         self._items.clear()
+        self._count(-self._unread_bytes)
+        if self._look is not None:
+            self._look.cancel()
+
+    def _count(self, size_bytes: int) -> None:
+        self._unread_bytes += size_bytes
+        self._unread.size_bytes += size_bytes
+
+    def _check_window(self) -> None:
+        self._look = None
+        if self._sent < self._allowed:
+            return
+        if self._is_awaited():
+            self._allow(self._taken + MAX_UNREAD + 1)  # the last of them fails the request
+        self._look = asyncio.get_running_loop().call_later(_LOOK_EVERY_S, self._check_window)
+
+    def _allow(self, total: int) -> None:
+        if total > self._allowed:
+            self._allowed = total
+            self._grant(total)
 
     async def read(self) -> AsyncGenerator[ModelResult, None]:
         """Yield the responses. Raises the error that ended the request."""
@@ -126,10 +175,10 @@ class ResponseStream:
                 return
             if isinstance(item, DynamoError):
                 raise item
-            self._unread_bytes -= _size_of(item)
+            self._count(-_size_of(item))
             self._taken += 1
             if self._taken % (wire.RESPONSE_WINDOW // 2) == 0:
-                self._grant(self._taken + wire.RESPONSE_WINDOW)
+                self._allow(self._taken + wire.RESPONSE_WINDOW)
             yield item
 
 

@@ -15,7 +15,8 @@ request again, in batches with those of other sequences, for as long as it relea
 
 Owners, which are API keys, share the slots: a free one is for a sequence of the owner that has the fewest. If none is free, an
 owner that has two more than the one that waits gives up its sequence that has been without a request for longest. An owner that
-is alone may have all slots, and no sequence is given up that has a request.
+is alone may have all slots. No sequence is given up that has a request, unless the other has waited for `_PATIENCE_S`: then it is
+the last to begin of those whose request does not run yet, or has all its responses, which its caller does not read.
 
 A sequence ends with the process of its instance. Requests of a sequence that is not known here are refused in a way that makes
 frontends try other workers.
@@ -57,6 +58,8 @@ log = logging.getLogger(__name__)
 SequenceId: TypeAlias = int | str
 _Key: TypeAlias = tuple[bool, str, SequenceId]
 """Whether it is implicit, owner and id: equal ids of different owners are different sequences, never on one instance at once."""
+_PATIENCE_S = 2.0
+"""An owner that has a request for each of its sequences at all times keeps others from a slot for so long, and one batch."""
 _MOST_UNREAD_TURNS = 64
 """A rescheduled request waits for its caller to read the responses of so many calls of the model."""
 
@@ -68,7 +71,7 @@ class UnknownSequence(InvalidRequest):
 
 
 class _Sequence:
-    __slots__ = ("expiry", "has_end", "id", "is_implicit", "is_running", "jobs", "lane", "owner", "state")
+    __slots__ = ("begun", "expiry", "has_end", "id", "is_implicit", "is_running", "jobs", "lane", "owner", "state", "turn")
 
     def __init__(self, id: SequenceId, owner: str, *, is_implicit: bool) -> None:
         self.id = id
@@ -82,6 +85,8 @@ class _Sequence:
         """None: it waits for a slot, or has ended."""
         self.state: dict[str, Array] = {}
         self.is_running = False
+        self.begun = asyncio.get_running_loop().time()
+        self.turn: DecoupledRequest | None = None
         self.has_end = False
         """The last request of the sequence has come."""
         self.expiry: asyncio.TimerHandle | None = None
@@ -89,6 +94,11 @@ class _Sequence:
     @property
     def key(self) -> _Key:
         return self.is_implicit, self.owner, self.id
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the model does not run a request of it."""
+        return not self.is_running or (self.turn is not None and self.turn.has_ended)
 
     @property
     def idle_until(self) -> float:
@@ -144,6 +154,9 @@ class SequenceModel:
         )
         self._ids = itertools.count(1)
         """Ids for iterative sequences whose requests bring none."""
+        for instance in instances:
+            if isinstance(instance, StreamsBatches):
+                instance.watch_queue(lambda: self.waiting, has_slots=True)
         self._controls = ControlInputs(config)
         self._states = States(config, folder)
         self._lanes = [_Lane(instance, self._settings) for instance in instances]
@@ -153,6 +166,7 @@ class SequenceModel:
         self._held: Counter[str] = Counter()
         """How many slots the sequences of each owner have."""
         self._running = Tasks()
+        self._look: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"<SequenceModel {self._name}, sequences={len(self._sequences)}, waiting={sum(map(len, self._backlog.values()))}>"
@@ -311,6 +325,8 @@ class SequenceModel:
             sequence.lane = lane
             lane.slots[lane.slots.index(None)] = sequence
             self._held[sequence.owner] += 1
+        if self._backlog and (self._look is None or self._look.when() <= asyncio.get_running_loop().time()):
+            self._look = asyncio.get_running_loop().call_later(_PATIENCE_S, self._advance)
 
     def _next_placement(self) -> tuple[_Sequence, _Lane] | None:
         """Return the sequence that gets the next slot, and the instance where that is free; None: none of them can have one."""
@@ -323,7 +339,7 @@ class SequenceModel:
                 continue
             given_up = self._to_give_up_for(owner)
             if given_up is None or given_up.lane is None:
-                return None  # nor is there one for owners that have more
+                continue
             for sequence in self._backlog[owner]:
                 lane = given_up.lane
                 if not lane.has_namesake(sequence.id, owner):
@@ -337,7 +353,10 @@ class SequenceModel:
         if max(self._held.values(), default=0) < enough:
             return None
         slots = [sequence for lane in self._lanes for sequence in lane.slots if sequence is not None]
-        idle = [sequence for sequence in slots if self._held[sequence.owner] >= enough and sequence.idle_until < inf]
+        slots = [sequence for sequence in slots if self._held[sequence.owner] >= enough and sequence.may_end]
+        idle = [sequence for sequence in slots if sequence.idle_until < inf]
+        if not idle and asyncio.get_running_loop().time() - self._backlog[owner][0].begun >= _PATIENCE_S:
+            return max(slots, key=lambda sequence: (self._held[sequence.owner], sequence.begun), default=None)
         return min(idle, key=lambda sequence: (-self._held[sequence.owner], sequence.idle_until), default=None)
 
     def _leave_backlog(self, sequence: _Sequence) -> None:
@@ -349,7 +368,7 @@ class SequenceModel:
     def _lane_for(self, sequence: _Sequence) -> _Lane | None:
         """Return the instance with the most free slots that may have it."""
         lanes = [lane for lane in self._lanes if lane.free and not lane.has_namesake(sequence.id, sequence.owner)]
-        return max(lanes, key=_free, default=None)
+        return max(lanes, key=lambda lane: lane.free, default=None)
 
     def _choose(self, lane: _Lane) -> list[_Row]:
         """Return the rows of the next batch of an instance. Marks its sequences as running."""
@@ -370,7 +389,7 @@ class SequenceModel:
                 return []
         rows: list[_Row] = [None] * (1 + max(row for row, _ in ready))
         for row, sequence in ready:
-            sequence.is_running = True
+            sequence.is_running, sequence.turn = True, None
             rows[row] = (sequence, sequence.jobs.popleft())
         return rows
 
@@ -446,7 +465,7 @@ class SequenceModel:
                 turn.leave()
                 self._finished(sequence, job)
                 continue
-            job.is_running = True
+            job.is_running, sequence.turn = True, turn
             job.turns.append(turn)
             job.give(turn)
 
@@ -529,7 +548,3 @@ def _stop_timer(lane: _Lane) -> None:
 def _count_execution(rows: Sequence[_Row]) -> None:
     jobs = [row[1] for row in rows if row is not None]
     count_execution([(job.request.context.timings, not job.has_left) for job in jobs], len(rows))
-
-
-def _free(lane: _Lane) -> int:
-    return lane.free
