@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from math import inf
 from typing import Protocol
 
 from dynamo.common.errors import DynamoError, EngineError
@@ -17,6 +18,8 @@ MAX_UNREAD = 8192
 """Responses of one request that wait for a slow caller. A model that sends more, beyond its window, fails its request."""
 MAX_UNREAD_BYTES = 256 * 2**20
 """What one request may leave unread; and all those of a model, beyond which none gets a response that it has no window for."""
+MAX_MODEL_BYTES = 2**30
+"""What all requests of a model may leave unread; beyond that none gets a response that has more than its share."""
 _LOOK_EVERY_S = 0.25
 """How often a stream whose window is used up looks whether others wait."""
 
@@ -86,6 +89,13 @@ class Unread:
 
     def __init__(self) -> None:
         self.size_bytes = 0
+        self.streams = 0
+        """How many of them have anything to read."""
+
+    @property
+    def share_bytes(self) -> float:
+        """What one of them may have: any size unless all of them have too much together."""
+        return inf if self.size_bytes <= MAX_MODEL_BYTES else MAX_MODEL_BYTES / self.streams
 
 
 class ResponseStream:
@@ -122,7 +132,7 @@ class ResponseStream:
     def is_full(self) -> bool:
         count = len(self._items)
         most_bytes = self._unread.size_bytes if count > wire.RESPONSE_WINDOW else self._unread_bytes
-        return count >= MAX_UNREAD or most_bytes > MAX_UNREAD_BYTES
+        return count >= MAX_UNREAD or most_bytes > MAX_UNREAD_BYTES or self._unread_bytes > self._unread.share_bytes
 
     def add(self, item: ModelResult | DynamoError | None) -> None:
         if not self._closed:
@@ -148,7 +158,9 @@ class ResponseStream:
             self._look.cancel()
 
     def _count(self, size_bytes: int) -> None:
+        had_any = self._unread_bytes > 0
         self._unread_bytes += size_bytes
+        self._unread.streams += (self._unread_bytes > 0) - had_any
         self._unread.size_bytes += size_bytes
 
     def _check_window(self) -> None:
