@@ -8,6 +8,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.generation import TokenId
 from dynamo.common.names import check_name
 
 TAKES_TEXT = "text"
@@ -15,7 +16,6 @@ TAKES_TEXT = "text"
 
 # What readers accept, so that no instance can make others compute with blocks of less than nothing, or sizes that no array has.
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
-_TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 _Datatype: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(BOOL|BYTES|BF16|FP(16|32|64)|U?INT(8|16|32|64))\Z")]
 _Dimension: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
 
@@ -72,7 +72,7 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Object-store key of the Jinja chat template; empty if the model has none."""
     bos_token: str = ""
     eos_token: str = ""
-    eos_token_ids: tuple[_TokenId, ...] = ()
+    eos_token_ids: tuple[TokenId, ...] = ()
     add_bos: bool = False
     block_size: _Count = 0
     """Tokens in a KV block; 0 if the engine publishes no KV events."""
@@ -89,7 +89,7 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Whether the instance loads and unloads LoRA adapters while it serves."""
     modalities: tuple[str, ...] = ()
     """Content parts besides text that the engine takes: `image`, `audio`."""
-    image_token: _TokenId | None = None
+    image_token: TokenId | None = None
     """The token that stands for an image in a prompt; None: no single one."""
     takes_cache_salt: bool = False
     """Whether requests with different salts (`GenerateRequest.cache_salt`) share no cached prompts there."""

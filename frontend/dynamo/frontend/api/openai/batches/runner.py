@@ -65,7 +65,7 @@ from dynamo.frontend.serving.queue.fair_slots import FairSlots
 log = logging.getLogger(__name__)
 
 MAX_BATCHES, MAX_SLOW = 4, 12
-"""Batches that one process carries out at a time, and besides, those of which no line ends."""
+"""Batches that one process carries out at a time, and how many slow ones, of which no line ends, it does not count."""
 SHARED_BATCHES = 2
 """A key has so many here. While so many are carried out, one that has a batch begins no other: the rest are for other keys."""
 LINES_AT_ONCE = 64
