@@ -341,6 +341,44 @@ async def test_requests_that_come_together_are_one_execute(tmp_path: Path) -> No
     assert responses == [{"y": [[4.0], [4.0]]}] * 4
 
 
+RAISES = """
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            rows = request.inputs()[0].as_numpy()
+            if rows.min() < 0:
+                raise ValueError("below 0")
+            responses.append(pb_utils.InferenceResponse([tensor(2 * rows)]))
+        return responses
+"""
+SENDS_OR_RAISES = """
+    def execute(self, requests):
+        for request in requests:
+            if request.inputs()[0].as_numpy().min() < 0:
+                raise ValueError("below 0")
+        for request in requests:
+            sender, rows = request.get_response_sender(), request.inputs()[0].as_numpy()
+            sender.send(pb_utils.InferenceResponse([tensor(2 * rows)]), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "transactions"),
+    [
+        pytest.param(RAISES, "", id="one-response"),
+        pytest.param(SENDS_OR_RAISES, "model_transaction_policy { decoupled: true }", id="decoupled"),
+    ],
+)
+async def test_an_exception_of_execute_fails_the_request_at_fault_alone(tmp_path: Path, code: str, transactions: str) -> None:
+    batching = "max_batch_size: 8\ndynamic_batching { max_queue_delay_microseconds: 5000000 preferred_batch_size: [ 3 ] }\n"
+    python_model(tmp_path, "raises", HEAD + code, X_TO_Y + batching + transactions)
+    async with opened(tmp_path, "raises") as models:
+        rows = [{"x": np.array([[value]], np.float32)} for value in (1, -1, 3)]
+        results = await asyncio.gather(*(infer(models, "raises", row) for row in rows), return_exceptions=True)
+    assert (results[0], results[2]) == ({"y": [[2.0]]}, {"y": [[6.0]]})
+    assert isinstance(results[1], EngineError) and "below 0" in str(results[1])
+
+
 async def test_a_decoupled_model_sends_any_number_of_responses_from_any_thread(tmp_path: Path) -> None:
     code = (
         HEAD

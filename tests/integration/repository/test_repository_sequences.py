@@ -395,6 +395,26 @@ def summing(folder: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), folder / "1" / "model.onnx")
 
 
+async def test_a_request_that_an_onnx_model_cannot_run_fails_no_other_sequence_of_its_batch(tmp_path: Path) -> None:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.INT64, ["n", 1]) for name in "xy")
+    table = helper.make_tensor("table", TensorProto.INT64, [3], [10, 20, 30])
+    graph = helper.make_graph([helper.make_node("Gather", ["table", "x"], ["y"])], "look", [x], [y], [table])
+    folder = tmp_path / "look"
+    (folder / "1").mkdir(parents=True)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), folder / "1" / "model.onnx")
+    oldest = "oldest { max_candidate_sequences: 4 preferred_batch_size: [ 2 ] max_queue_delay_microseconds: 5000000 }"
+    (folder / "config.pbtxt").write_text(f'backend: "onnxruntime" max_batch_size: 4 sequence_batching {{ {oldest} }}')
+    async with opened(tmp_path, "look") as models, asyncio.timeout(WAIT_S):
+        starts = [{"sequence_id": id, "sequence_start": True} for id in (1, 2)]
+        first, second = await asyncio.gather(
+            infer(models, "look", {"x": np.array([[1]])}, parameters=starts[0]),
+            infer(models, "look", {"x": np.array([[99]])}, parameters=starts[1]),
+            return_exceptions=True,
+        )
+    assert first == {"y": [[20]]}
+    assert isinstance(second, InvalidRequest) and "indices element out of data bounds" in str(second)
+
+
 STATE = 'input_name: "before" output_name: "after" data_type: TYPE_FP32 dims: [ 1 ]'
 
 

@@ -17,9 +17,8 @@ queue no longer give way.
 Two things differ from Triton: requests of another shape are passed over rather than end the batch, and a request with a deadline
 waits for company no longer than half of what the deadline leaves it.
 
-A cancelled request leaves at once; one whose deadline passed is refused when its turn comes. When an execution fails, every
-request in it fails, as with Triton, except for InvalidRequest: then each request runs again alone, so that only the one at fault
-fails.
+A cancelled request leaves at once; one whose deadline passed is refused when its turn comes. When an execution fails, each
+request in it runs again alone, so that only those at fault fail: with Triton all would, and one caller could fail the others'.
 """
 
 from __future__ import annotations
@@ -416,15 +415,12 @@ class Batcher:
             parts = outputs if isinstance(outputs, list) else _split(outputs, jobs, batch.rows)
             if len(parts) != len(jobs):
                 raise EngineError(f"the model gave {len(parts)} responses to {len(jobs)} requests")
-        except InvalidRequest as error:
-            if len(jobs) > 1:
+        except Exception as error:
+            if len(jobs) > 1 and not batch.is_handed_over:
                 for job in jobs:
                     if not job.response.done():
                         await self._run([job])
                 return
-            self._account(jobs, batch, 0)
-            _fail(jobs, error)
-        except Exception as error:
             self._account(jobs, batch, 0)
             _fail(jobs, error)
         except asyncio.CancelledError:

@@ -14,7 +14,9 @@ from dynamo.common.errors import (
     UnknownError,
     Unsupported,
 )
+from dynamo.worker.repository.scheduling.responses import ExecuteRaised
 from dynamo.worker.repository.stub.pb_utils import TritonError
+from dynamo.worker.repository.wire import wire
 
 _TO_CODE = {
     Code.INVALID_REQUEST: TritonError.INVALID_ARG,
@@ -48,6 +50,8 @@ def to_error(text: str, code: int) -> DynamoError:
             return Unsupported(text)
         case TritonError.CANCELLED:
             return Cancelled(text)
+        case wire.RAISED:
+            return ExecuteRaised(text)
         case _:
             return EngineError(text)
 

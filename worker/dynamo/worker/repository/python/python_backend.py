@@ -32,7 +32,7 @@ from dynamo.worker.repository.python.stub_process import CallHandlers, StubProce
 from dynamo.worker.repository.scheduling.decoupled import DecoupledRequest, count_time
 from dynamo.worker.repository.scheduling.pipeline import Execution, NoProcess, Pipeline
 from dynamo.worker.repository.scheduling.rate_limiter import ExecutionLimits, RateLimiter, limits_of
-from dynamo.worker.repository.scheduling.responses import ProcessDied, SingleResponse
+from dynamo.worker.repository.scheduling.responses import ExecuteRaised, ProcessDied, SingleResponse
 from dynamo.worker.repository.stub.pb_utils import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
@@ -286,10 +286,11 @@ class PythonModel:
         execution, responses = self._pipeline.of_one_response(batch.requests)
         try:
             results = await self._results(execution, responses, lambda: not batch.is_abandoned)
-            died = [(index, result) for index, result in enumerate(results) if isinstance(result, ProcessDied)]
-            # Each again by itself, so that the request that ends a process fails alone.
-            again = await asyncio.gather(*(self._respond_again(batch.requests[index], error) for index, error in died))
-            for (index, _), result in zip(died, again, strict=True):
+            again_for = ProcessDied if len(results) == 1 else (ProcessDied, ExecuteRaised)
+            failed = [(index, result) for index, result in enumerate(results) if isinstance(result, again_for)]
+            # Each again by itself, so that the request that ends a process, or makes `execute` raise, fails alone.
+            again = await asyncio.gather(*(self._respond_again(batch.requests[index], error) for index, error in failed))
+            for (index, _), result in zip(failed, again, strict=True):
                 results[index] = result
             return results
         finally:
@@ -311,10 +312,10 @@ class PythonModel:
         finally:
             self._pipeline.leave(execution)
 
-    async def _respond_again(self, request: ModelRequest, died: ProcessDied) -> ModelResult | DynamoError:
+    async def _respond_again(self, request: ModelRequest, failed: EngineError) -> ModelResult | DynamoError:
         give_up_at = self._give_up_at(request.context)
         while True:
-            await self._process_again(request.context, died, give_up_at)
+            await self._process_again(request.context, failed, give_up_at)
             with suppress(NoProcess):
                 [result] = await self._results(*self._pipeline.of_one_response([request], is_retry=True))
                 if not isinstance(result, NoProcess):
@@ -323,7 +324,8 @@ class PythonModel:
     async def stream(self, request: ModelRequest, begun: AsyncIterator[ModelResult] | None = None) -> AsyncIterator[ModelResult]:
         """Run one request of a decoupled model, or yield the responses of one that a batch has `begun`.
 
-        Once more, by itself and without queueing again, if its process dies before it has sent a response.
+        Once more, by itself and without queueing again, if its process dies, or the `execute` of its batch raises, before it has
+        sent a response.
         """
         if begun is None and request.context.callers:
             check_waiting(request.context, self._version.name, self.processes)
@@ -334,13 +336,13 @@ class PythonModel:
                     has_responded = True
                     yield response
             return
-        except ProcessDied as error:
-            if has_responded:
+        except (ProcessDied, ExecuteRaised) as error:
+            if has_responded or (begun is None and isinstance(error, ExecuteRaised)):
                 raise
-            died = error
+            failed = error
         give_up_at = self._give_up_at(request.context)
         while True:
-            await self._process_again(request.context, died, give_up_at)
+            await self._process_again(request.context, failed, give_up_at)
             with suppress(NoProcess):
                 async with closing(self._stream(request, is_retry=True)) as responses:
                     async for response in responses:
@@ -363,14 +365,14 @@ class PythonModel:
         give_up_at = asyncio.get_running_loop().time() + _RESTART_WAIT_S
         return give_up_at if context.deadline is None else min(give_up_at, context.deadline)
 
-    async def _process_again(self, context: Context, died: ProcessDied, give_up_at: float) -> None:
-        """Wait for a process for the one retry of a request. Raises `died` if that takes too long."""
-        log.warning("%s; its request %s is retried once", died, context.request_id)
+    async def _process_again(self, context: Context, failed: EngineError, give_up_at: float) -> None:
+        """Wait for a process for the one retry of a request. Raises `failed` if that takes too long."""
+        log.warning("%s; its request %s is retried once", failed, context.request_id)
         try:
             async with asyncio.timeout_at(give_up_at):
                 await self._pipeline.has_process()
         except TimeoutError:
-            raise died from None
+            raise failed from None
 
 
 # Calls and queries of models

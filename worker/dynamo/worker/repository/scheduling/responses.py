@@ -28,6 +28,10 @@ class ProcessDied(EngineError):
     """The process ended while it had the request."""
 
 
+class ExecuteRaised(EngineError):
+    """The model's `execute` raised an exception, which fails all requests that it had."""
+
+
 class Rescheduled(EngineError):
     """The model of an iterative sequence wants the request once more; it has had the responses before this."""
 

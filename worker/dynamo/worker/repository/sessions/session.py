@@ -143,11 +143,15 @@ class SessionModel:
             request.context.timings.infer_ns += time.perf_counter_ns() - begun
 
     async def respond_all(self, requests: Sequence[ModelRequest]) -> list[ModelResult | DynamoError]:
-        """Run requests of one row each as one batch, or one by one if they cannot be joined."""
+        """Run requests of one row each as one batch, or one by one if they cannot be joined, or if that fails."""
         inputs = [request.inputs for request in requests]
-        if len({self._form(each) for each in inputs}) > 1:
-            return [await self._result(each) for each in inputs]
-        return [ModelResult(outputs) for outputs in await self._in_pool(partial(self._run_rows, inputs))]
+        if len({self._form(each) for each in inputs}) == 1:
+            try:
+                return [ModelResult(outputs) for outputs in await self._in_pool(partial(self._run_rows, inputs))]
+            except DynamoError:
+                if len(inputs) == 1:
+                    raise
+        return [await self._result(each) for each in inputs]
 
     async def _result(self, inputs: Arrays) -> ModelResult | DynamoError:
         try:

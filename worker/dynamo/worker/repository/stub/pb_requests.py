@@ -389,7 +389,7 @@ class InferenceResponseSender:
             if not self._closed:
                 self._closed = True
                 self._channel.over(self.number)
-                self._channel.send(wire.Response(number=self.number, error=message, code=TritonError.INTERNAL))
+                self._channel.send(wire.Response(number=self.number, error=message, code=wire.RAISED))
 
     def is_cancelled(self) -> bool:
         return self._channel.is_cancelled(self.number)

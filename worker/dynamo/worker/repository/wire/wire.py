@@ -196,6 +196,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
+RAISED = -1
+"""As the code of an error, beside Triton's: `execute` raised, so that all its requests fail with what one may have caused."""
+
+
 class Response(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
     """From the model: a response to a request. To the model: a response to its call of another model."""
 
