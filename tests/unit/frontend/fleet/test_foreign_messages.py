@@ -108,13 +108,42 @@ async def test_thresholds_of_invented_models_are_bounded() -> None:
     bus, table = FakeBus(), ThresholdTable()
     nats = FakeConnection(bus)
     async with open_shared_state(nats, "ns", "us", table):
-        for number in range(10):
-            events = [["thresholds", f"m{number}-{count}", number * 1000 + count + 1, 0.5, None] for count in range(1000)]
+        for number in range(20):
+            events = [["thresholds", f"m{number}-{count}", number * 500 + count + 1, 0.5, None] for count in range(500)]
             nats.publish_nowait("dynamo.ns.frontends", _encode(["them", events]))
         nats.publish_nowait("dynamo.ns.frontends", _encode(["them", [["thresholds", "m" * 1000, 5, 0.5, None]]]))
         await turns()
         assert len(table.changes()) == 4096
-        assert table.of("m9-999") == Thresholds(active_decode_blocks=0.5)
+        assert table.of("m19-499") == Thresholds(active_decode_blocks=0.5)
+
+
+@in_virtual_time
+async def test_a_flood_of_requests_for_all_thresholds_is_answered_once_a_second() -> None:
+    bus, table, published = FakeBus(), ThresholdTable(), []
+    nats, other = FakeConnection(bus), FakeConnection(bus)
+    async with open_shared_state(nats, "ns", "us", table) as state:
+        state.set_thresholds("talker", Thresholds(active_prefill_tokens=1))
+        await turns()
+        await other.subscribe("dynamo.ns.frontends", lambda subject, reply, payload, missing: published.append(bytes(payload)))
+        flood = _encode(("them", [("asking",)] * 500))
+        for _ in range(20):
+            other.publish_nowait("dynamo.ns.frontends", flood)
+        await asyncio.sleep(1.5)
+        ours = [message for message in published if message != flood]
+        assert [len(msgspec.msgpack.decode(message)[1]) for message in ours] == [1]
+        other.publish_nowait("dynamo.ns.frontends", _encode(("them", [("asking",)])))
+        await asyncio.sleep(1.5)
+        assert len(published) == 20 + 1 + 1 + 1, "a later request is answered"
+
+
+async def test_a_message_with_more_changes_than_frontends_put_into_one_is_dropped() -> None:
+    bus, table = FakeBus(), ThresholdTable()
+    nats = FakeConnection(bus)
+    async with open_shared_state(nats, "ns", "us", table):
+        for count, model in ((501, "many"), (500, "few")):
+            nats.publish_nowait("dynamo.ns.frontends", _encode(("them", [("thresholds", model, 1, None, 1)] * count)))
+        await turns()
+        assert list(table.changes()) == ["few"]
 
 
 @pytest.mark.parametrize("what", ["kv", "load", "bookings", "frontends"])

@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.names import InstanceId, frontends_subject
-from dynamo.frontend.fleet.peers.exchange import Topic
+from dynamo.frontend.fleet.peers.exchange import Paced, Topic
 from dynamo.frontend.router.loads.thresholds import Thresholds, ThresholdTable
 from dynamo.frontend.router.policies.affinity import SessionKey
 
@@ -41,14 +41,14 @@ class _SessionPlaced(msgspec.Struct, frozen=True, array_like=True, tag="session"
 
 
 _Event: TypeAlias = _StateRequest | _Changed | _SessionPlaced
+_EVENTS_PER_MESSAGE = 500
+_RESPOND_EVERY_S = 1.0
+"""Requests for all thresholds are answered together: many come at once where NATS returns, or from a program that floods."""
 
 
 class _StateMessage(msgspec.Struct, frozen=True, array_like=True):
     origin: str
-    events: list[_Event]
-
-
-_EVENTS_PER_MESSAGE = 500
+    events: Annotated[list[_Event], msgspec.Meta(max_length=_EVENTS_PER_MESSAGE)]
 
 
 class SharedState:
@@ -59,6 +59,7 @@ class SharedState:
         self._thresholds = thresholds
         self._loop = asyncio.get_running_loop()
         self._waiting: list[_Event] = []
+        self._responses = Paced(_RESPOND_EVERY_S, self._publish_all)
         self._on_placed: list[Callable[[SessionKey, InstanceId], None]] = []
 
     def on_placed(self, callback: Callable[[SessionKey, InstanceId], None]) -> None:
@@ -81,6 +82,10 @@ class SharedState:
         self._enqueue(_StateRequest())
         self._publish_all()
 
+    def close(self) -> None:
+        """Respond no more."""
+        self._responses.cancel()
+
     def apply(self, message: _StateMessage) -> None:
         for event in message.events:
             self._apply(event)
@@ -95,7 +100,7 @@ class SharedState:
                 for callback in self._on_placed:
                     callback(key, InstanceId(instance))
             case _StateRequest():
-                self._publish_all()
+                self._responses.due()
 
     def _publish_all(self) -> None:
         for model, (at_ms, thresholds) in self._thresholds.changes().items():
@@ -126,4 +131,7 @@ async def open_shared_state(
     async with topic.received(state.apply):
         connection.on_reconnect(state.synchronize)
         state.synchronize()
-        yield state
+        try:
+            yield state
+        finally:
+            state.close()
