@@ -20,6 +20,7 @@ from nats.aio.transport import Transport
 from nats.errors import Error as NatsError
 
 from dynamo.common.messaging.buffers import Buffer
+from dynamo.common.messaging.unreadable import Unreadable
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
         self._fast = fast
         self._per_turn = sys.maxsize if messages_per_turn is None else messages_per_turn
         self._loop = asyncio.get_running_loop()
+        self._forged = Unreadable("a message")
         self._demands_tls = demands_tls
         self._has_certificate = has_certificate
         self._transport: asyncio.Transport | None = None
@@ -361,11 +363,13 @@ class SocketTransport(Transport, asyncio.BufferedProtocol):
             self._queued.append(payload.tobytes() + b"\r\n")
             self._wake()
             return
-        no_responders = False
-        if parts[0] == b"HMSG":
-            headers = int(parts[-2])
-            no_responders = payload[: len(_NO_RESPONDERS)] == _NO_RESPONDERS
-            payload = payload[headers:]
+        no_responders = parts[0] == b"HMSG"
+        if no_responders:
+            # No process of ours sends headers to another: apart from nats-server's own report they are those of what JetStream
+            # stores, which a login that may read it can have sent to any subject, past its permissions.
+            headers, payload = payload[: int(parts[-2])].tobytes(), payload[int(parts[-2]) :]
+            if payload or not headers.startswith(_NO_RESPONDERS) or b"Nats-Stream" in headers:
+                return self._forged.drop(parts[1].decode(errors="replace"), "it has headers, as what JetStream sends")
             reply = parts[3].decode() if len(parts) == 6 else ""
         else:
             reply = parts[3].decode() if len(parts) == 5 else ""
