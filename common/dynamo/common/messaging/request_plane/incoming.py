@@ -49,6 +49,7 @@ class Incoming:
         "_last_head",
         "_last_seq",
         "_least_lent_bytes",
+        "_lent_seq",
         "_loans",
         "_missing",
         "_neighbour",
@@ -111,6 +112,8 @@ class Incoming:
         """Size of the smallest body that is sent by reference."""
         self._loans: list[int] = []
         """Generations of the regions that hold responses of a stream."""
+        self._lent_seq = 0
+        """The number of the DATA frame that ends the last of these: as the first response of a MANY frame it would end nothing."""
         self._stalled = False
         self._granted = 0
         self._allowed_body = frame.flight
@@ -160,7 +163,7 @@ class Incoming:
             if self._last_batch == outbox.batch and self._gather(seq, body):
                 return True
             frame = [frames.encode(frames.Data(self.id, seq, body))]  # type: ignore[arg-type]
-            if seq and self._reads_many:
+            if seq and self._reads_many and seq != self._lent_seq:
                 self._last, self._last_seq, self._last_body, self._last_bytes = frame, seq, body, size
                 self._last_batch = outbox.batch
         else:
@@ -235,6 +238,7 @@ class Incoming:
         self._peer.outbox.lead(frames.encode(frames.Lent(self.id, 0, lent.unit, size, lent.generation)))
         self._loans.append(lent.generation)
         self._seq += 1
+        self._lent_seq = self._seq
         self._window -= FRAME_COST
 
     def _may_lend(self) -> bool:

@@ -43,10 +43,10 @@ class Plane:
     die: Callable[[], Awaitable[None]]
     """Close the worker's arena, as the kernel does when its process ends."""
 
-    def open(self, verb: str, body: bytes, deadline_s: float | None = None) -> RequestStream:
+    def open(self, verb: str, body: bytes, deadline_s: float | None = None, **headers: str) -> RequestStream:
         deadline = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         subject = ENDPOINT.rpc_subject(INSTANCE)
-        return self.client.open(INSTANCE, subject, verb, body, deadline=deadline, arena=self.theirs.token)
+        return self.client.open(INSTANCE, subject, verb, body, headers=headers, deadline=deadline, arena=self.theirs.token)
 
     def lose(self, kind: type) -> None:
         """Lose the next message that holds a frame of this kind."""
@@ -434,3 +434,22 @@ async def test_a_large_body_that_finds_no_room_or_cannot_be_read_travels_in_mess
         p.theirs.take = lambda owner, reference: None  # type: ignore[method-assign]
         assert bytes(await p.open("measure", content(COPIED_IN_STEPS)).result()) == b"%d" % COPIED_IN_STEPS
         assert p.ours.bytes["lent"] == COPIED_IN_STEPS, "it is not copied again"
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+@in_virtual_time
+async def test_small_responses_around_one_in_shared_memory_share_a_message_with_it(*, in_steps: bool) -> None:
+    bodies = [b"a", b"b", content(LARGE), b"c", b"d", content(LARGE), content(LARGE), b"", b"e", b"f"]
+
+    async def send(request: Incoming) -> None:
+        for body in bodies:
+            lent = await request.lend_in_steps(body) if in_steps and len(body) == LARGE else body
+            if not request.send_nowait(lent):
+                await request.ready()
+
+    async with plane({"send": send}) as p:
+        stream = p.open("send", b"", **{frames.READS_MANY: ""})
+        received: list[bytes] = []
+        while read := await stream.read():
+            received += map(bytes, read)
+        assert received == bodies
