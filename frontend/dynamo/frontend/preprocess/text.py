@@ -77,3 +77,17 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The stop string or stop token id that ended the choice; None for an end-of-sequence token of the model."""
     stop_token: int | None = None
     """The token that ended the choice, if one did; it is not part of `tokens`."""
+
+
+_PIECE_CHARS = 8 * 1024
+"""A longer text of a model that takes text may take a parser more than a few milliseconds: its length is the engine's choice."""
+
+
+def in_pieces(delta: TextDelta) -> list[TextDelta]:
+    """Return a delta as several if its text is long, so that what parses it can let others have their turns between them."""
+    text = delta.text
+    if len(text) <= _PIECE_CHARS:
+        return [delta]
+    begins = range(0, len(text) - _PIECE_CHARS, _PIECE_CHARS)
+    pieces = [TextDelta(delta.index, text[begin : begin + _PIECE_CHARS]) for begin in begins]
+    return [*pieces, msgspec.structs.replace(delta, text=text[begins[-1] + _PIECE_CHARS :])]

@@ -39,7 +39,7 @@ from dynamo.common.process.background import awaited
 from dynamo.frontend.preprocess.media.images import prompt_of_contents
 from dynamo.frontend.preprocess.media.media import media_length
 from dynamo.frontend.preprocess.reasoning.budget import ReasoningBudget
-from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.preprocess.text import TextDelta, TextRequest, in_pieces
 from dynamo.frontend.router.base import RoutingDecision
 from dynamo.frontend.router.cache.hashing import LONG_PROMPT_BYTES
 from dynamo.frontend.serving.call import Stream, Work
@@ -444,7 +444,7 @@ class Generation:
         return None if limit is None else max(0, limit - len(self._received[choice]))
 
     def _feed(self, deltas: list[Delta]) -> list[TextDelta]:
-        texts = []
+        texts: list[TextDelta] = []
         count = 0
         unfinished, feed = self._unfinished, self._detokenizer.feed
         received, budget = self._received, self._budget
@@ -459,7 +459,10 @@ class Generation:
             if delta.finish_reason is not None:
                 unfinished.remove(delta.index)
             if (text := feed(delta)) is not None:
-                texts.append(text)
+                if delta.text:
+                    texts += in_pieces(text)
+                else:
+                    texts.append(text)
             if budget is not None and self._has_reasoned_enough:
                 break  # what follows is not part of the response
         if count > self._chargeable_tokens:  # a key pays for no more than it wanted

@@ -39,8 +39,10 @@ from dynamo.common.generation import (
 from dynamo.common.kv.tiers import Tier
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
 from dynamo.common.names import InstanceId
-from dynamo.frontend.config import RetryOptions, ServingOptions
+from dynamo.frontend.config import RetryOptions, ServingOptions, TextLimits
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
+from dynamo.frontend.preprocess.offload import Offload
+from dynamo.frontend.preprocess.plain import PlainTextModel
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
 from dynamo.frontend.router.fetch import TierFetch
 from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
@@ -737,6 +739,26 @@ async def test_a_prompt_counts_as_no_more_tokens_than_it_has_bytes_and_a_server_
         most = len(request_decoder.decode(stream.body).prompt) + 4096
         assert generation.summary is not None
         assert (generation.summary.prompt_tokens, generation.summary.cached_tokens) == (most, most)
+
+
+async def test_a_long_text_comes_in_pieces_that_parsers_read_in_turns_and_counts_as_one() -> None:
+    long = "".join(map(str, range(10_000)))
+
+    def respond(stream: FakeStream) -> None:
+        stream.data(delta_encoder.encode(Delta(text=long)))
+        stream.data(delta_encoder.encode(Delta(text=long, finish_reason=FinishReason.STOP)))
+        stream.end(summary_encoder.encode(Summary()))
+
+    async def load(card: ModelCard) -> TextModel:
+        return PlainTextModel(card, TextLimits(), Offload())
+
+    async with front(respond, card=text_card(context_length=4000), load=load) as f:
+        async with generate(f.plane, text_request(prompt="talk"), CALL) as generation:
+            deltas = await read_all(generation)
+    assert "".join(delta.text for delta in deltas) == 2 * long
+    assert max(len(delta.text) for delta in deltas) <= 8192
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [FinishReason.STOP]
+    assert generation.summary is not None and generation.summary.output_tokens == 2
 
 
 @pytest.mark.parametrize(
