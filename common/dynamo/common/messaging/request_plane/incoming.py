@@ -113,7 +113,7 @@ class Incoming:
         self._loans: list[int] = []
         """Generations of the regions that hold responses of a stream."""
         self._lent_seq = 0
-        """The number of the DATA frame that ends the last of these: as the first response of a MANY frame it would end nothing."""
+        """The number of the DATA frame that ends the last of these: as the first one in a MANY frame it would end nothing."""
         self._stalled = False
         self._granted = 0
         self._allowed_body = frame.flight

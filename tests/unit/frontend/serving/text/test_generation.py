@@ -752,9 +752,9 @@ async def test_a_long_text_comes_in_pieces_that_parsers_read_in_turns_and_counts
     async def load(card: ModelCard) -> TextModel:
         return PlainTextModel(card, TextLimits(), Offload())
 
-    async with front(respond, card=text_card(context_length=4000), load=load) as f:
-        async with generate(f.plane, text_request(prompt="talk"), CALL) as generation:
-            deltas = await read_all(generation)
+    card, request = text_card(context_length=4000), text_request(prompt="talk")
+    async with front(respond, card=card, load=load) as f, generate(f.plane, request, CALL) as generation:
+        deltas = await read_all(generation)
     assert "".join(delta.text for delta in deltas) == 2 * long
     assert max(len(delta.text) for delta in deltas) <= 8192
     assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + [FinishReason.STOP]
