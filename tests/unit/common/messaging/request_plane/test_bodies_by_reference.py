@@ -43,10 +43,11 @@ class Plane:
     die: Callable[[], Awaitable[None]]
     """Close the worker's arena, as the kernel does when its process ends."""
 
-    def open(self, verb: str, body: bytes, deadline_s: float | None = None, **headers: str) -> RequestStream:
+    def open(self, verb: str, body: bytes, deadline_s: float | None = None, *headers: str) -> RequestStream:
         deadline = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         subject = ENDPOINT.rpc_subject(INSTANCE)
-        return self.client.open(INSTANCE, subject, verb, body, headers=headers, deadline=deadline, arena=self.theirs.token)
+        named = dict.fromkeys(headers, "")
+        return self.client.open(INSTANCE, subject, verb, body, headers=named, deadline=deadline, arena=self.theirs.token)
 
     def lose(self, kind: type) -> None:
         """Lose the next message that holds a frame of this kind."""
@@ -448,7 +449,7 @@ async def test_small_responses_around_one_in_shared_memory_share_a_message_with_
                 await request.ready()
 
     async with plane({"send": send}) as p:
-        stream = p.open("send", b"", **{frames.READS_MANY: ""})
+        stream = p.open("send", b"", None, frames.READS_MANY)
         received: list[bytes] = []
         while read := await stream.read():
             received += map(bytes, read)
