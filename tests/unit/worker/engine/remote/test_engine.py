@@ -39,6 +39,7 @@ from dynamo.common.model_card import AdapterReport, LlmInfo
 from dynamo.worker.config import WorkerConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.remote.completions import StreamReader, TensorRtDialect, VllmDialect
+from dynamo.worker.engine.remote.dialect import Dialect
 from dynamo.worker.engine.remote.engine import RemoteEngine
 from dynamo.worker.engine.remote.errors import NotServed, read_failure
 from dynamo.worker.engine.remote.options import RemoteOptions
@@ -371,6 +372,24 @@ def test_a_stop_token_that_only_the_server_knows_is_not_part_of_a_choice() -> No
     reader = StreamReader(make_request(), frozenset())
     [delta] = reader.read(event(token_ids=[5, 9], finish_reason="stop", stop_reason=9))
     assert (delta.tokens, delta.stop_token) == ((5,), 9)
+
+
+@pytest.mark.parametrize(
+    "dialect", [VllmDialect("m", 4, frozenset()), TensorRtDialect("m", 4, frozenset()), SglangDialect(4, frozenset())]
+)
+def test_a_server_sends_no_more_tokens_than_the_contexts_of_all_choices_have(dialect: Dialect) -> None:
+    reader = dialect.reader(make_request(n=2))
+
+    def sent(index: int, tokens: list[int]) -> bytes:
+        if not isinstance(dialect, SglangDialect):
+            return event(index=index, token_ids=tokens)
+        meta = {"completion_tokens": len(tokens)}
+        return json.dumps({"index": index, "output_ids": tokens, "meta_info": meta}).encode()
+
+    [delta] = reader.read(sent(0, [5] * 4))
+    assert len(delta.tokens) == 4
+    with pytest.raises(EngineError, match="sent 9 tokens; the model's context has room for 8"):
+        reader.read(sent(1, [5] * 5))
 
 
 def test_the_chosen_token_comes_first_and_then_the_likeliest_others() -> None:

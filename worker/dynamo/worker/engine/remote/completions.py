@@ -150,7 +150,8 @@ class VllmDialect:
         return CHAT_PATH, msgspec.json.encode(without_none(fields))
 
     def reader(self, request: GenerateRequest) -> StreamReader:
-        return ChatReader(request, self._eos) if request.media else StreamReader(request, self._eos)
+        kind = ChatReader if request.media else StreamReader
+        return kind(request, self._eos, self._context_length)
 
 
 class TensorRtDialect:
@@ -172,7 +173,7 @@ class TensorRtDialect:
         return PATH, msgspec.json.encode(without_none(fields))
 
     def reader(self, request: GenerateRequest) -> StreamReader:
-        return StreamReader(request, self._eos)
+        return StreamReader(request, self._eos, self._context_length)
 
 
 def _conversation(request: GenerateRequest) -> dict[str, object]:
@@ -262,7 +263,7 @@ class StreamReader(TokenReader):
             self._choices.finish(choice.index)
         elif not tokens:
             return None
-        self._output_tokens += len(tokens)
+        self._count(len(tokens))
         return Delta(tuple(tokens), choice.index, reason, logprobs, stop_token)
 
     def _logprobs(self, logprobs: Logprobs | None, tokens: list[int]) -> list[list[tuple[int, float]]] | None:

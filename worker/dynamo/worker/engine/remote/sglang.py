@@ -66,7 +66,7 @@ class SglangDialect:
         return PATH, msgspec.json.encode(fields)
 
     def reader(self, request: GenerateRequest) -> SglangReader:
-        return SglangReader(request, self._eos)
+        return SglangReader(request, self._eos, self._context_length)
 
 
 def request_fields(request: GenerateRequest, context_length: int) -> dict[str, object]:
@@ -122,8 +122,8 @@ class SglangReader(TokenReader):
     An event has all tokens of its choice so far or, of servers with `--incremental-streaming-output`, the new ones.
     """
 
-    def __init__(self, request: GenerateRequest, eos: frozenset[int]) -> None:
-        super().__init__(request, eos)
+    def __init__(self, request: GenerateRequest, eos: frozenset[int], context_length: int | None = None) -> None:
+        super().__init__(request, eos, context_length)
         self._received = [0] * request.n
 
     def read(self, event: bytes) -> list[Delta]:
@@ -153,7 +153,7 @@ class SglangReader(TokenReader):
             self._choices.finish(index)
         elif not tokens:
             return None
-        self._output_tokens += len(tokens)
+        self._count(len(tokens))
         return Delta(tuple(tokens), index, reason, logprobs, stop_token)
 
     def _logprobs(self, info: MetaInfo, tokens: list[int]) -> list[list[tuple[int, float]]] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import GenerateRequest, Sampling, Summary
 from dynamo.common.generation_rules import Feature, check_features, check_prompt
 from dynamo.common.generation_rules import check_request as check_ranges
@@ -43,9 +43,10 @@ def chosen_first(token: int, value: float | None, top: Iterable[tuple[int, float
 class TokenReader:
     """What readers of token ids keep of one stream; see `EventReader`."""
 
-    def __init__(self, request: GenerateRequest, eos: frozenset[int]) -> None:
-        """`eos` tokens end a generation, unless the request ignores them."""
+    def __init__(self, request: GenerateRequest, eos: frozenset[int], context_length: int | None = None) -> None:
+        """`eos` tokens end a generation, unless the request ignores them. `context_length`: None for any."""
         self._request = request
+        self._most_tokens = None if context_length is None else request.n * context_length
         self._stops = frozenset(request.stop.token_ids) | (frozenset() if request.stop.ignore_eos else eos)
         self._choices = Choices(request)
         self._prompt_tokens = request.prompt_tokens
@@ -55,6 +56,13 @@ class TokenReader:
     @property
     def has_finished(self) -> bool:
         return self._choices.has_finished
+
+    def _count(self, tokens: int) -> None:
+        """Raises EngineError for more than the model could generate, which would take a frontend long to turn into text."""
+        self._output_tokens += tokens
+        most = self._most_tokens
+        if most is not None and self._output_tokens > most:
+            raise EngineError(f"the server sent {self._output_tokens} tokens; the model's context has room for {most}")
 
     def summary(self) -> Summary:
         return Summary(
