@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 from dynamo.common.errors import Forbidden, InvalidRequest, RateLimited, Unauthenticated
 from dynamo.common.names import MAX_NAME_CHARS
@@ -18,25 +17,13 @@ from dynamo.common.repository import ALL_MODELS, matches
 from dynamo.frontend.security.keys import MAX_PRIORITY, ApiKey
 from dynamo.frontend.security.ledger import Ledger, UsageCounts
 from dynamo.frontend.security.salts import salt_of, salt_without_key
-from dynamo.frontend.security.sharing import Fleet, KeyUse, RateMeter, Shares, SlotMeter
+from dynamo.frontend.security.sharing import Fleet, KeyUse, RateLimit, RateMeter, Shares, SlotMeter
 
 Clock = Callable[[], float]
 
 _CONCURRENCY_PAUSE_S = 1.0
 _UNLIMITED_SHARE = 0.1
 """Share of a token budget that is reserved for the response to a request that sets no limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class RateLimit:
-    """What is left of one limit of an account."""
-
-    kind: Literal["requests", "tokens"]
-    size: int
-    """What may be used at once after a pause."""
-    remaining: int
-    reset_s: float
-    """Until all of `size` is there again."""
 
 
 class Account(Protocol):
@@ -74,13 +61,13 @@ class Account(Protocol):
         """Raise Forbidden unless this caller may use a model, whether or not the model exists."""
         ...
 
-    def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
+    def admit(self, model: str, request: object, sequences: int = 1, of: int = 0) -> Ticket:
         """Count a part of a request to a model; close the ticket when that part ends.
 
         `sequences` is how many responses that part generates side by side; each counts as one request. Parts that are open at
         the same time with the same object as `request`, such as the prompts of a batch, are admitted together or not at all
-        where the rate is concerned. Raises Unauthenticated, Forbidden, RateLimited, and InvalidRequest for a request that
-        alone is above the limit.
+        where the rate is concerned, and where requests at once are, if the first says how many sequences they are `of`. Raises
+        Unauthenticated, Forbidden, RateLimited, and InvalidRequest for a request that alone is above the limit.
         """
         ...
 
@@ -280,14 +267,16 @@ class KeyAccount:
             self._fleet.used(self.name)
             self._calls.take(calls, self._clock())
 
-    def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
+    def admit(self, model: str, request: object, sequences: int = 1, of: int = 0) -> Ticket:
         self._follow()  # a stream may have been opened long ago
         self.check_valid()
         self.permit(model)
         running = self._running.get(id(request))
         now = self._clock()
-        self._requested(sequences, now)
-        self._check_concurrency(sequences, 0 if running is None else running.sequences)
+        more = max(sequences, of) if running is None else max(0, sequences - running.kept)
+        if more:
+            self._requested(more, now)
+            self._check_concurrency(more, 0 if running is None else running.sequences)
         if running is None:
             self._check_tokens(now)
             self._check_rate(self._requests, now, sequences)
@@ -295,7 +284,8 @@ class KeyAccount:
         if self._requests is not None:
             self._requests.take(sequences, now)
         running.sequences += sequences
-        self._occupy(sequences)
+        running.kept += more - sequences
+        self._occupy(more)
         return Ticket(self, running, sequences)
 
     def check_limits(self) -> None:
@@ -312,7 +302,8 @@ class KeyAccount:
         self._check_tokens(self._clock())
 
     def _check_for_one(self, now: float) -> None:
-        self._check_concurrency(1, 0)
+        if self._slots is not None and self._slots.may_be_full:  # a large request may fit where, by its share, one does not
+            self._check_concurrency(1, 0)
         self._check_tokens(now)
         self._check_rate(self._requests, now)
 
@@ -351,14 +342,15 @@ class KeyAccount:
 
     def part_over(self, running: _Running | None, sequences: int) -> None:
         """A ticket was closed."""
+        if running is not None:
+            running.sequences -= sequences
+            if running.sequences == 0:
+                sequences += running.kept
+                del self._running[id(running.request)]
         self.sequences -= sequences
         if self._slots is not None:
             self._slots.give_back(sequences)
             self._fleet.used(self.name)
-        if running is not None:
-            running.sequences -= sequences
-            if running.sequences == 0:
-                del self._running[id(running.request)]
 
     def reserve(self, prompt_tokens: int, output_tokens: int | None) -> int:
         """Take the tokens that a request may use out of the budget; return how many. Raises RateLimited.
@@ -393,9 +385,9 @@ class KeyAccount:
         now = self._clock()
         limits = []
         if self._requests is not None:
-            limits.append(_left("requests", self._requests, now))
+            limits.append(self._requests.left("requests", now))
         if self._tokens is not None:
-            limits.append(_left("tokens", self._tokens, now))
+            limits.append(self._tokens.left("tokens", now))
         return limits
 
     def _check_concurrency(self, sequences: int, of_request: int) -> None:
@@ -425,17 +417,14 @@ class KeyAccount:
             raise RateLimited(f"the API key '{self.key.name}' may send {limit:g} requests per second", retry_after_s=wait_s)
 
 
-def _left(kind: Literal["requests", "tokens"], meter: RateMeter, now: float) -> RateLimit:
-    reset_s = meter.full_in_s(now)
-    return RateLimit(kind, int(meter.size), max(0, int(meter.level)), reset_s)
-
-
 class _Running:
-    __slots__ = ("request", "sequences")
+    __slots__ = ("kept", "request", "sequences")
 
     def __init__(self, request: object) -> None:
         self.request = request  # kept, so that no other object gets its id
         self.sequences = 0
+        self.kept = 0
+        """Sequences for which there is a place, and of which no part has begun yet."""
 
 
 class Ticket:
@@ -519,7 +508,7 @@ class AnonymousAccount:
     def permit(self, model: str) -> None:
         pass
 
-    def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
+    def admit(self, model: str, request: object, sequences: int = 1, of: int = 0) -> Ticket:
         return _UNCOUNTED
 
     def check_limits(self) -> None:

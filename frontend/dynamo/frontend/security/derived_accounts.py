@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo.common.errors import EngineError
-from dynamo.frontend.security.accounts import Account, OpenStream, RateLimit, Ticket
+from dynamo.frontend.security.accounts import Account, OpenStream, Ticket
 from dynamo.frontend.security.ledger import UsageCounts
+from dynamo.frontend.security.sharing import RateLimit
 
 
 class SameAccount:
@@ -42,8 +43,8 @@ class SameAccount:
     def permit(self, model: str) -> None:
         self._account.permit(model)
 
-    def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
-        return self._account.admit(model, request, sequences)
+    def admit(self, model: str, request: object, sequences: int = 1, of: int = 0) -> Ticket:
+        return self._account.admit(model, request, sequences, of)
 
     def check_limits(self) -> None:
         self._account.check_limits()
@@ -75,7 +76,7 @@ class WithoutRequests(SameAccount):
 
     __slots__ = ()
 
-    def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
+    def admit(self, model: str, request: object, sequences: int = 1, of: int = 0) -> Ticket:
         raise EngineError("this operation makes a request to a model, with which it does not declare to be charged")
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -55,6 +56,18 @@ class KeyUse(msgspec.Struct, frozen=True, array_like=True):
     requests: Use | None
     calls: Use | None
     tokens: Use | None
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """What is left of one limit of an account."""
+
+    kind: Literal["requests", "tokens"]
+    size: int
+    """What may be used at once after a pause."""
+    remaining: int
+    reset_s: float
+    """Until all of `size` is there again."""
 
 
 class Fleet:
@@ -106,6 +119,8 @@ class Shares:
         """The sum of the shares of the processes that come first in the order of their names."""
         self.is_isolated = False
         """Whether the share is the last one that this process had while it reached others."""
+        self._expected_of_others = 0.0
+        """Requests that others will have had before what they use is known here."""
         self._fleet = fleet
         self._own = DecayingCounter(_DEMAND_S)
         self._others: dict[str, DecayingCounter] = {}
@@ -116,6 +131,10 @@ class Shares:
 
     def demand(self, now: float) -> float:
         return self._own.at(now)
+
+    def is_alone_for(self, requests: int) -> bool:
+        """Return whether all that is left may be used here by one with so many: others will hardly have that many meanwhile."""
+        return self.is_alone or (not self.is_isolated and self._expected_of_others < _SPARSE_REQUESTS * requests)
 
     def requested(self, requests: int, now: float) -> None:
         """Count requests, whether or not they are admitted, and determine the share anew if it is old."""
@@ -159,7 +178,8 @@ class Shares:
             if origin < self._fleet.origin:
                 before += amount
         self.share, self.before = own / (own + others), before / (own + others)
-        self.is_alone = others / _DEMAND_S * REFRESH_S < _SPARSE_REQUESTS
+        self._expected_of_others = others / _DEMAND_S * REFRESH_S
+        self.is_alone = self._expected_of_others < _SPARSE_REQUESTS
 
 
 class RateMeter:
@@ -214,6 +234,11 @@ class RateMeter:
         """Return the seconds until all of `size` is there again."""
         self._renew(now)
         return max(0.0, (self.size - self.level) / self.rate)
+
+    def left(self, kind: Literal["requests", "tokens"], now: float) -> RateLimit:
+        """Return what the fleet has left."""
+        reset_s = self.full_in_s(now)
+        return RateLimit(kind, int(self.size), max(0, int(self.level)), reset_s)
 
     def take(self, amount: float, now: float) -> None:
         """Use an amount; a negative one is given back."""
@@ -270,13 +295,18 @@ class SlotMeter:
         self._allowance = 0.0
         """What this process may use more than now, unless it is alone."""
 
+    @property
+    def may_be_full(self) -> bool:
+        """Whether the fleet uses all, as far as this process knows."""
+        return self._shares.is_isolated or self.in_use + self._others >= self.limit
+
     def permits(self, count: int) -> bool:
         """Return whether `count` more may be used."""
         shares = self._shares
         if shares.is_isolated and not shares.is_alone:
             return self.in_use == 0 or self.in_use + count <= shares.share * self.limit
         left = self.limit - self.in_use - self._others
-        if shares.is_alone or count > left:
+        if count > left or shares.is_alone_for(count):
             return count <= left
         if self._round != shares.round:
             self._round = shares.round

@@ -86,6 +86,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = "tensor"
     """The API that the request came by, for metrics: one of a fixed set of names."""
     request_type: RequestType = RequestType.UNARY
+    prompts: int = 1
+    """How many prompts the request has, each of which is begun by itself, with this call."""
     progress: Progress = msgspec.field(default_factory=Progress)
     span: Span | None = None
     """This process's part of the request's trace; None if it is not traced."""

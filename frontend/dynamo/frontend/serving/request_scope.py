@@ -35,6 +35,7 @@ class RequestScope:
     __slots__ = (
         "_is_logged",
         "_model",
+        "_of_request",
         "_on_admitted",
         "_sent_before",
         "_sequences",
@@ -67,6 +68,8 @@ class RequestScope:
         most = call.account.max_priority
         self.call = call if call.priority <= most else msgspec.structs.replace(call, priority=most)
         """The caller's, with a priority that its account may use, and a trace context of its own once the scope is entered."""
+        self._of_request = call
+        """The same one for all prompts of a request, by which they are admitted together."""
         self.is_over = False
         self.input_tokens = 0
         """Tokens of the prompt; see `prompt`."""
@@ -104,7 +107,7 @@ class RequestScope:
                 self.call = msgspec.structs.replace(call, span=span, headers=span.headers(call.headers))
         self._timer = RequestTimer(self._model.metrics, call.endpoint, call.request_type, span)
         try:
-            ticket = call.account.admit(self._model.name, call, self._sequences)
+            ticket = call.account.admit(self._model.name, self._of_request, self._sequences, self._sequences * call.prompts)
             if ticket.is_counted:
                 self._ticket = ticket
             if call.expected_tokens:

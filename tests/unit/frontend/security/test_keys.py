@@ -243,6 +243,25 @@ def test_prompts_and_choices_count_as_requests_at_once() -> None:
     assert team.sequences == 0
 
 
+def test_the_prompts_of_a_request_have_their_places_from_when_the_first_is_admitted() -> None:
+    team, batch = account(concurrent_requests=5), object()
+    with team.admit("m", batch, 2, 4) as first:
+        assert team.sequences == 4
+        with pytest.raises(RateLimited):
+            team.admit("m", object(), 2)
+        with team.admit("m", batch, 2) as second:
+            assert team.sequences == 4
+            with pytest.raises(InvalidRequest):
+                team.admit("m", batch, 2)
+            first.close()
+            second.close()
+    assert team.sequences == 0
+    team.admit("m", batch, 1, 5).close()
+    assert team.sequences == 0, "the places of prompts that never began are free with the request"
+    with pytest.raises(InvalidRequest):
+        team.admit("m", batch, 1, 6)
+
+
 def test_prompts_and_choices_count_for_the_rate_and_a_batch_is_admitted_as_a_whole() -> None:
     clock = Clock()
     team, batch = account(clock, requests_per_s=2), object()

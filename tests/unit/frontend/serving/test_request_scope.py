@@ -147,6 +147,20 @@ def test_the_prompts_of_a_traced_batch_are_admitted_as_one_request() -> None:
             pass
 
 
+def test_the_prompts_of_a_batch_above_its_priority_are_admitted_as_one_request() -> None:
+    requests, account = Requests(), limited(requests_per_s=1)
+    batch = msgspec.structs.replace(call(account), priority=5)
+    with requests.scope(batch), requests.scope(batch), pytest.raises(RateLimited), requests.scope(call(account)):
+        pass
+
+
+def test_the_prompts_of_a_request_have_their_places_together() -> None:
+    requests, account = Requests(), limited(concurrent_requests=4)
+    with requests.scope(msgspec.structs.replace(call(account), prompts=3)):
+        assert account.sequences == 3
+    assert account.sequences == 0
+
+
 def test_an_edge_can_tell_whether_a_request_was_begun() -> None:
     requests, made = Requests(), call()
     assert not made.progress.started

@@ -15,7 +15,7 @@ from dynamo.common.errors import Code, DynamoError, InvalidRequest, ModelNotFoun
 from dynamo.common.http.served import Header
 from dynamo.frontend.api.statuses import public_message
 from dynamo.frontend.preprocess.text import ContextExceeded
-from dynamo.frontend.security.accounts import RateLimit
+from dynamo.frontend.security.sharing import RateLimit
 
 _TYPES = {
     401: "authentication_error",

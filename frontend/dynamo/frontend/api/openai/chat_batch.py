@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from dynamo.common.errors import InvalidRequest
@@ -88,6 +89,7 @@ class ChatBatch:
             texts = TokenTexts(vocabulary, as_ids=bool(request.return_tokens_as_token_ids))
         echo = [last_words(each) if request.echo else "" for each in requests]
         await hold_echo(exchange, edge.offload, echo, 1)
+        call = msgspec.structs.replace(call, prompts=len(prepared))
         generations = [edge.plane.generate(model, each.texts[0], call) for each in prepared]
         async with exchange.attended(), text_source(generations, 1) as source:
             builders = [

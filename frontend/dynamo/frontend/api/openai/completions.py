@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
 from msgspec import UNSET, Raw, Struct
 
 from dynamo.common.errors import EngineError, InvalidRequest
@@ -75,6 +76,7 @@ class Completions:
         extras = Extras(request, started, edge.clock)
         if len(prepared.texts) > 1 and extras:
             raise InvalidRequest("'nvext.annotations' and 'nvext.extra_fields' need a request with one prompt", param="nvext")
+        call = msgspec.structs.replace(call, prompts=len(prepared.texts))
         generations = [plane.generate(model, text, call) for text in prepared.texts]
         async with exchange.attended(), text_source(generations, prepared.n) as source:
             if exchange.progress.carried is not None:

@@ -263,6 +263,23 @@ async def test_what_a_dead_process_had_in_use_is_free_after_its_lease() -> None:
             second.team.admit("m", object())
 
 
+@pytest.mark.parametrize(("limit", "parts"), [(20, [10]), (20, [2] * 5), (4, [4]), (4, [1] * 4)])
+@in_virtual_time
+async def test_a_request_with_many_choices_or_prompts_has_its_place_at_each_process_in_turn(limit: int, parts: list[int]) -> None:
+    """One client has one request at a time, as through a proxy that goes round: the key has nothing else in use."""
+    async with fleet(2, concurrent_requests=limit) as frontends:
+        for number in range(48):
+            team, request = frontends.processes[number % 2 if number < 24 else number % 4 == 0].team, object()
+            with contextlib.ExitStack() as open_parts:
+                team.check_limits()
+                for part in parts:
+                    open_parts.enter_context(team.admit("m", request, part, sum(parts)))
+                    await asyncio.sleep(0.002)
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)  # until the other process knows that nothing is in use
+        assert not any(process.team.sequences for process in frontends.processes)
+
+
 @in_virtual_time
 async def test_a_burst_at_one_process_has_the_whole_limit_at_once_and_all_see_that() -> None:
     async with fleet(requests_per_s=50.0) as frontends:

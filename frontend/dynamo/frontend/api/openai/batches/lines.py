@@ -30,8 +30,8 @@ class LineAccount(SameAccount):
         self._admitted = admitted
         self._used: list[tuple[str, UsageCounts]] = []
 
-    def admit(self, model: str, request: object, sequences: int = 1) -> Ticket:
-        ticket = super().admit(model, request, sequences)
+    def admit(self, model: str, request: object, sequences: int = 1, of: int = 0) -> Ticket:
+        ticket = super().admit(model, request, sequences, of)
         self._admitted()
         return ticket
 
