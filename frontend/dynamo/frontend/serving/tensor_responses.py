@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
@@ -17,6 +17,9 @@ from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN, tokens_of
 from dynamo.frontend.serving.request_scope import RequestScope
+
+_CALLERS: Final = ("ensemble", "python")
+"""Models that may call one with sequences, which may be iterative and begin without an id."""
 
 
 class TensorResponses:
@@ -110,7 +113,8 @@ def infer_work(request: TensorRequest, model: NamedModel, call: Call) -> Work:
     is_too_urgent = account.max_priority < MAX_PRIORITY and priority_of_level(request.priority) > account.max_priority
     sequence = request.sequence if model.card.has_sequences else ""
     parameters = request.head.parameters
-    owner = account.name if parameters and "sequence_id" in parameters else ""  # of a step of an ensemble, too
+    has_owner = model.card.has_sequences or model.card.backend in _CALLERS or (parameters and "sequence_id" in parameters)
+    owner = account.name if has_owner else ""
     if sequence and owner:
         sequence = f"{owner}\0{sequence}"
     return Work(

@@ -580,6 +580,17 @@ async def test_a_worker_is_told_whose_sequence_it_is(account: Account, sequence:
             assert bytes(joined(stream.body)) == bytes(wanted.raw), "the id is as the client sent it"
 
 
+@pytest.mark.parametrize("changes", [{"has_sequences": True}, {"backend": "ensemble"}, {"backend": "python"}])
+async def test_a_worker_is_told_whose_sequence_begins_without_an_id(changes: dict[str, object]) -> None:
+    call = msgspec.structs.replace(CALL, account=KeyAccount(ApiKey(name="team", salt=b"", digest=b"")))
+    served = instance(1)
+    served = msgspec.structs.replace(served, card=msgspec.structs.replace(served.card, **changes))
+    async with front(FakeDirectory(served), lambda stream: stream.end(b"response")) as f:
+        await infer(f.plane, request(), call)
+        [stream] = f.client.streams
+        assert stream.headers[SEQUENCE_OWNER] == "team"
+
+
 async def test_the_router_gets_what_the_caller_demands_of_tensors_and_of_text() -> None:
     account, explanation = KeyAccount(ApiKey(name="team", salt=b"", digest=b"")), Explanation()
     wishes = {"instance": InstanceId(1), "priority": -3, "session": "s", "overrides": {"ttft_goal": 1.0}}
