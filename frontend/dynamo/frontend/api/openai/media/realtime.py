@@ -18,6 +18,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from dynamo.common.errors import DeadlineExceeded, DynamoError, EngineError, Forbidden, InvalidRequest, Overloaded, RateLimited
+from dynamo.common.process.work import Work
 from dynamo.common.tensors.relay import (
     REALTIME_PATH,
     SERVER_MODEL,
@@ -93,11 +94,11 @@ class _SessionUpdate(_Naming):
     input_audio_transcription: _Naming | None = None
     """As in the protocol before its first final version."""
 
-    def transcriber(self) -> str | None:
-        """Return the model that writes down what the client says."""
+    def transcribers(self) -> set[str]:
+        """Return the models that are to write down what the client says; servers differ in which of two they heed."""
         heard = self.audio.input if self.audio is not None else None
-        naming = (heard.transcription if heard is not None else None) or self.input_audio_transcription
-        return naming.model if naming is not None else None
+        named = (heard.transcription if heard is not None else None), self.input_audio_transcription
+        return {naming.model for naming in named if naming is not None and naming.model is not None}
 
 
 class _ClientEvent(_Naming):
@@ -247,7 +248,14 @@ class _Talk:
                     return await self._leave(*self._socket.closed_with)
                 self._last_s = self._loop.time()
                 await self._until_allowed()
-                await self._say(RealtimeFrame(self._session, messages=tuple(map(self._named, messages))))
+                await self._exchange.settings.steps.run(self._name_all(messages))
+                await self._say(RealtimeFrame(self._session, messages=tuple(messages)))
+
+    def _name_all(self, messages: list[str]) -> Work[None]:
+        """Put what `_named` returns in the places of events, of which a client may send thousands at once."""
+        for index, message in enumerate(messages):
+            messages[index] = self._named(message)
+            yield 0
 
     async def _say(self, frame: RealtimeFrame) -> None:
         self._number += 1
@@ -279,8 +287,9 @@ class _Talk:
             event = _client_events.decode(message)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise InvalidRequest(f"an event cannot be read: {error}") from None
-        if event.session is not None and (transcriber := event.session.transcriber()) not in (None, self._known):
-            self._exchange.account.permit(transcriber)
+        if event.session is not None:
+            for transcriber in event.session.transcribers() - {self._known}:
+                self._exchange.account.permit(transcriber)
         named = [each for each in (event.model, event.session and event.session.model) if each is not None]
         if not named and event.session is None:
             return message

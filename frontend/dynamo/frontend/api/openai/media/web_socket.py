@@ -15,12 +15,15 @@ from websockets.typing import Subprotocol
 
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.http.served import ServedRequest
+from dynamo.common.process.work import Work, finish
 from dynamo.common.tensors.relay import MAX_MESSAGE_BYTES
 from dynamo.frontend.api.http.exchange import Exchange
 
 _SUBPROTOCOL = Subprotocol("realtime")
 _COPIES = 3
 """A message that is received is held as its frames, the message, and the request that it becomes."""
+_SLICE_BYTES = 1024
+"""Read between two yields: 170 of the smallest frames, which take 2 ms."""
 _CLOSE_S = 2.0
 _LEAVE_S = 0.5
 _REASON_CHARACTERS = 30
@@ -57,15 +60,27 @@ class ClientSocket:
         `hold` counts what they take. Raises Overloaded.
         """
         assert self._request is not None, "the WebSocket is open"
-        while not (messages := self._messages()) and self._protocol.state is OPEN:
+        messages: list[str] = []
+        while not messages and self._protocol.state is OPEN:
             data = await self._request.read()
             if data is None:
                 break
             hold(_COPIES * len(data))
             self.has_news = True
-            self._protocol.receive_data(data)
+            reading = self._read(data, messages)
+            if len(data) <= _SLICE_BYTES:
+                finish(reading)
+            else:
+                await self._exchange.settings.steps.run(reading)  # there may be ten thousand frames
             await self._write()
         return messages
+
+    def _read(self, data: bytes, messages: list[str]) -> Work[None]:
+        """Add the messages that end with `data`."""
+        for begin in range(0, len(data), _SLICE_BYTES):
+            self._protocol.receive_data(data[begin : begin + _SLICE_BYTES])
+            messages += self._messages()
+            yield 0
 
     def _messages(self) -> list[str]:
         messages: list[str] = []
@@ -128,9 +143,8 @@ class ClientSocket:
 
     async def _write(self) -> None:
         assert self._request is not None, "the WebSocket is open"
-        for data in self._protocol.data_to_send():
-            if data:
-                await self._request.write(data)
+        if data := b"".join(self._protocol.data_to_send()):
+            await self._request.write(data)
 
 
 def _choose(protocol: ServerProtocol, offered: Sequence[Subprotocol]) -> Subprotocol | None:

@@ -195,14 +195,18 @@ async def test_no_event_names_another_model_however_it_is_written(event: str) ->
         {"input_audio_transcription": {"model": "%s"}, "audio": {"input": {"transcription": None}}},
     ],
 )
-async def test_no_key_has_its_speech_written_down_by_a_model_that_it_may_not_use(tmp_path: Path, session: dict[str, Any]) -> None:
+@pytest.mark.parametrize("with_another", [False, True])
+async def test_no_key_has_its_speech_written_down_by_a_model_that_it_may_not_use(
+    tmp_path: Path, session: dict[str, Any], with_another: bool
+) -> None:
     key = make_key()
     (tmp_path / "keys.yaml").write_text(entry_for(key, "some", scopes=[Scope.INFER], models=[MEDIA.open, "whisper*"]))
     event = json.dumps({"type": "session.update", "session": session})
     async with talking(tmp_path / "keys.yaml", Authorization=f"Bearer {key}") as (_, model, socket):
         await socket.send(event % "whisper-1")
         await until(lambda: sum(len(frame.messages) for frame in model.frames) == 1)
-        await socket.send(event % "other")
+        both = {"audio": {"input": {"transcription": {"model": MEDIA.open}}}, "input_audio_transcription": {"model": "%s"}}
+        await socket.send((json.dumps({"session": both}) if with_another else event) % "other")
         assert json.loads(await socket.recv())["error"]["type"] == "permission_error"
         assert (await end_of(socket))[0] == 1008
         assert sum(len(frame.messages) for frame in model.frames) == 1
