@@ -202,7 +202,8 @@ async def test_no_key_has_its_speech_written_down_by_a_model_that_it_may_not_use
     key = make_key()
     (tmp_path / "keys.yaml").write_text(entry_for(key, "some", scopes=[Scope.INFER], models=[MEDIA.open, "whisper*"]))
     event = json.dumps({"type": "session.update", "session": session})
-    async with talking(tmp_path / "keys.yaml", Authorization=f"Bearer {key}") as (_, model, socket):
+    authorization = f"Bearer {key}"
+    async with asyncio.timeout(WAIT_S), talking(tmp_path / "keys.yaml", Authorization=authorization) as (_, model, socket):
         await socket.send(event % "whisper-1")
         await until(lambda: sum(len(frame.messages) for frame in model.frames) == 1)
         both = {"audio": {"input": {"transcription": {"model": MEDIA.open}}}, "input_audio_transcription": {"model": "%s"}}
