@@ -16,6 +16,7 @@ import pytest
 from google.protobuf import text_format
 
 from dynamo.common.errors import EngineError, Overloaded
+from dynamo.common.tensors.request import SEQUENCE_OWNER
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult, Version, closing
@@ -33,9 +34,9 @@ import asyncio, threading
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-def call(value, name="called"):
+def call(value, name="called", **more):
     inputs = [pb_utils.Tensor("x", np.array([value], np.float32))]
-    return pb_utils.InferenceRequest(model_name=name, inputs=inputs, requested_output_names=["y"])
+    return pb_utils.InferenceRequest(model_name=name, inputs=inputs, requested_output_names=["y"], **more)
 
 def value_of(request):
     return float(request.inputs()[0].as_numpy()[0])
@@ -217,6 +218,46 @@ async def test_a_model_whose_caller_has_left_calls_no_other_one(tmp_path: Path) 
         result = await model.respond(ModelRequest(x(2), Context("r")))
     assert result.outputs["y"].tolist() == [TritonError.CANCELLED]
     assert len(called.contexts) == 1
+
+
+# Owner
+
+EACH = """
+    def execute(self, requests):
+        for request in requests:
+            trace = request.trace() if value_of(request) == 2 else None
+            call(1, correlation_id=request.correlation_id(), trace=trace).exec()
+        return [response(0) for _ in requests]
+"""
+
+
+@pytest.mark.parametrize(
+    ("requests", "has_trace", "owners"),
+    [
+        ([("op", 1)], False, ["op"]),
+        ([("", 1)], False, [None]),
+        ([("op", 1), ("op", 1)], False, ["op", "op"]),
+        ([("op", 1), ("bob", 2)], False, ["op", "bob"]),
+        ([("op", 1), ("bob", 0)], False, ["op", "\0bob\0op"]),
+        ([("op", "1"), ("bob", "1")], False, ["\0bob\0op"] * 2),
+        ([("op", 1), ("bob", 1), ("", 0)], True, ["op", "bob", None]),
+        ([("op", 0), ("op", 0)], False, ["op", "op"]),
+    ],
+)
+async def test_the_sequences_of_a_call_are_those_of_the_key_whose_request_has_the_trace_or_the_id(
+    tmp_path: Path, requests: list[tuple[str, int | str]], has_trace: bool, owners: list[str | None]
+) -> None:
+    async with caller(tmp_path, EACH) as (model, called):
+        called.may_respond.set()
+        await model.respond_all(
+            [
+                ModelRequest(
+                    x(1 + has_trace), Context("r", headers={SEQUENCE_OWNER: owner} if owner else {}), (), {"sequence_id": id}
+                )
+                for owner, id in requests
+            ]
+        )
+    assert [context.headers.get(SEQUENCE_OWNER) for context in called.contexts] == owners
 
 
 # Depth and number

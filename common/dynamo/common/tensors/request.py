@@ -17,6 +17,8 @@ from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, Model
 
 SEQUENCE_OWNER = "sequence-owner"
 """The header that says whose sequence a request with a `sequence_id` is part of: the name of an API key. No other joins it."""
+SEVERAL_OWNERS = "\0"
+"""Begins the owner of a request that may be of several keys. No key's name has it."""
 MAX_TENSORS = 4096
 MAX_PARAMETERS = 1024
 _FEW_TENSORS_BYTES = 2 * MAX_TENSORS

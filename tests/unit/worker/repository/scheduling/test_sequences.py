@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from dynamo.common.errors import DynamoError, EngineError
-from dynamo.common.tensors.request import SEQUENCE_OWNER
+from dynamo.common.errors import DynamoError, EngineError, InvalidRequest
+from dynamo.common.tensors.request import SEQUENCE_OWNER, SEVERAL_OWNERS
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import Context
 from dynamo.worker.repository.declared.execution import ModelRequest, ModelResult
@@ -164,3 +164,12 @@ async def test_one_owner_alone_may_have_all_slots_until_its_sequences_are_idle_f
     assert all(await model.knows(owner, *range(1, SLOTS + 1)))
     await asyncio.gather(*late)
     assert loop.time() - begun == pytest.approx(IDLE_S)
+
+
+@in_virtual_time
+async def test_a_call_for_requests_of_several_owners_begins_and_joins_no_sequence() -> None:
+    model = Model()
+    for flags in "s", "se", "":
+        with pytest.raises(InvalidRequest, match=r"sequence 1 may be of several keys.* trace=request.trace\(\)"):
+            await model.send(f"{SEVERAL_OWNERS}a{SEVERAL_OWNERS}b", 1, flags)
+    await model.begin("a", 1)

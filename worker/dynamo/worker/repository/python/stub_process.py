@@ -27,7 +27,7 @@ from dynamo.worker.repository.python.process_requests import to_wire, without_bo
 from dynamo.worker.repository.scheduling.pipeline import Execution
 from dynamo.worker.repository.scheduling.responses import ProcessDied, Rescheduled, Responses
 from dynamo.worker.repository.wire import wire
-from dynamo.worker.repository.wire.calls import MAX_CALLS, CallMemory, context_of_call
+from dynamo.worker.repository.wire.calls import MAX_CALLS, CallMemory, context_of_call, owner_of
 from dynamo.worker.repository.wire.link import Link
 from dynamo.worker.repository.wire.raw_tensors import RawTensors
 from dynamo.worker.traces.trace import Trace
@@ -432,7 +432,9 @@ class StubProcess:
             most = f"model '{self._name}' has {MAX_CALLS} calls of other models in one process, which is the most at once"
             return self._refuse(call.number, Overloaded(most))
         caller = Caller(self._name, self if message.is_awaited else None)
-        context = context_of_call(call.request_id, call.version, outer, caller)
+        parents = [self._responses[number].context for number in message.parents if number in self._responses]
+        owner = owner_of(parents if message.parents else outer) if requests or message.parents else ""
+        context = context_of_call(call.request_id, call.version, outer, caller, owner)
         context.trace = self.trace_of(call.trace)
         self._begin(call.number, self._handlers.call(self, message, raws, context), requests)
 

@@ -41,7 +41,7 @@ import numpy as np
 
 from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, Overloaded
 from dynamo.common.process.background import Tasks
-from dynamo.common.tensors.request import SEQUENCE_OWNER
+from dynamo.common.tensors.request import SEQUENCE_OWNER, SEVERAL_OWNERS
 from dynamo.common.tensors.tensors import Array
 from dynamo.protos.model_config_pb2 import ModelConfig
 from dynamo.worker.engine.base import count_execution
@@ -240,15 +240,15 @@ class SequenceModel:
             request = msgspec.structs.replace(request, parameters={**request.parameters, "sequence_start": True})
         if not isinstance(id, int | str) or not id:
             raise InvalidRequest(f"inference request to model '{self._name}' must specify a non-zero or non-empty correlation ID")
+        if owner.startswith(SEVERAL_OWNERS) and not is_implicit:
+            raise InvalidRequest(f"sequence {id} may be of several keys: make the call with trace=request.trace() of its request")
         if self._max_batch_size and any(array.shape[:1] != (1,) for array in request.inputs.values()):
             raise InvalidRequest(
                 f"inference request to model '{self._name}' must specify batch-size 1 due to requirements of sequence batcher"
             )
         job = SequenceRequest(request)
         sequence = self._sequences.get((is_implicit, owner, id))
-        if sequence is not None and sequence.has_end:
-            sequence = None
-        if sequence is None:
+        if sequence is None or sequence.has_end:
             if not job.starts:
                 raise UnknownSequence(
                     f"inference request for sequence {id} to model '{self._name}' must specify the START flag on the first "
@@ -338,10 +338,9 @@ class SequenceModel:
                         return sequence, lane
                 continue
             given_up = self._to_give_up_for(owner)
-            if given_up is None or given_up.lane is None:
+            if given_up is None or (lane := given_up.lane) is None:
                 continue
             for sequence in self._backlog[owner]:
-                lane = given_up.lane
                 if not lane.has_namesake(sequence.id, owner):
                     self._end(given_up)
                     return sequence, lane

@@ -65,8 +65,8 @@ class Stub:
         self._numbers = itertools.count(1)
         self._calls: dict[int, CallInProgress] = {}
         self._pending: dict[int, Future[wire.Response]] = {}
-        self._open: set[int] = set()
-        """The requests that have not ended."""
+        self._open: dict[int, int | str] = {}
+        """The correlation ids of the requests that have not ended, by their numbers."""
         self._windows: dict[int, _Window] = {}
         """Windows of requests that have sent a response through a sender, or have got credit."""
         self._cancelled: set[int] = set()
@@ -136,7 +136,7 @@ class Stub:
 
     def over(self, number: int) -> None:
         with self._lock:
-            self._open.discard(number)
+            self._open.pop(number, None)
             self._cancelled.discard(number)
             if self._windows.pop(number, None) is not None:
                 self._credit.notify_all()
@@ -216,11 +216,13 @@ class Stub:
         executed = EXECUTED.get()
         with self._lock:
             self._calls[number] = progress
-            served = self._open if executed is None else self._open.intersection([sender.number for sender in executed.senders])
-            requests = tuple(served)
+            served = self._open if executed is None else [sender.number for sender in executed.senders]
+            requests = tuple(each for each in served if each in self._open)
+            parents = tuple(each for each in requests if head.correlation_id and self._open[each] == head.correlation_id)
         head = msgspec.structs.replace(head, number=number, inputs=tuple(head for head, _ in packed))
         is_awaited = executed is not None and executed.occupies_process
-        self.send(wire.CallModel(head, decoupled, requests, is_awaited), [raw for _, raw in packed])
+        parents = (head.trace,) if head.trace else parents
+        self.send(wire.CallModel(head, decoupled, requests, is_awaited, parents), [raw for _, raw in packed])
         self.read_beside()
         return progress
 
@@ -345,7 +347,7 @@ class Stub:
             case wire.Execute():
                 with self._lock:
                     for head in message.requests:
-                        self._open.add(head.number)
+                        self._open[head.number] = head.correlation_id
                         if head.room is not None and self._memory is not None:
                             self._memory.offer_room(head.number, head.room)
                 self._orders.append((message, raws))

@@ -6,6 +6,7 @@ What one is and may cost, as frontends declare it for operations:
 |---|---|
 | use | any model of the worker, whatever the key of the request may use: who may use the calling model was checked |
 | charge | nothing: the request is charged, once, as it would be without calls |
+| owner | that of its parents (`wire.CallModel`), else that of the requests; of several owners: see `owner_of` |
 | deadline | that of the request; of several in one `execute`, or of a thread's, the latest |
 | end | it is cancelled as soon as no caller waits for any of these requests |
 | at once | `MAX_CALLS` of one process |
@@ -22,6 +23,7 @@ from math import prod
 import numpy as np
 
 from dynamo.common.errors import InvalidRequest, Overloaded
+from dynamo.common.tensors.request import SEQUENCE_OWNER, SEVERAL_OWNERS
 from dynamo.common.tensors.tensors import Array
 from dynamo.worker.engine.base import Caller, Context
 from dynamo.worker.repository.wire.wire import TensorHead
@@ -90,9 +92,19 @@ def check_waiting(context: Context, model: str, processes: Sequence[object]) -> 
         )
 
 
-def context_of_call(request_id: str, version: str, outer: Sequence[Context], caller: Caller) -> Context:
+def owner_of(contexts: Iterable[Context]) -> str:
+    """Return whose sequences those of a call are that one of these requests makes; unless they have one owner, it is not known.
+
+    Then it is a name that no key has, and with which a call has no sequence by an id, which might be of another owner.
+    """
+    owners = {context.headers.get(SEQUENCE_OWNER, "") for context in contexts}
+    return owners.pop() if len(owners) == 1 else SEVERAL_OWNERS + SEVERAL_OWNERS.join(sorted(owners))
+
+
+def context_of_call(request_id: str, version: str, outer: Sequence[Context], caller: Caller, owner: str = "") -> Context:
     """Return the context of a call that is made for all requests `outer`; there may be none."""
     deadlines = [context.deadline for context in outer if context.deadline is not None]
     deepest = max((context.callers for context in outer), key=len, default=())
     deadline = max(deadlines) if deadlines and len(deadlines) == len(outer) else None
-    return Context(request_id, deadline, version=version, callers=(*deepest, caller))
+    headers = {SEQUENCE_OWNER: owner} if owner else {}
+    return Context(request_id, deadline, headers, version=version, callers=(*deepest, caller))

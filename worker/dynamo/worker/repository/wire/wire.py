@@ -235,6 +235,8 @@ class CallModel(msgspec.Struct, frozen=True, tag=True):
     """The open requests for which it is made, if any is: those of the `execute` that makes it; for a thread of the model, all."""
     is_awaited: bool = False
     """An `execute` has made it, so the process does nothing else until it has ended."""
+    parents: tuple[int, ...] = ()
+    """Whose owner it has: of the request whose trace it is given, or else those with its correlation id; empty: none has."""
     refusal: str = ""
     """Why the worker, which sets this, has not read its inputs."""
 
