@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -11,6 +12,7 @@ import pytest
 
 from dynamo.common.errors import EngineError, InvalidRequest, Overloaded, Unavailable
 from dynamo.common.http.client import HttpClient
+from dynamo.common.process.steps import Steps
 from dynamo.common.tensors.relay import RealtimeFrame, RelayedPart
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.remote.conversations import Conversations
@@ -23,7 +25,8 @@ CREATE = '{"type":"response.create"}'
 @asynccontextmanager
 async def conversing(server: RealtimeServer) -> AsyncIterator[Conversations]:
     async with server.serving():
-        yield Conversations(HttpClient(server.url, key="secret", timeout_s=WAIT_S))
+        steps = Steps(itertools.count(0.0, 0.003).__next__)  # one piece of work a step
+        yield Conversations(HttpClient(server.url, key="secret", timeout_s=WAIT_S), steps)
 
 
 def parts(conversations: Conversations, frame: RealtimeFrame) -> AsyncGenerator[RelayedPart, None]:
@@ -59,6 +62,37 @@ async def test_what_arrives_twice_is_passed_on_once_and_leaving_ends_the_convers
     assert server.headers[0]["authorization"] == "Bearer secret" and server.headers[0]["x-request-id"] == "r"
 
 
+async def test_thousands_of_messages_that_are_passed_on_at_once_leave_turns_to_others() -> None:
+    server = RealtimeServer()
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with conversing(server) as conversations, aclosing(parts(conversations, RealtimeFrame("s"))) as opened:
+        await anext(opened)
+        counting = asyncio.create_task(count_turns())
+        await say(conversations, *(f'{{"type":"x","number":{number}}}' for number in range(3200)), number=1)
+        counting.cancel()
+        assert turns >= 200
+        await until(lambda: len(server.events) == 3200)
+    assert [event["number"] for event in server.events] == list(range(3200))
+
+
+@pytest.mark.parametrize("messages", [1, 2])
+async def test_what_is_said_to_a_server_that_has_left_is_refused(messages: int) -> None:
+    server = RealtimeServer()
+    async with conversing(server) as conversations, aclosing(parts(conversations, RealtimeFrame("s"))) as opened:
+        await anext(opened)
+        await say(conversations, '{"type":"leave"}', number=1)
+        await until(lambda: server.open == 0)
+        with pytest.raises(Unavailable, match="has ended"):
+            await say(conversations, *[CREATE] * messages, number=2)
+
+
 @pytest.mark.parametrize(("status", "error"), [(401, EngineError), (429, Overloaded), (503, Overloaded)])
 async def test_what_a_server_says_of_itself_is_an_error_that_another_instance_may_make_good(
     status: int, error: type[Exception]
@@ -89,6 +123,6 @@ async def test_a_server_sends_its_worker_nowhere_else() -> None:
 
         async with await asyncio.start_server(redirect, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            conversations = Conversations(HttpClient(url, key="secret", timeout_s=WAIT_S))
+            conversations = Conversations(HttpClient(url, key="secret", timeout_s=WAIT_S), Steps())
             [part] = [part async for part in parts(conversations, RealtimeFrame("s", "model=m"))]
         assert part.status == 302 and other.headers == []

@@ -11,6 +11,7 @@ from dynamo.common.errors import EngineError, InvalidRequest, Unavailable
 from dynamo.common.http.client import MAX_BODY_BYTES, HttpClient, HttpResponse
 from dynamo.common.http.served import media_type
 from dynamo.common.model_card import ModelCard
+from dynamo.common.process.steps import Steps
 from dynamo.common.tensors.relay import (
     REALTIME_PATH,
     RELAYED_PATHS,
@@ -38,7 +39,7 @@ class RelayEngine:
         self._client = client
         self._name = name
         self._is_closed = False
-        self._conversations = Conversations(client)
+        self._conversations = Conversations(client, Steps())
 
     def __repr__(self) -> str:
         return f"<RelayEngine {self._name} at {self._client}>"
