@@ -6,5 +6,6 @@
 | `realtime` | conversations over WebSockets |
 | `relayed_bodies` | bodies that are relayed, and the model's name in them |
 | `relays` | an endpoint whose requests and responses pass through |
+| `spoken_tokens` | tokens of a conversation |
 | `web_socket` | a WebSocket to a client |
 """

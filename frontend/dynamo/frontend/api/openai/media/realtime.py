@@ -1,7 +1,8 @@
 """`/v1/realtime`: conversations over WebSockets, which pass through to a model that has them: see `dynamo.common.tensors.relay`.
 
 A conversation is one request to the model, open until one side closes it, to which belongs what the client says. It is charged by
-the tokens that the server says responses took. It ends when its key has none left for a while.
+the tokens that the server says responses took, and an estimate of what it has said without: `SpokenTokens`. It ends when its key
+has none left for a while.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from dynamo.frontend.api.http.errors import error_info
 from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.openai.edge import Edge
 from dynamo.frontend.api.openai.media.relays import parts_of, pass_on
+from dynamo.frontend.api.openai.media.spoken_tokens import SpokenTokens
 from dynamo.frontend.api.openai.media.web_socket import ClientSocket
 from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.api.text.model_names import name_or_only_model
@@ -52,29 +54,11 @@ _LAST_WORDS_S = 1.0
 _BUFFER_BYTES = 256 * 1024
 """What a connection keeps of a client that is not read, and of messages to it."""
 _PATIENCE_S = 5.0
-_MOST_TOKENS = 1 << 31
-"""The most of one response: a server may say any number, and a ledger would keep each of its digits."""
-
 _LONGEST_NAMING = 256 * 1024
 """Events that name a model are read and written anew, in one turn."""
 
 Closing = tuple[int, str]
 """Code and reason of the end of a conversation."""
-
-
-class _TokensUsed(msgspec.Struct):
-    input_tokens: int = 0
-    output_tokens: int = 0
-
-
-class _Responded(msgspec.Struct):
-    usage: _TokensUsed | None = None
-
-
-class _ServerEvent(msgspec.Struct):
-    type: str = ""
-    usage: _TokensUsed | None = None
-    response: _Responded | None = None
 
 
 class _Naming(msgspec.Struct):
@@ -105,7 +89,6 @@ class _ClientEvent(_Naming):
     session: _SessionUpdate | None = None
 
 
-_server_events = msgspec.json.Decoder(_ServerEvent)
 _client_events = msgspec.json.Decoder(_ClientEvent)
 
 
@@ -172,7 +155,7 @@ class _Talk:
         self._session = session
         self._responses = responses
         self._number = 0
-        self._input_tokens = self._output_tokens = 0
+        self._tokens = SpokenTokens()
         self._loop = asyncio.get_running_loop()
         self._last_s = self._loop.time()
         """When something was said."""
@@ -218,26 +201,13 @@ class _Talk:
                 hold(2 * len(part.body))
                 for message in frame.messages:
                     self._last_s = self._loop.time()
-                    self._charge(message)
+                    if self._tokens.read(message):
+                        self._responses.used(self._tokens.input, self._tokens.output)
                     await self._socket.send(message)
             closing = frame.close or closing
         if closing is None:
             raise EngineError("the model ended the conversation without a word")
         return closing
-
-    def _charge(self, message: str) -> None:
-        """Charge the tokens that an event says were used."""
-        if '"usage"' not in message:
-            return
-        try:
-            event = _server_events.decode(message)
-        except (msgspec.MsgspecError, RecursionError):  # of another form, which only the client has to know
-            return
-        for usage in (event.usage, event.response.usage if event.response is not None else None):
-            if usage is not None:
-                self._input_tokens += min(max(0, usage.input_tokens), _MOST_TOKENS)
-                self._output_tokens += min(max(0, usage.output_tokens), _MOST_TOKENS)
-                self._responses.used(self._input_tokens, self._output_tokens)
 
     async def _pass_on_client(self) -> Closing:
         """Pass on what the client says."""

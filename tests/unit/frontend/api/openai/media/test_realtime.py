@@ -268,7 +268,18 @@ async def test_messages_of_one_key_that_do_not_come_whole_leave_room_for_those_o
         await asyncio.wait((*sending, *closed))
 
 
-async def test_a_ledger_believes_a_server_no_absurd_number_of_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "tokens"),
+    [
+        ('{"type":"response.done","response":{"usage":{"input_tokens":%s,"output_tokens":3}}}' % ("9" * 30), (1 << 31, 3)),
+        ('{"type":"response.done","response":{"metadata":{"a":NaN},"usage":{"input_tokens":7,"output_tokens":3}}}', (7, 3)),
+        ('{"type":"response.output_text.delta","response_id":"r","delta":"%s"}' % ("a" * 80), (0, 20)),
+    ],
+    ids=["absurd", "metadata of the client", "left before the end"],
+)
+async def test_a_ledger_has_what_a_server_says_of_tokens_and_an_estimate_of_what_it_said_before(
+    tmp_path: Path, said: str, tokens: tuple[int, int]
+) -> None:
     recorded: list[UsageCounts] = []
     key = make_key()
     (tmp_path / "keys.yaml").write_text(entry_for(key, "some", scopes=[Scope.INFER]))
@@ -279,7 +290,15 @@ async def test_a_ledger_believes_a_server_no_absurd_number_of_tokens(tmp_path: P
         front.engine.behaves = [model := Model()]
         url, headers = f"ws://127.0.0.1:{server.port}/v1/realtime?model={MEDIA.open}", {"Authorization": f"Bearer {key}"}
         async with connect(url, proxy=None, ping_interval=None, additional_headers=headers) as socket:
-            model.say('{"type":"response.done","response":{"usage":{"input_tokens":%s,"output_tokens":3}}}' % ("9" * 30))
+            model.say(said)
             assert await socket.recv()
         await until(lambda: recorded)
-    assert [(usage.prompt_tokens, usage.completion_tokens) for usage in recorded] == [(1 << 31, 3)]
+    assert [(usage.prompt_tokens, usage.completion_tokens) for usage in recorded] == [tokens]
+
+
+async def test_an_event_whose_tokens_cannot_be_counted_ends_the_conversation_in_its_place() -> None:
+    async with talking() as (_, model, socket):
+        model.say('{"type":"response.done","usage":{"input_tokens":7},"deep":' + "[" * 5000 + "]" * 5000 + "}")
+        event = json.loads(await socket.recv())
+        assert event["type"] == "error" and "its tokens cannot be counted" in event["error"]["message"]
+        assert (await end_of(socket))[0] == 1011
