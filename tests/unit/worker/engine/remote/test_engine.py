@@ -113,6 +113,8 @@ async def test_a_refusal_is_the_error_of_its_status(
 
 def test_a_refusal_that_is_no_json_names_its_status() -> None:
     assert str(read_failure(503, b"<html>")) == "the server responded with status 503"
+    refused = b'{"error": {"message": "Incorrect API key provided: sk-123"}}'
+    assert [str(read_failure(status, refused)) for status in (401, 403)] == ["the server refuses the key of its worker"] * 2
     overloaded = read_failure(429, b"", "7")
     assert isinstance(overloaded, Overloaded) and overloaded.retry_after_s == 7
 

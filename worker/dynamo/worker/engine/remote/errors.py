@@ -81,6 +81,8 @@ def to_error(status: int, message: str, retry_after_s: float = 1.0) -> DynamoErr
     match status:
         case 400 | 422:
             return InvalidRequest(text)
+        case 401 | 403:  # some servers repeat the key in their message
+            return EngineError("the server refuses the key of its worker")
         case 413:
             return PayloadTooLarge(text)
         case 429 | 503:
