@@ -51,9 +51,10 @@ class TextThreads:
     Huge texts wait for one another, so that requests of another caller, which are seldom huge, do not wait for them.
     """
 
-    def __init__(self) -> None:
-        self._usual = Offload(threads=os.cpu_count() or 1)
-        self._huge = Offload()
+    def __init__(self, one: Offload | None = None) -> None:
+        """With `one`, all of them wait for one another there."""
+        self._usual = one or Offload(threads=os.cpu_count() or 1)
+        self._huge = one or Offload()
 
     async def run(self, size: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `function(*args, **kwargs)`, called in a thread for `size` characters or tokens. Raises Overloaded."""

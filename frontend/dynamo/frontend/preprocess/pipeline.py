@@ -111,7 +111,8 @@ class TextPipeline:
         if request.logprob_token_ids:
             self._check_ids("logprob_token_ids", request.logprob_token_ids)
         if request.bad_words:
-            words = await self._offload.run_if(len(request.bad_words) > _MANY_WORDS, self._bad_words, request.bad_words)
+            own, is_long = self.tokenizer.own_thread, len(request.bad_words) > _MANY_WORDS
+            words = await (own or self._offload).run_if(own is not None or is_long, self._bad_words, request.bad_words)
             sampling = msgspec.structs.replace(sampling, bad_words_token_ids=(*(sampling.bad_words_token_ids or ()), *words))
         entries = 0 if request.prompt_logprobs is None else len(tokens) * (1 + request.prompt_logprobs)
         if entries > MAX_PROMPT_LOGPROBS:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
-import msgspec
 import tokenizers
 
 from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.generation import unpack_tokens
 from dynamo.common.kv.hashes import TOKEN_BYTES
-from dynamo.frontend.preprocess.offload import TextThreads
+from dynamo.frontend.preprocess.offload import Offload, TextThreads
 from dynamo.frontend.preprocess.tokens.fast_tokens import Encoding, fast_encoders
+from dynamo.frontend.preprocess.tokens.tokenizer_file import (
+    TokenizerStep,
+    check_longest_token,
+    panics_as_errors,
+    read_tokenizer_file,
+)
+
+log = logging.getLogger(__name__)
 
 Piece: TypeAlias = str | bytes
 """The text of a token: a `str` of whole characters, or `bytes` that hold part of a character."""
@@ -51,12 +59,21 @@ class Tokenizer:
         With `fast`, texts are encoded by fastokens if it is installed and gives the same ids. Long texts are encoded and decoded
         in `threads`, which several tokenizers may share.
         """
-        self._threads = threads or TextThreads()
         try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(data)
-            self._decoders = _decoders(data)
+            file = read_tokenizer_file(data)
+            with panics_as_errors():
+                self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(data)
+        except EngineError:
+            raise
         except Exception as error:  # the library raises plain exceptions
             raise EngineError(f"the model's tokenizer cannot be read: {error}") from error
+        self._decoders = file.decoders
+        self.own_thread = None if file.is_linear else Offload()
+        """A thread beside the event loop and those that all tokenizers share, if its patterns may take hours for some text."""
+        self._threads = threads or TextThreads()
+        if self.own_thread is not None:
+            self._threads = TextThreads(self.own_thread)
+            log.warning("a tokenizer has unusual patterns, so its texts are encoded one at a time, without fastokens")
         # Truncation and padding left in the file by a training run would change prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -66,6 +83,7 @@ class Tokenizer:
         # Byte-level vocabularies have a character for each byte. 32: a run of spaces, or an unknown word, may be one token.
         self.longest_token_chars = max(32, max(map(len, vocabulary), default=0))
         """Upper bound on the characters of one token."""
+        check_longest_token(self.longest_token_chars)
         self._bos: int | None = None
         if add_bos:
             self._bos = self.token_id(bos_token)
@@ -74,11 +92,13 @@ class Tokenizer:
         added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
         # No bound method: a tokenizer that is part of a reference cycle would stay long after its eviction.
         reference = partial(_encode, self._tokenizer)
-        fast_path = fast_encoders(data, reference, added) if fast else None
+        fast_path = fast_encoders(data, reference, added) if fast and file.is_linear else None
         self.is_fast = fast_path is not None
         self._encode = reference if fast_path is None else fast_path.encode
         self._pack = None if fast_path is None else fast_path.pack
         self._long_text_chars = _LONG_TEXT_CHARS_FAST if self.is_fast else _LONG_TEXT_CHARS
+        if self.own_thread is not None:
+            self._long_text_chars = 0
 
     @property
     def size_bytes(self) -> int:
@@ -121,7 +141,8 @@ class Tokenizer:
         encode, and TooManyTokens for more than `max_tokens`, before a list is made of them.
         """
         try:
-            encoding = self._encode(text, special_tokens)
+            with panics_as_errors():
+                encoding = self._encode(text, special_tokens)
         except Exception as error:  # lone surrogates; characters that a vocabulary without an unknown token lacks
             raise InvalidRequest(f"the prompt cannot be tokenized: {error}", param="prompt") from error
         if max_tokens is not None and len(encoding) > max_tokens:
@@ -142,7 +163,8 @@ class Tokenizer:
             raise out_of_vocabulary(param, wrong, self.vocabulary_size)
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        with panics_as_errors():
+            text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
     async def decode_prompt(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -153,7 +175,8 @@ class Tokenizer:
 
     def _decode_many(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         # The batch call releases the GIL; `decode` does not.
-        texts: list[str] = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
+        with panics_as_errors():
+            texts: list[str] = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
         return texts[0]
 
     def token_bytes(self, token: int) -> bytes | None:
@@ -193,7 +216,7 @@ def _encode(tokenizer: Any, text: str, special_tokens: bool) -> Encoding:
     return encoding
 
 
-def _piece(tokenizer: Any, decoders: Sequence[Mapping[str, Any]], token: int, special: Collection[str] = ()) -> Piece | None:
+def _piece(tokenizer: Any, decoders: Sequence[TokenizerStep], token: int, special: Collection[str] = ()) -> Piece | None:
     """Return the text of a token, "" for those in `special`; None if there is no such token."""
     content: str | None = tokenizer.id_to_token(token)
     if content is None:
@@ -202,13 +225,14 @@ def _piece(tokenizer: Any, decoders: Sequence[Mapping[str, Any]], token: int, sp
         return ""
     if not decoders:
         return " " + content
-    kinds = [decoder["type"] for decoder in decoders]
+    kinds = [decoder.type for decoder in decoders]
     if kinds == ["ByteLevel"]:
         return _as_text_if_whole(_bytes_of(content))
     byte = _BYTE_TOKEN.fullmatch(content) if "ByteFallback" in kinds else None
     if byte is not None:
         return _as_text_if_whole(bytes([int(byte[1], 16)]))
-    text: str = tokenizer.decoder.decode([_ANCHOR, content])
+    with panics_as_errors():
+        text: str = tokenizer.decoder.decode([_ANCHOR, content])
     return text.removeprefix(_ANCHOR)
 
 
@@ -227,37 +251,20 @@ class _TokenPieces(dict[int, Piece]):
         return piece
 
 
-class _TokenizerFile(msgspec.Struct):
-    """The part of a `tokenizer.json` that the library does not expose."""
-
-    decoder: dict[str, Any] | None = None
-
-
-def _decoders(data: bytes) -> list[dict[str, Any]]:
-    decoder = msgspec.json.decode(data, type=_TokenizerFile).decoder
-    return _flat(decoder) if decoder is not None else []
-
-
-def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    if decoder["type"] != "Sequence":
-        return [decoder]
-    return [part for inner in decoder["decoders"] for part in _flat(inner)]
-
-
-def _is_local(decoders: list[dict[str, Any]]) -> bool:
+def _is_local(decoders: Sequence[TokenizerStep]) -> bool:
     """Return whether the text of each token, except the first of a text, depends on that token alone.
 
     1. ByteLevel: the bytes of the tokens, one after the other (GPT-2, Llama 3, Qwen, SmolLM2).
     2. Metaspace, WordPiece, Replace, ByteFallback, Strip: each token by itself (Llama 2, Mistral, Gemma, BERT), as long as
        nothing looks at the fused text but a Strip of its beginning.
     """
-    kinds = [decoder["type"] for decoder in decoders]
+    kinds = [decoder.type for decoder in decoders]
     if kinds == ["ByteLevel"]:
         return True
     fused = kinds.index("Fuse") if "Fuse" in kinds else len(kinds)
     alone = {"Metaspace", "WordPiece", "Replace", "ByteFallback", "Strip"}
     return set(kinds[:fused]) <= alone and all(
-        decoder["type"] == "Fuse" or (decoder["type"] == "Strip" and decoder["stop"] == 0) for decoder in decoders[fused:]
+        decoder.type == "Fuse" or (decoder.type == "Strip" and decoder.stop == 0) for decoder in decoders[fused:]
     )
 
 
