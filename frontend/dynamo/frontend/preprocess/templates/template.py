@@ -39,7 +39,8 @@ from dynamo.frontend.preprocess.templates.syntax import BODY, CONCAT, COUNTED, M
 MAX_PROMPT_CHARS = 16 << 20
 MAX_STEPS = 2_000_000
 """Iterations, calls and operations of one rendering; a step takes about a microsecond."""
-MAX_SOURCE_CHARS = 1 << 20
+MAX_SOURCE_CHARS = 128 << 10
+"""The interpreter's lock is held while a template is compiled, for 0.1 s and more for this one. Real ones have up to 30,000."""
 
 _DIGITS: Final = re.compile("[0-9]+")
 _MAX_INT_BITS: Final = 16_384

@@ -197,6 +197,11 @@ def test_a_source_that_is_too_long_is_rejected() -> None:
         ChatTemplate("x" * (MAX_SOURCE_CHARS + 1))
 
 
+def test_a_template_that_would_be_compiled_for_seconds_is_refused() -> None:
+    with pytest.raises(EngineError, match="at most 131072 are allowed"):
+        ChatTemplate("{{a}}" * 40_000)
+
+
 @pytest.mark.parametrize(
     "source",
     [
