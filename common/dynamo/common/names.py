@@ -30,6 +30,7 @@ STANDBY_ROOT = f"{ROOT}/%standby"
 """Below `ROOT` too; one key for each model and role that can be started when there are requests."""
 MAX_NAME_CHARS = 256
 _ALLOWED = re.compile(r"[A-Za-z0-9._/\-]")
+_NAME = re.compile(rf"{_ALLOWED.pattern}{{1,{MAX_NAME_CHARS}}}")
 _TOKEN = re.compile(r"[A-Za-z0-9_\-%]+")
 
 
@@ -40,6 +41,8 @@ def new_instance_id() -> InstanceId:
 
 def check_name(name: str, what: str = "model name") -> str:
     """Returns `name` if it may be used; raises InvalidRequest naming the character that may not."""
+    if _NAME.fullmatch(name):  # a registration may have 100,000
+        return name
     if not name:
         raise InvalidRequest(f"the {what} is empty")
     if len(name) > MAX_NAME_CHARS:
