@@ -6,7 +6,7 @@ RepositoryIndex, and send `repository_load` and `repository_unload` to all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -184,6 +184,14 @@ def version_order(key: tuple[str, str]) -> tuple[str, int, str]:
     """Return what a model's name and version are sorted by: version 10 comes after 2."""
     name, version = key
     return name, int(version) if version.isdecimal() else 0, version
+
+
+def is_wanted(entries: Collection[IndexEntry]) -> bool:
+    """Return whether what several workers say about one version of a model is, merged, that it should be loaded and is not."""
+    if not entries or any(entry.state is ModelState.READY for entry in entries):
+        return False
+    reasons = {entry.reason or entry.state.value for entry in entries}
+    return len(reasons) > 1 or any(entry.is_wanted for entry in entries)
 
 
 def _merge(entries: list[tuple[InstanceId, IndexEntry]]) -> IndexEntry:

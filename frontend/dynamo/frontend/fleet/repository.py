@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from dynamo.common.repository import (
     RepositoryInstance,
     UnloadRequest,
     decode_repository,
+    is_wanted,
     merge_indexes,
 )
 from dynamo.frontend.fleet.directory import Directory
@@ -58,6 +59,10 @@ class RepositoryView:
         self._prefix = repository_prefix(namespace)
         self._registered: dict[str, tuple[RepositoryInstance, int]] = {}
         """Repositories by key, each with the revision of the store at which it was put."""
+        self._holders: dict[str, dict[str, dict[str, IndexEntry]]] = {}
+        """What repositories say about models, by name, version, and their keys. All together may have millions of entries."""
+        self._failed: set[tuple[str, str]] = set()
+        """Names and versions of models that should be loaded and are nowhere."""
 
     def instances(self) -> list[RepositoryInstance]:
         return [instance for instance, _ in self._registered.values()]
@@ -79,20 +84,18 @@ class RepositoryView:
     def apply(self, change: Reset | Events) -> None:
         if isinstance(change, Reset):
             if change.history_lost:
-                self._registered.clear()
+                self._remove([*self._registered])
             return self._take_over(change.kvs, change.revision)
         for event in change.events:
             if isinstance(event, Put):
                 self._put(event.kv)
             elif event.key in self._registered and self._registered[event.key][1] < event.revision:
-                del self._registered[event.key]
+                self._remove([event.key])
 
     def _take_over(self, kvs: Sequence[KeyValue], revision: int) -> None:
         """Replace the view by a listing at `revision`, except for what was put later."""
         listed = {kv.key for kv in kvs}
-        self._registered = {
-            key: registered for key, registered in self._registered.items() if key in listed or registered[1] > revision
-        }
+        self._remove([key for key, (_, put_at) in self._registered.items() if key not in listed and put_at <= revision])
         for kv in kvs:
             self._put(kv)
 
@@ -100,13 +103,58 @@ class RepositoryView:
         if kv.key in self._registered and self._registered[kv.key][1] >= kv.mod_revision:
             return
         if kv.value == WITHDRAWN:
-            self._registered.pop(kv.key, None)
-            return
+            return self._remove([kv.key])
         try:
-            self._registered[kv.key] = decode_repository(kv.key, kv.value), kv.mod_revision
+            instance = decode_repository(kv.key, kv.value)
         except DynamoError as error:
             log.warning("the repository registered at %s is left out: %s", kv.key, error)
-            self._registered.pop(kv.key, None)
+            return self._remove([kv.key])
+        self._replace(kv.key, instance.entries)
+        self._registered[kv.key] = instance, kv.mod_revision
+
+    def _remove(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._replace(key, ())
+            self._registered.pop(key, None)
+
+    def _replace(self, key: str, entries: Sequence[IndexEntry]) -> None:
+        """Replace what the repository under `key` says. Costs as much as it says."""
+        former = self._registered[key][0].entries if key in self._registered else ()
+        before = {(entry.name, entry.version): entry for entry in former}
+        after = {(entry.name, entry.version): entry for entry in entries}
+        for name, version in before.keys() - after.keys():
+            versions = self._holders[name]
+            del versions[version][key]
+            if not versions[version]:
+                del versions[version]
+            if not versions:
+                del self._holders[name]
+        changed = [place for place, entry in after.items() if before.get(place) != entry]
+        for name, version in changed:
+            self._holders.setdefault(name, {}).setdefault(version, {})[key] = after[name, version]
+        for name, version in (*changed, *(before.keys() - after.keys())):
+            self._judge(name, version)
+            self._judge(name, "")
+
+    def _judge(self, name: str, version: str) -> None:
+        versions = self._holders.get(name, {})
+        holders = versions.get(version, {}).values()
+        # A model that one repository has never loaded has no versions there; others may.
+        if (version or len(versions) == 1) and is_wanted(holders):
+            self._failed.add((name, version))
+        else:
+            self._failed.discard((name, version))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether some model should be loaded and is not."""
+        return bool(self._failed)
+
+    def states(self, model: str, version: str) -> set[ModelState]:
+        """Return the states of a model, or of one version of it, in all repositories."""
+        versions = self._holders.get(model, {})
+        holders = [versions.get(version, {})] if version else versions.values()
+        return {entry.state for each in holders for entry in each.values()}
 
 
 @asynccontextmanager
@@ -143,13 +191,12 @@ class Repository:
 
     def is_unloaded(self, model: str, version: str = "") -> bool:
         """Return whether a repository holds a model, or one version of it, and none has it loaded."""
-        entries = (entry for worker in self._view.instances() for entry in worker.entries if entry.name == model)
-        states = {entry.state for entry in entries if not version or entry.version == version}
+        states = self._view.states(model, version)
         return ModelState.UNAVAILABLE in states and ModelState.READY not in states
 
     def has_failed(self) -> bool:
         """Return whether some model should be loaded and is not."""
-        return any(entry.is_wanted for entry in merge_indexes(self._view.instances()))
+        return self._view.has_failed
 
     async def load(self, account: Account, request: LoadRequest, files: Files = NO_FILES) -> None:
         """Load a model. Returns when every worker that has the model serves it; raises the DynamoError of one that fails."""

@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import (
@@ -21,7 +24,18 @@ from dynamo.common.errors import (
 from dynamo.common.etcd import Deleted, EtcdUnavailable, Events, KeyValue, Listing, Put, Reset
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
-from dynamo.common.repository import ControlMode, IndexEntry, LoadRequest, ModelState, RepositoryInstance, UnloadRequest
+from dynamo.common.repository import (
+    NOT_LOADED,
+    UNLOADED,
+    ControlMode,
+    IndexEntry,
+    LoadRequest,
+    ModelState,
+    RepositoryInstance,
+    UnloadRequest,
+    decode_repository,
+    merge_indexes,
+)
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
 from dynamo.frontend.security.accounts import ANONYMOUS
 
@@ -196,3 +210,41 @@ async def test_without_a_worker_in_explicit_mode_no_request_is_sent(fleet: Fleet
     with pytest.raises(Unsupported, match="--model-control-mode explicit"):
         await (await fleet.repository()).load(ANONYMOUS, LoadRequest(model="m"))
     assert not fleet.requests
+
+
+_ENTRIES = st.builds(
+    IndexEntry,
+    name=st.sampled_from(["a", "b"]),
+    version=st.sampled_from(["", "1", "2"]),
+    state=st.sampled_from(ModelState),
+    reason=st.sampled_from(["", NOT_LOADED, UNLOADED, "it is broken"]),
+)
+_INDEXES = st.lists(_ENTRIES, max_size=4, unique_by=lambda entry: (entry.name, entry.version))
+_CHANGES = st.lists(st.tuples(st.integers(1, 3), st.none() | _INDEXES, st.booleans()), max_size=12)
+
+
+@given(_CHANGES)
+def test_what_has_failed_is_known_without_a_look_at_all_there_is(
+    changes: list[tuple[int, list[IndexEntry] | None, bool]],
+) -> None:
+    """One look at 40 indexes of 20,000 models each took 13 s, at each query of readiness, which needs no key."""
+    view, listed = RepositoryView(FakeEtcd(), "dynamo"), dict[str, KeyValue]()  # type: ignore[arg-type]
+    for revision, (number, entries, by_listing) in enumerate(changes, 1):
+        instance = msgspec.structs.replace(decode_of(registered(number)), entries=tuple(entries or ()))
+        listed.pop(instance.key, None)
+        if entries is not None:
+            listed[instance.key] = KeyValue(instance.key, instance.encode(), revision)
+        event = Deleted(instance.key, revision) if entries is None else Put(listed[instance.key])
+        view.apply(Reset(tuple(listed.values()), revision) if by_listing else Events((event,), revision))
+        merged = list(merge_indexes(view.instances()))
+        assert view.has_failed == any(entry.is_wanted for entry in merged)
+        for model in ("a", "b", "c"):
+            for version in ("", "1", "2"):
+                of_model = [
+                    e for each in view.instances() for e in each.entries if e.name == model and version in ("", e.version)
+                ]
+                assert view.states(model, version) == {entry.state for entry in of_model}
+
+
+def decode_of(kv: KeyValue) -> RepositoryInstance:
+    return decode_repository(kv.key, kv.value)
