@@ -27,6 +27,8 @@ NOT_LOADED = "not loaded"
 UNLOADED = "unloaded"
 """The reason of a model that was unloaded on request."""
 MAX_INDEX_BYTES = 1024 * 1024
+_MAX_DIGITS = 20
+"""A version with more is no number: Triton's have 64 bits."""
 
 
 class ControlMode(StrEnum):
@@ -183,7 +185,8 @@ def merge_indexes(instances: Iterable[RepositoryInstance]) -> Iterator[IndexEntr
 def version_order(key: tuple[str, str]) -> tuple[str, int, str]:
     """Return what a model's name and version are sorted by: version 10 comes after 2."""
     name, version = key
-    return name, int(version) if version.isdecimal() else 0, version
+    is_number = version.isdecimal() and len(version) <= _MAX_DIGITS  # a worker may write thousands, which are none for `int`
+    return name, int(version) if is_number else 0, version
 
 
 def is_wanted(entries: Collection[IndexEntry]) -> bool:

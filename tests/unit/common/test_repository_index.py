@@ -65,3 +65,9 @@ def test_several_workers_are_one_repository() -> None:
         ("b", "10", "READY", "worker b: no weights"),
         ("c", "1", "LOADING", "worker b: LOADING; worker c: too large"),
     ]
+
+
+def test_a_version_of_thousands_of_digits_is_no_number() -> None:
+    """One in an index had the server be not ready, and the index of all repositories fail."""
+    merged = merge_indexes([instance(1, entry("m", "1" * 5000), entry("m", "10"), entry("m", "9"))])
+    assert [each.version[:5] for each in merged] == ["11111", "9", "10"]

@@ -9,6 +9,8 @@ from google.protobuf.message import Message
 from dynamo.common.repository import version_order
 from dynamo.protos.inference_pb2 import InferBatchStatistics, ModelStatistics, ModelStatisticsResponse, StatisticDuration
 
+_MOST = (1 << 64) - 1
+
 
 def add_up(parts: Iterable[ModelStatisticsResponse]) -> ModelStatisticsResponse:
     """Return the sums of statistics, one entry per model and version, in order of name and version."""
@@ -26,8 +28,8 @@ def add_up(parts: Iterable[ModelStatisticsResponse]) -> ModelStatisticsResponse:
 
 def _add(total: ModelStatistics, more: ModelStatistics) -> None:
     total.last_inference = max(total.last_inference, more.last_inference)
-    total.inference_count += more.inference_count
-    total.execution_count += more.execution_count
+    total.inference_count = _sum(total.inference_count, more.inference_count)
+    total.execution_count = _sum(total.execution_count, more.execution_count)
     _add_durations(total.inference_stats, more.inference_stats)
     by_size = {batch.batch_size: batch for batch in total.batch_stats}
     for batch in more.batch_stats:
@@ -53,5 +55,10 @@ def _add_durations(total: Message, more: Message) -> None:
     for field, value in more.ListFields():
         if isinstance(value, StatisticDuration):
             existing: StatisticDuration = getattr(total, field.name)
-            existing.count += value.count
-            existing.ns += value.ns
+            existing.count = _sum(existing.count, value.count)
+            existing.ns = _sum(existing.ns, value.ns)
+
+
+def _sum(one: int, other: int) -> int:
+    """Return what fits into the field: an instance may say any number."""
+    return min(one + other, _MOST)
