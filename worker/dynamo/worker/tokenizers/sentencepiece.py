@@ -103,8 +103,9 @@ class SentencePieceModel:
         if self.normalization:
             normalizers.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(self.normalization).decode()})
         if self.remove_extra_spaces:
-            normalizers.append({"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""})
+            # In this order, or a text with many spaces would be searched in proportion to the square of their number.
             normalizers.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+            normalizers.append({"type": "Replace", "pattern": {"Regex": r"\A | \z"}, "content": ""})
         return normalizers + space_normalizers(self.add_prefix)
 
     def _bpe(self, vocabulary: Mapping[str, int]) -> dict[str, Any]:
