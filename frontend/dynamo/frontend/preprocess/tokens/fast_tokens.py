@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from dynamo.common.generation import pack_tokens
-from dynamo.frontend.preprocess.tokens.tokenizer_file import panics_as_errors
+from dynamo.frontend.preprocess.tokens.tokenizer_file import failure_of
 
 try:
     import fastokens
@@ -72,28 +72,26 @@ def fast_encoders(data: bytes, reference: Encode, added_tokens: Sequence[str]) -
     if fastokens is None:
         return None
     try:
-        with panics_as_errors():
-            tokenizer: Any = fastokens.Tokenizer.from_json_str(data.decode())
+        tokenizer: Any = fastokens.Tokenizer.from_json_str(data.decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
-    except Exception as error:  # plain exceptions, for every kind of tokenizer that it does not support
-        _log.info("using tokenizers, since fastokens does not support this model's tokenizer: %s", error)
+    except BaseException as error:  # plain exceptions, for every kind of tokenizer that it does not support
+        _log.info("using tokenizers, since fastokens does not support this model's tokenizer: %s", failure_of(error))
         return None
 
     def encode(text: str, special_tokens: bool) -> Encoding:
         try:
-            with panics_as_errors():
-                encoding: Encoding = tokenizer.encode(text, add_special_tokens=special_tokens)
-        except Exception:  # the reference encodes the text, or says what is wrong with it
+            encoding: Encoding = tokenizer.encode(text, add_special_tokens=special_tokens)
+        except BaseException as error:  # the reference encodes the text, or says what is wrong with it
+            failure_of(error)
             return reference(text, special_tokens)
         return encoding
 
     def pack(text: str, special_tokens: bool) -> bytes | None:
         try:
-            with panics_as_errors():
-                packed: bytes = tokenizer.encode_batch_flat([text], add_special_tokens=special_tokens)[0]
-        except Exception as error:
-            _log.debug("a text that fastokens cannot encode is left to the reference: %s", type(error).__name__)
+            packed: bytes = tokenizer.encode_batch_flat([text], add_special_tokens=special_tokens)[0]
+        except BaseException as error:
+            _log.debug("a text that fastokens cannot encode is left to the reference: %s", type(failure_of(error)).__name__)
             return None
         return packed
 

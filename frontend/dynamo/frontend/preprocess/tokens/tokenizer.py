@@ -19,7 +19,7 @@ from dynamo.frontend.preprocess.tokens.fast_tokens import Encoding, fast_encoder
 from dynamo.frontend.preprocess.tokens.tokenizer_file import (
     TokenizerStep,
     check_longest_token,
-    panics_as_errors,
+    failure_of,
     read_tokenizer_file,
 )
 
@@ -61,12 +61,12 @@ class Tokenizer:
         """
         try:
             file = read_tokenizer_file(data)
-            with panics_as_errors():
-                self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(data)
+            self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(data)
         except EngineError:
             raise
-        except Exception as error:  # the library raises plain exceptions
-            raise EngineError(f"the model's tokenizer cannot be read: {error}") from error
+        except BaseException as error:
+            failure = failure_of(error)
+            raise EngineError(f"the model's tokenizer cannot be read: {failure}") from failure
         self._decoders = file.decoders
         self.own_thread = None if file.is_linear else Offload()
         """A thread beside the event loop and those that all tokenizers share, if its patterns may take hours for some text."""
@@ -141,10 +141,10 @@ class Tokenizer:
         encode, and TooManyTokens for more than `max_tokens`, before a list is made of them.
         """
         try:
-            with panics_as_errors():
-                encoding = self._encode(text, special_tokens)
-        except Exception as error:  # lone surrogates; characters that a vocabulary without an unknown token lacks
-            raise InvalidRequest(f"the prompt cannot be tokenized: {error}", param="prompt") from error
+            encoding = self._encode(text, special_tokens)
+        except BaseException as error:  # lone surrogates; characters that a vocabulary without an unknown token lacks
+            failure = failure_of(error)
+            raise InvalidRequest(f"the prompt cannot be tokenized: {failure}", param="prompt") from failure
         if max_tokens is not None and len(encoding) > max_tokens:
             raise TooManyTokens(len(encoding), max_tokens)
         ids = encoding.ids
@@ -163,8 +163,10 @@ class Tokenizer:
             raise out_of_vocabulary(param, wrong, self.vocabulary_size)
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        with panics_as_errors():
+        try:
             text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise failure_of(error) from None
         return text
 
     async def decode_prompt(self, tokens: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -175,8 +177,10 @@ class Tokenizer:
 
     def _decode_many(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         # The batch call releases the GIL; `decode` does not.
-        with panics_as_errors():
+        try:
             texts: list[str] = self._tokenizer.decode_batch([tokens], skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise failure_of(error) from None
         return texts[0]
 
     def token_bytes(self, token: int) -> bytes | None:
@@ -231,8 +235,10 @@ def _piece(tokenizer: Any, decoders: Sequence[TokenizerStep], token: int, specia
     byte = _BYTE_TOKEN.fullmatch(content) if "ByteFallback" in kinds else None
     if byte is not None:
         return _as_text_if_whole(bytes([int(byte[1], 16)]))
-    with panics_as_errors():
+    try:
         text: str = tokenizer.decoder.decode([_ANCHOR, content])
+    except BaseException as error:
+        raise failure_of(error) from None
     return text.removeprefix(_ANCHOR)
 
 

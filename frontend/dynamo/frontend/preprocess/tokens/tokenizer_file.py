@@ -10,7 +10,6 @@ import re
 from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from math import ceil, prod
 from typing import Any
@@ -212,18 +211,16 @@ def check_longest_token(chars: int) -> None:
         raise _refused(f"has a token of {chars} characters; at most {_MAX_ADDED_CHARS} are taken")
 
 
-@contextmanager
-def panics_as_errors() -> Iterator[None]:
-    """Raise EngineError where a library written in Rust panics, as some do at a text that their file is not made for.
+def failure_of(error: BaseException) -> Exception:
+    """Return what a library written in Rust raised: EngineError for a panic, as at a text that a tokenizer is not made for.
 
-    What it raises is no Exception, so that it would pass all handlers of these.
+    A panic is no Exception, so that it would pass all handlers of these. Raises `error` if it is none of the library's.
     """
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__module__ != "pyo3_runtime":
-            raise
-        raise EngineError(f"the model's tokenizer failed: {error}") from None
+    if isinstance(error, Exception):
+        return error
+    if type(error).__module__ != "pyo3_runtime":
+        raise error
+    return EngineError(f"the model's tokenizer failed: {error}")
 
 
 def _flat(step: TokenizerStep | None) -> tuple[TokenizerStep, ...]:
