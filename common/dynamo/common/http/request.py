@@ -132,8 +132,12 @@ class HttpRequest:
     async def run(self) -> None:
         """Let the application respond; respond for it if it fails to."""
         connection = self._connection
+        status, body = 500, b"Internal Server Error"
         try:
             await connection.app(self)
+        except asyncio.CancelledError:
+            status, body = 503, b"The server stops; the request did not finish in time"
+            raise
         except Exception:
             _log.exception("%s %s failed unforeseen", self.method, self.path)
         finally:
@@ -143,12 +147,11 @@ class HttpRequest:
                 else:
                     self._head = b""
                     self.keep_alive = False
-                    self._respond_500()
+                    self._respond(status, body)
 
-    def _respond_500(self) -> None:
-        body = b"Internal Server Error"
+    def _respond(self, status: int, body: bytes) -> None:
         head = b"content-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self._connection.write(STATUS_LINES[500] + self._connection.server.date + head + body)
+        self._connection.write(STATUS_LINES[status] + self._connection.server.date + head + body)
         self._end()
 
     def disconnect(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ class Watched(Generic[T]):
 
     Files that have changed are read when they are the same at two looks, or were last written more than a second ago. Files that
     become unreadable while the process runs (one half of a certificate and its key was replaced, a typing error) are logged and
-    change nothing. Safe to use from several threads.
+    change nothing. Those that the system does not let the process read (it has no file descriptor or memory left, or no
+    permission) are read again at each look. Safe to use from several threads.
     """
 
     def __init__(
@@ -49,8 +51,12 @@ class Watched(Generic[T]):
         self._check = check
         self._run = run
         self._is_reading = False
+        self._refusal = ""
+        """Why the system did not let the files be read the last time."""
         self._clock = clock
         self._lock = threading.Lock()
+        self._stamp: _Stamp | None
+        """The stamp of the files that were read last; None: read them again, whether or not they change."""
         self._stamp = self._looked = self._look()  # before reading, so that a change in between is noticed next time
         self._value = read()
         self._looked_at = clock()
@@ -78,15 +84,21 @@ class Watched(Generic[T]):
         self._run(self._read_again)
 
     def _read_again(self) -> None:
+        refusal = ""
         try:
             value = self._read()
             self._check(self._value, value)
             self._value = value
-        except ConfigError as error:
-            log.error("%s changed and cannot be used, so the old one stays: %s", self._what, error)
+        except (ConfigError, MemoryError) as error:
+            why = str(error) or "no memory is left"
+            if _is_by_the_system(error):
+                refusal, self._stamp = why, None
+            if not refusal or refusal != self._refusal:  # which would be logged once a second
+                log.error("%s changed and cannot be used, so the old one stays: %s", self._what, why)
         else:
             log.info("%s changed and was read again", self._what)
         finally:
+            self._refusal = refusal
             self._is_reading = False
 
     def _look(self) -> _Stamp:
@@ -99,6 +111,12 @@ def in_thread(read: Callable[[], None]) -> None:
         threading.Thread(target=read, name="files that changed", daemon=True).start()
     except RuntimeError:  # there may be no more threads now
         read()
+
+
+def _is_by_the_system(error: ConfigError | MemoryError) -> bool:
+    """Return whether the same files may be readable later, and not only others."""
+    cause = error.__cause__
+    return isinstance(error, MemoryError) or (isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError))
 
 
 def _is_recent(stamp: _Stamp) -> bool:

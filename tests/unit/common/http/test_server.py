@@ -749,4 +749,7 @@ async def test_stopping_cuts_what_does_not_end_in_time() -> None:
         await side.app.until("waiting")
         async with asyncio.timeout(120):
             await side.server.stop(0.1)
+        status, headers, body = await client.response()
+        assert (status, headers["connection"]) == (503, "close")
+        assert body == b"The server stops; the request did not finish in time"
         assert await client.ends()

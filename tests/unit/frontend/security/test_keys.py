@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import subprocess
 import sys
@@ -520,6 +521,48 @@ def test_a_file_that_is_missing_for_a_moment_is_not_looked_for(tmp_path: Path, c
     clock.now += 2
     assert watched.current() == "two!"
     assert "cannot be used" not in caplog.text
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.EMFILE, "Too many open files"), MemoryError()])
+def test_a_file_that_the_system_did_not_let_be_read_is_read_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: OSError | MemoryError
+) -> None:
+    """Without that, a key that is revoked at such a moment stays valid for ever."""
+    file, clock = tmp_path / "f", Clock()
+    file.write_text("one")
+    is_refused = False
+
+    def read() -> str:
+        if not is_refused:
+            return file.read_text()
+        if isinstance(fault, OSError):
+            raise ConfigError(f"it cannot be read: {fault.strerror}") from fault
+        raise fault
+
+    watched = Watched("the file", (file,), read, clock=clock)
+    file.write_text("two!")
+    written_long_ago(file)
+    is_refused = True
+    for _ in range(3):
+        clock.now += 2
+        assert watched.current() == "one"
+    assert caplog.text.count("cannot be used") == 1
+    is_refused = False
+    clock.now += 2
+    assert watched.current() == "two!"
+
+
+def test_a_file_that_cannot_be_used_is_read_once(tmp_path: Path) -> None:
+    file, clock = tmp_path / "f", Clock()
+    file.write_text("one")
+    read = Versions(file)
+    watched = Watched("the file", (file,), read, clock=clock)
+    file.write_text("bad")
+    written_long_ago(file)
+    for _ in range(3):
+        clock.now += 2
+        assert watched.current() == "one"
+    assert read.reads == 2
 
 
 def test_an_empty_key_file_does_not_take_the_place_of_one_with_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
