@@ -413,7 +413,8 @@ class HttpConnection(asyncio.Protocol):
 
     @property
     def is_closing(self) -> bool:
-        return self.transport.is_closing()
+        """Nothing can be written any more: it is closed, or for writing, after a refusal."""
+        return self._lingering or self.transport.is_closing()
 
     @property
     def is_last_response(self) -> bool:

@@ -389,6 +389,17 @@ async def test_what_is_no_http_is_refused_and_the_connection_closed(garbage: byt
         assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
 
 
+async def test_a_body_that_turns_out_to_be_no_http_gets_one_response(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as side, side.client() as client:
+        await client.send(b"POST /body HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n5\r\nabcde\r\n")
+        await until(lambda: side.app.paths == ["/body"])
+        await client.send(b"no length\r\n")
+        rest = await client.rest()
+        assert (rest[:13], rest.count(b"HTTP/1.1 ")) == (b"HTTP/1.1 400 ", 1)
+        await side.app.until("disconnected")
+    assert "failed" not in caplog.text
+
+
 async def test_a_chunked_request_of_http_1_0_is_the_last_on_its_connection() -> None:
     async with serving() as side, side.client() as client:
         head = b"GET /slow HTTP/1.0\r\nconnection: keep-alive\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
