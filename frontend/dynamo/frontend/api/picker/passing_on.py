@@ -28,6 +28,8 @@ from dynamo.frontend.serving.request_scope import RequestScope
 MANAGED: Final = replace(TEXT, surface=Surface.MODEL_REPOSITORY, is_action=True)
 _SERVING: Final = frozenset({"v1", "tokenize", "detokenize", "rerank", "score", "classify", "pooling", "health", "version"})
 """First parts of paths that engine servers have for the clients of a model."""
+_SERVING_MODEL: Final = frozenset({"ready", "config", "stats", "infer", "generate", "generate_stream"})
+"""Last parts of paths below a model of KServe that are for its clients; `trace/setting` and others are not."""
 _MANAGING: Final = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 ENDPOINT: Final = "passed_on"
 """Name in metrics of the API that the request came by."""
@@ -35,10 +37,13 @@ ENDPOINT: Final = "passed_on"
 
 def passed_on(path: str) -> Declaration:
     """Declare a request for a path that no operation has: engine servers have some that change or stop them, of every name."""
-    parts = unquote(path.partition("?")[0]).replace("\\", "/").split("/")
+    whole = unquote(path.partition("?")[0]).replace("\\", "/")
+    parts = whole.split("/")
     is_plain = path.startswith("/") and not {"..", ".", *_MANAGING}.intersection(parts) and "" not in parts[1:-1]
-    of_models = parts[1:3] == ["v2", "models"]
-    return TEXT if is_plain and (of_models or parts[1] in _SERVING) else MANAGED
+    if not is_plain or {"#", ";"}.intersection(whole):  # some servers take the part before these for the path
+        return MANAGED
+    of_model = parts[1:3] == ["v2", "models"] and (len(parts) == 4 or parts[-1] in _SERVING_MODEL or parts[4:-1] == ["versions"])
+    return TEXT if of_model or parts[1] in _SERVING else MANAGED
 
 
 class PassingOn:

@@ -103,14 +103,20 @@ async def test_what_is_not_understood_is_for_keys_that_may_use_every_model(keys:
         "/v1/../flush_cache",
         "/v1//load_lora_adapter",
         "/v1/..\\flush_cache",
+        "/v1/load_lora_adapter#a",
+        "/v1/embeddings;a",
         "/v2/repository/index",
+        "/v2/models/talker/trace/setting",
+        "/v2/models/talker/versions/1/trace/setting",
+        "/v2/models/talker%2Fload",
         "/inference/v1/generate",
         "*",
     ],
 )
 async def test_paths_by_which_engine_servers_are_managed_need_a_key_that_may_do_that(keys: dict[str, str], path: str) -> None:
     async with open_picker_edge(guard=guard_of(keys)) as edge:
-        for to, key, status in ((path, "free", 403), (path, "operator", 0), ("/v1/embeddings", "free", 0)):
+        of_clients = [(to, "free", 0) for to in ("/v1/embeddings", "/v2/models/talker/versions/1", "/v2/models/talker/infer")]
+        for to, key, status in [(path, "free", 403), (path, "operator", 0), *of_clients]:
             call = edge.call()
             await call.headers(to, ends=True, x_api_key=keys[key])
             assert (await call.read()).immediate_response.status.code == status
