@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+from dynamo.common.errors import DynamoError, Unavailable
 from dynamo.common.http.served import Header, ServedRequest
 from dynamo.common.process.background import start
 
@@ -14,6 +16,8 @@ _STREAM_HEADERS: tuple[Header, ...] = (
     (b"x-accel-buffering", b"no"),
 )
 _KEEPALIVE = b": keepalive\n\n"
+_LAST_WORD_S = 1.0
+"""How long a client may take to read what is sent when the server cuts it off."""
 
 
 class EventStream:
@@ -48,7 +52,7 @@ class EventStream:
         self._idle = True
         """Nothing was written since the last look."""
         self._is_within = False
-        """The pieces written so far end within an event."""
+        """The pieces written so far end within an event, or nothing may follow them any more."""
         self._writing: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(keepalive_s, self._tick)
 
@@ -67,11 +71,9 @@ class EventStream:
         if self._writing is not None:
             await asyncio.wait((self._writing,))  # no comment may come between the pieces
         self._is_within = True
-        try:
-            for piece in pieces:
-                await self.write(piece)
-        finally:
-            self._is_within = False
+        for piece in pieces:
+            await self.write(piece)
+        self._is_within = False
 
     async def end(self, events: bytes) -> None:
         """Send the last events."""
@@ -79,7 +81,15 @@ class EventStream:
         if not self.begun:  # else it may be an error before there were events
             self._check()
             self._begin()
+        self._is_within = True
         await self._request.write(events, is_last=True)
+
+    async def cut_off(self, event: Callable[[DynamoError, int], bytes]) -> None:
+        """End as the server stops: with an `event` of that if one may follow what was sent, and the client reads that."""
+        if self.begun and not self._is_within:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORD_S):
+                    await self.end(event(Unavailable("the server stops; the response is not complete"), 503))
 
     def close(self) -> None:
         """Write nothing more, unless the stream has begun and ends with `end`."""

@@ -216,9 +216,11 @@ class Exchange:
         try:
             await handle(self)
         except asyncio.CancelledError as error:
-            if not self.client_left:
-                raise
-            release(error)
+            if self.client_left:
+                return release(error)
+            if self.stream is not None:
+                await self.stream.cut_off(self.errors.event)
+            raise
         except UnknownEncoding as error:
             await self.refuse(error, 415, self.errors, ((b"accept-encoding", b"gzip, deflate"),))
         except Exception as error:
@@ -478,12 +480,10 @@ class Exchange:
             return await self.stream.end(self.errors.event(error, status))
         if self.status is not None:  # it failed while the response was written, which therefore stays incomplete
             return
-        headers: tuple[Header, ...] = (JSON,)
         pause_s = retry_after_s(error)
         if pause_s is None and isinstance(error, DynamoError) and error.code is Code.UNAVAILABLE and error.retryable:
             pause_s = 1.0
-        if pause_s is not None:
-            headers = (JSON, retry_after(pause_s))
+        headers = (JSON,) if pause_s is None else (JSON, retry_after(pause_s))
         await self.respond(self.errors.body(error, status), status, headers)
 
     def _check_charged(self, status: int = 200) -> None:

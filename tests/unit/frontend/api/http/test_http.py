@@ -31,6 +31,7 @@ from dynamo.frontend.security.surfaces import Surface
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeTexts, instance, tensor_card
 from tests.support.http_edge import chat_card, connected, open_http_edge
+from tests.support.waiting import WAIT_S
 
 
 @dataclass
@@ -237,3 +238,28 @@ async def test_stopping_lets_a_running_request_finish() -> None:
         await stopping
         with pytest.raises(httpx2.TransportError):
             await client.get("/slow")
+
+
+async def test_a_stream_that_a_stop_cuts_off_ends_with_an_error_and_a_client_that_does_not_read_holds_nothing_up() -> None:
+    async def endless(exchange: Exchange) -> None:
+        async with exchange.events() as stream:
+            await stream.write(b"data: 1\n\n")
+            await asyncio.Event().wait()
+
+    async def unread(exchange: Exchange) -> None:
+        async with exchange.events() as stream:
+            while True:
+                await stream.write(b"data: %b\n\n" % bytes(1 << 20))
+
+    async with (
+        asyncio.timeout(WAIT_S),
+        serve_http(HttpOptions(port=0), HttpApp([page("/endless", endless), page("/unread", unread)])) as server,
+        httpx2.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client,
+        client.stream("GET", "/unread") as _,
+        client.stream("GET", "/endless") as response,
+    ):
+        pieces = response.aiter_text()
+        assert await anext(pieces) == "data: 1\n\n"
+        await server.stop(0.0)
+        rest = "".join([piece async for piece in pieces])
+    assert rest.startswith("event: error\ndata: ") and "the server stops" in rest
