@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tracemalloc
 from typing import Any
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.json_scan import NODE_VALUES, STRING_VALUES, check_json, scan_json
+from tests.support.waiting import counting_turns
 
 BLOCK_BYTES = 64 * 1024
 PLENTY = 10**12
@@ -125,15 +125,6 @@ async def test_a_body_with_one_long_text_is_counted_without_steps() -> None:
 
 async def test_other_tasks_run_while_a_long_body_is_counted() -> None:
     body = b'["' + b"[," * (8 * 2**20) + b'"]'
-    turns = 0
-
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    task = asyncio.ensure_future(other())
-    await scan_json(body, max_depth=100, max_values=PLENTY)
-    task.cancel()
-    assert turns >= 16
+    async with counting_turns() as turns:
+        await scan_json(body, max_depth=100, max_values=PLENTY)
+    assert turns[0] >= 16

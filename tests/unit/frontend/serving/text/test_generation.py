@@ -70,7 +70,7 @@ from tests.support.fakes import (
 )
 from tests.support.plane import generate
 from tests.support.virtual_time import in_virtual_time, run
-from tests.support.waiting import until
+from tests.support.waiting import counting_turns, until
 
 CALL = Call(account=ANONYMOUS, request_id="r", endpoint="completions", request_type=RequestType.STREAM)
 PROMPT = [3, 1, 4, 1, 5]
@@ -185,23 +185,17 @@ async def test_deltas_that_queued_up_are_read_together() -> None:
 async def test_many_log_probabilities_that_queued_up_are_read_in_turns_with_other_tasks() -> None:
     position = [(token, -1.0) for token in range(21)]
     queued = [delta_encoder.encode(Delta((1,), 0, None, [position]))] * 2000
-    turns = 0
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async with front(lambda stream: stream.data(*queued)) as f, generate(f.plane, text_request(), CALL) as generation:
-        other = asyncio.create_task(count_turns())
+    async with (
+        front(lambda stream: stream.data(*queued)) as f,
+        generate(f.plane, text_request(), CALL) as generation,
+        counting_turns() as turns,
+    ):
         sizes = [len(await generation.read())]
-        before = turns
+        before = turns[0]
         while sum(sizes) < len(queued):
             sizes.append(len(await generation.read()))
         assert max(sizes) < 400
-        assert turns - before >= len(sizes) - 1
-        other.cancel()
+        assert turns[0] - before >= len(sizes) - 1
 
 
 async def test_the_worker_gets_the_tokens_under_the_models_own_name() -> None:

@@ -17,7 +17,7 @@ from dynamo.common.tensors.relay import RealtimeFrame, RelayedPart
 from dynamo.worker.engine.base import Context
 from dynamo.worker.engine.remote.conversations import Conversations
 from tests.support.realtime_server import RealtimeServer
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, counting_turns, until
 
 CREATE = '{"type":"response.create"}'
 
@@ -64,20 +64,11 @@ async def test_what_arrives_twice_is_passed_on_once_and_leaving_ends_the_convers
 
 async def test_thousands_of_messages_that_are_passed_on_at_once_leave_turns_to_others() -> None:
     server = RealtimeServer()
-    turns = 0
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
     async with conversing(server) as conversations, aclosing(parts(conversations, RealtimeFrame("s"))) as opened:
         await anext(opened)
-        counting = asyncio.create_task(count_turns())
-        await say(conversations, *(f'{{"type":"x","number":{number}}}' for number in range(3200)), number=1)
-        counting.cancel()
-        assert turns >= 200
+        async with counting_turns() as turns:
+            await say(conversations, *(f'{{"type":"x","number":{number}}}' for number in range(3200)), number=1)
+        assert turns[0] >= 200
         await until(lambda: len(server.events) == 3200)
     assert [event["number"] for event in server.events] == list(range(3200))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from dynamo.common.process.steps import Steps
 from dynamo.common.process.work import hold_nothing
 from dynamo.frontend.api.openai.media.web_socket import ClientSocket
+from tests.support.waiting import counting_turns
 
 SMALLEST = {"pong": b"\x8a\x80\0\0\0\0", "ping": b"\x89\x80\0\0\0\0", "message": b"\x81\x80\0\0\0\0"}
 """Frames of a client, with empty bodies."""
@@ -46,17 +46,8 @@ async def test_thousands_of_frames_that_come_at_once_leave_turns_to_others(kind:
     exchange: Any = SimpleNamespace(path="/", method="GET", headers=headers, settings=settings, upgrade=upgrade)
     socket = ClientSocket(exchange)
     await socket.open()
-    turns = 0
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count_turns())
-    messages = await socket.receive(hold_nothing)
-    counting.cancel()
+    async with counting_turns() as turns:
+        messages = await socket.receive(hold_nothing)
     assert messages == ([""] * FRAMES if kind == "message" else [])
     assert len(client.written) == (kind == "ping"), "pongs go out together"
-    assert turns >= len(SMALLEST[kind]) * FRAMES // 1024
+    assert turns[0] >= len(SMALLEST[kind]) * FRAMES // 1024

@@ -14,7 +14,6 @@ from openai import AsyncOpenAI, NotFoundError
 from dynamo.common.errors import InvalidRequest, NotFound, PayloadTooLarge
 from dynamo.common.messaging.jetstream.records import WriteUnconfirmed
 from dynamo.common.model_card import LlmInfo
-from dynamo.common.process.background import running
 from dynamo.frontend.api.openai.store import items as items_module
 from dynamo.frontend.api.openai.store.events import ResponseObject
 from dynamo.frontend.api.openai.store.items import ItemIds, encode_items, parse_items
@@ -25,6 +24,7 @@ from dynamo.frontend.preprocess.parsers import OutputParsers, ParserKind
 from tests.support.fake_records import FakeRecords
 from tests.support.http_edge import Speaker
 from tests.support.storing import Storing, stored_responses, storing
+from tests.support.waiting import counting_turns
 
 PATH = "/v1/responses"
 MIB = 2**20
@@ -294,42 +294,26 @@ async def test_an_unknown_conversation_is_not_found_before_anything_is_generated
 
 
 async def test_others_have_their_turns_while_a_large_conversation_is_parsed() -> None:
-    turns = 0
-
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
     items = [{"id": str(number), "text": "x" * 10_000} for number in range(100)]
-    async with running(other(), "other work"):
+    async with counting_turns() as turns:
         assert await parse_items(msgspec.json.encode(items)) == items
-    assert turns > 10
+    assert turns[0] > 10
 
 
 async def test_others_have_their_turns_while_a_large_response_is_stored() -> None:
-    turns = 0
-
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
     records = FakeRecords()
     stored = stored_responses(records)
     items = [{"id": str(number), "text": "x" * 10_000} for number in range(100)]
     response = ResponseObject(
         id=new_response_id(), created_at=0, status="completed", model="m", reasoning={}, text={}, output=items
     )
-    async with running(other(), "other work"):
+    async with counting_turns() as turns:
         assert await stored.save("", response, None, last=0)
-        assert turns > 10
-        turns = 0
+        assert turns[0] > 10
+        turns[0] = 0
         other_response = msgspec.structs.replace(response, id=new_response_id(), output=())
         assert await stored.save("", other_response, items, last=0)
-        assert turns > 10
+        assert turns[0] > 10
     assert msgspec.json.decode((await stored.read("", response.id))["output"]) == items
     assert await stored.items("", other_response.id) == items
     with pytest.raises(PayloadTooLarge):
