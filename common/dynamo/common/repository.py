@@ -28,7 +28,7 @@ UNLOADED = "unloaded"
 """The reason of a model that was unloaded on request."""
 MAX_INDEX_BYTES = 1024 * 1024
 _MAX_DIGITS = 20
-"""A version with more is no number: Triton's have 64 bits."""
+"""Digits of the longest version that is a number; versions of Triton are numbers of 64 bits."""
 
 
 class ControlMode(StrEnum):

@@ -242,30 +242,31 @@ class Directory:
                 self._apply_timer = loop.call_at(due_at, self._apply_some)
 
     def _apply_some(self) -> None:
-        """Apply of what has waited for longest as much as one turn has time for, and the rest in later ones."""
-        size, now = 0, dict[str, bytes | None]()
-        while self._waiting and size < _TURN_BYTES:
-            key = next(iter(self._waiting))
-            now[key] = value = self._waiting.pop(key)
-            size += len(value or b"")
-        later, self._waiting = self._waiting, now
-        self._apply_waiting()
-        self._waiting = later | self._waiting
-        if self._waiting:
+        """Apply as much as one turn has time for, and the rest in later ones."""
+        self._apply_waiting(_TURN_BYTES)
+        if self._waiting and self._apply_timer is None:
             self._apply_timer = asyncio.get_running_loop().call_later(0, self._apply_some)
 
-    def _apply_waiting(self) -> None:
-        """Apply the marks, and the changes that the watch has delivered, since the last time."""
+    def _apply_waiting(self, most_bytes: float = math.inf) -> None:
+        """Apply the marks, and the changes that the watch has delivered, since the last time: the oldest, of some bytes."""
         if self._apply_timer is not None:
             self._apply_timer.cancel()
             self._apply_timer = None
         if self._waiting or self._waiting_marks:
-            changes, self._waiting = self._waiting, {}
+            changes = self._take_waiting(most_bytes)
             marks, self._waiting_marks = self._waiting_marks, {}
             self._applied_at = asyncio.get_running_loop().time()
             have_marks_changed = sum([self._apply_mark(instance, for_s) for instance, for_s in marks.items()])
             if not self._apply(changes) and have_marks_changed:
                 self._notify()
+
+    def _take_waiting(self, most_bytes: float) -> dict[str, bytes | None]:
+        size, taken = 0, dict[str, bytes | None]()
+        while self._waiting and size < most_bytes:
+            key = next(iter(self._waiting))
+            taken[key] = value = self._waiting.pop(key)
+            size += len(value or b"")
+        return taken
 
     def _apply_mark(self, instance: InstanceId, for_s: float | None) -> bool:
         """Return whether that changes which instances serve."""

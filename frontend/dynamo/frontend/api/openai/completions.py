@@ -76,7 +76,8 @@ class Completions:
         extras = Extras(request, started, edge.clock)
         if len(prepared.texts) > 1 and extras:
             raise InvalidRequest("'nvext.annotations' and 'nvext.extra_fields' need a request with one prompt", param="nvext")
-        call = msgspec.structs.replace(call, prompts=len(prepared.texts))
+        if len(prepared.texts) > 1:
+            call = msgspec.structs.replace(call, prompts=len(prepared.texts))
         generations = [plane.generate(model, text, call) for text in prepared.texts]
         async with exchange.attended(), text_source(generations, prepared.n) as source:
             if exchange.progress.carried is not None:
