@@ -774,12 +774,18 @@ async def test_an_unforeseen_error_of_a_called_model_reaches_the_caller(tmp_path
 
 THREADED = """
     def initialize(self, args):
-        self.sent = 0
+        self.sent = self.executions = 0
+        self.executed_again = threading.Event()
     def execute(self, requests):
+        self.executions += 1
+        if self.executions > 1:
+            self.executed_again.set()
         for r in requests:
             threading.Thread(target=self.respond, args=(r.get_response_sender(), int(r.inputs()[0].as_numpy()[0]))).start()
     def respond(self, sender, count):
         for number in range(abs(count)):
+            if number == 1 and count < 0:
+                self.executed_again.wait()  # else others wait for the end of its `execute`, and it may send more for their sake
             sender.send(pb_utils.InferenceResponse([tensor(self.sent)]))
             self.sent += count < 0
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
