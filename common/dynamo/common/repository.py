@@ -6,9 +6,12 @@ RepositoryIndex, and send `repository_load` and `repository_unload` to all of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from itertools import groupby
+from operator import itemgetter
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -16,6 +19,7 @@ import msgspec
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.process.work import Work
 from dynamo.common.protocol import UNNAMED, check_protocol
 from dynamo.common.tensors.tensors import Buffer
 
@@ -166,23 +170,34 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[str, ...]
 
 
-def merge_indexes(instances: Iterable[RepositoryInstance]) -> Iterator[IndexEntry]:
-    """Merge the repositories of several workers, ordered by name and version.
+_Order: TypeAlias = tuple[str, int, str]
+_Place: TypeAlias = tuple[_Order, InstanceId, IndexEntry]
+_ORDER: Callable[[_Place], _Order] = itemgetter(0)
+
+
+def merge_indexes(instances: Sequence[RepositoryInstance], permits: Callable[[str], bool]) -> Work[list[IndexEntry]]:
+    """Merge the repositories of several workers, ordered by name and version, of the models whose names are permitted.
 
     An entry is READY if it is at one worker; its reason then names the workers where it is not. The empty version of a model that
     one worker has not loaded is left out if another worker has versions.
     """
-    entries: dict[tuple[str, str], list[tuple[InstanceId, IndexEntry]]] = {}
+    indexes: list[list[_Place]] = []
     for instance in instances:
-        for entry in instance.entries:
-            entries.setdefault((entry.name, entry.version), []).append((instance.id, entry))
-    known_names = {name for name, version in entries if version}
-    for name, version in sorted(entries, key=version_order):
-        if version or name not in known_names:
-            yield _merge(entries[name, version])
+        indexes.append(sorted(((version_order((e.name, e.version)), instance.id, e) for e in instance.entries), key=_ORDER))
+        yield 0
+    merged: list[IndexEntry] = []
+    for (name, *_), group in groupby(heapq.merge(*indexes, key=_ORDER), _ORDER):
+        yield 0
+        found = [(where, entry) for _, where, entry in group]
+        if not permits(name):
+            continue
+        if merged and merged[-1].name == name and not merged[-1].version:  # the empty version comes first
+            merged.pop()
+        merged.append(_merge(found))
+    return merged
 
 
-def version_order(key: tuple[str, str]) -> tuple[str, int, str]:
+def version_order(key: tuple[str, str]) -> _Order:
     """Return what a model's name and version are sorted by: version 10 comes after 2."""
     name, version = key
     is_number = version.isdecimal() and len(version) <= _MAX_DIGITS  # a worker may write thousands, which are none for `int`
@@ -206,5 +221,6 @@ def _merge(entries: list[tuple[InstanceId, IndexEntry]]) -> IndexEntry:
     reasons = {entry.reason or entry.state.value for _, entry in lacking}
     if len(lacking) == len(entries) and len(reasons) == 1:
         return best
-    text = "; ".join(f"worker {where:x}: {entry.reason or entry.state.value}" for where, entry in sorted(lacking))
+    lacking.sort(key=itemgetter(0))  # a worker may say several things about one version
+    text = "; ".join(f"worker {where:x}: {entry.reason or entry.state.value}" for where, entry in lacking)
     return msgspec.structs.replace(best, reason=text[: 4 * MAX_REASON_CHARS])

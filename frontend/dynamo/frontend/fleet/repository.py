@@ -22,6 +22,7 @@ from dynamo.common.etcd.follow import follow
 from dynamo.common.messaging.buffers import Body, Buffer
 from dynamo.common.names import InstanceId, repository_prefix
 from dynamo.common.process.background import running
+from dynamo.common.process.work import Work
 from dynamo.common.repository import (
     LOAD,
     NO_FILES,
@@ -185,9 +186,9 @@ class Repository:
         self._changed = asyncio.Event()
         models.on_change(self._changed.set)
 
-    def index(self, account: Account) -> list[IndexEntry]:
+    def index(self, account: Account) -> Work[list[IndexEntry]]:
         """Return the models that the caller may use, loaded or not, in order of name and version."""
-        return [entry for entry in merge_indexes(self._view.instances()) if account.permits(entry.name)]
+        return merge_indexes(self._view.instances(), account.permits)
 
     def is_unloaded(self, model: str, version: str = "") -> bool:
         """Return whether a repository holds a model, or one version of it, and none has it loaded."""

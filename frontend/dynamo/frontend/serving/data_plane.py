@@ -25,6 +25,7 @@ from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.messaging.request_plane.client import RequestClient
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.observability.tracing import Tracing
+from dynamo.common.process.work import Work as LongWork
 from dynamo.common.repository import NO_FILES, Files, IndexEntry, LoadRequest, UnloadRequest, merge_indexes
 from dynamo.common.scaling.pool import Pool
 from dynamo.common.tensors.request import TensorRequest
@@ -337,11 +338,12 @@ class DataPlane:
 
     # Model repositories
 
-    def repository_index(self, account: Account) -> list[IndexEntry]:
+    def repository_index(self, account: Account) -> LongWork[list[IndexEntry]]:
         """Return what the workers' repositories hold, and the LoRA adapters of models, as far as the caller may use it."""
-        models = [] if self._repository is None else self._repository.index(account)
-        adapters = () if self._adapters is None else merge_indexes(self._adapters.index())
-        return [*models, *(entry for entry in adapters if account.permits(entry.name))]
+        entries = [] if self._repository is None else (yield from self._repository.index(account))
+        if self._adapters is not None:
+            entries += yield from merge_indexes([*self._adapters.index()], account.permits)
+        return entries
 
     async def load_model(self, account: Account, request: LoadRequest | LoadAdapter, files: Files = NO_FILES) -> None:
         """Have the workers that can load a model, with its files, or a LoRA adapter, do so. Raises DynamoError."""

@@ -24,6 +24,7 @@ from dynamo.common.errors import (
 from dynamo.common.etcd import Deleted, EtcdUnavailable, Events, KeyValue, Listing, Put, Reset
 from dynamo.common.model_card import ModelCard, ModelKind
 from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.process.work import finish
 from dynamo.common.repository import (
     NOT_LOADED,
     UNLOADED,
@@ -236,7 +237,7 @@ def test_what_has_failed_is_known_without_a_look_at_all_there_is(
             listed[instance.key] = KeyValue(instance.key, instance.encode(), revision)
         event = Deleted(instance.key, revision) if entries is None else Put(listed[instance.key])
         view.apply(Reset(tuple(listed.values()), revision) if by_listing else Events((event,), revision))
-        merged = list(merge_indexes(view.instances()))
+        merged = finish(merge_indexes(view.instances(), lambda name: True))
         assert view.has_failed == any(entry.is_wanted for entry in merged)
         for model in ("a", "b", "c"):
             for version in ("", "1", "2"):

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 
 from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, NoInstances
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
+from dynamo.common.process.work import Work
 from dynamo.common.repository import IndexEntry, ModelState
 from dynamo.common.tensors.tensors import DATATYPES, datatype_of_config
 from dynamo.frontend.api.kserve.words import check_version
@@ -105,27 +106,37 @@ async def statistics(plane: DataPlane, account: Account, model: str, version: st
 
 
 def repository_index(
-    cards: Iterable[ModelCard], is_ready: Callable[[str, str], bool], entries: Iterable[IndexEntry] = ()
-) -> RepositoryIndexResponse:
+    cards: Iterable[ModelCard],
+    is_ready: Callable[[str, str], bool],
+    entries: Iterable[IndexEntry] = (),
+    *,
+    only_ready: bool = False,
+) -> Work[list[RepositoryIndexResponse.ModelIndex]]:
     """Return one entry per model and version. `is_ready` takes these two; `entries` are those of the workers' repositories.
 
     A model is ready if this server can serve it; the reasons why one is not, or not on all workers, are the repositories'.
     """
     by_version: dict[tuple[str, str], IndexEntry] = {}
     for entry in entries:
+        yield 0
         if entry.state is ModelState.READY and not is_ready(entry.name, entry.version):
             entry = IndexEntry(name=entry.name, version=entry.version, reason=entry.reason or _NO_INSTANCE)
         by_version[entry.name, entry.version] = entry
     for card in cards:
         for number in card.versions:
+            yield 0
             current = by_version.get((card.name, number)) or IndexEntry(name=card.name, version=number, reason=_NO_INSTANCE)
             if is_ready(card.name, number):
                 reason = "" if current.reason == _NO_INSTANCE else current.reason
                 current = IndexEntry(name=card.name, version=number, state=ModelState.READY, reason=reason)
             by_version[card.name, number] = current
-    index = RepositoryIndexResponse()
+    index = []
     for entry in by_version.values():
-        index.models.add(name=entry.name, version=entry.version, state=entry.state.value, reason=entry.reason)
+        yield 0
+        if entry.state is ModelState.READY or not only_ready:
+            described = RepositoryIndexResponse.ModelIndex(name=entry.name, version=entry.version, state=entry.state.value)
+            described.reason = entry.reason
+            index.append(described)
     return index
 
 

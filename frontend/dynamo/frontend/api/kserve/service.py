@@ -19,6 +19,8 @@ from dynamo.common.errors import DeadlineExceeded, ShuttingDown, Unsupported
 from dynamo.common.logs import request_id as logged_id
 from dynamo.common.model_card import ModelCard
 from dynamo.common.observability.reception import EdgeProtocol
+from dynamo.common.process.steps import Steps
+from dynamo.common.process.work import Work
 from dynamo.common.tensors.known_heads import KnownHeads
 from dynamo.common.tensors.message_limits import MessageScanner, parse_message
 from dynamo.common.tensors.request import TensorRequest
@@ -79,6 +81,7 @@ class KserveService:
         self._overload = overload
         self._capacity = capacity or Capacity()
         self._live = pb.ServerLiveResponse(live=True).SerializeToString()
+        self._steps = Steps()
         self._server = server or KserveServer()
         self._metadata = kserve_messages.server_metadata(self._server.name).SerializeToString()
 
@@ -238,13 +241,18 @@ class KserveService:
     async def _repository_index(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.RepositoryIndexRequest, data)
         check_repository(request.repository_name)
-        account = self._account()
-        entries = self._plane.repository_index(account)
-        index = kserve_messages.repository_index(self._plane.cards(account), self._readiness.is_model_ready, entries)
-        if request.ready:
-            ready = [entry for entry in index.models if entry.state == "READY"]
-            index = pb.RepositoryIndexResponse(models=ready)
-        return index.SerializeToString()
+        return await self._steps.run(self._index(self._account(), request.ready))
+
+    def _index(self, account: Account, only_ready: bool) -> Work[bytes]:
+        held = yield from self._plane.repository_index(account)
+        index = yield from kserve_messages.repository_index(
+            self._plane.cards(account), self._readiness.is_model_ready, held, only_ready=only_ready
+        )
+        parts = []
+        for entry in index:
+            yield 0
+            parts.append(pb.RepositoryIndexResponse(models=[entry]).SerializeToString())
+        return b"".join(parts)  # messages one after the other are one with the entries of all
 
     async def _repository_model_load(self, data: Buffer, peer: str) -> bytes:
         message = ModelLoadRequest.parse(data)

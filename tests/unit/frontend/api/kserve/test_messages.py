@@ -4,6 +4,7 @@ import pytest
 
 from dynamo.common.errors import EngineError
 from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
+from dynamo.common.process.work import finish
 from dynamo.frontend.api.kserve.messages import model_config, model_metadata, repository_index, server_metadata
 from dynamo.protos import model_config_pb2
 from dynamo.protos.model_config_pb2 import ModelConfig
@@ -78,8 +79,8 @@ def test_a_broken_configuration_is_the_workers_fault() -> None:
 
 
 def test_the_repository_index_has_one_entry_per_model_and_version() -> None:
-    index = repository_index([TENSOR, LLM], lambda model, version: (model, version) != ("t", "1"))
-    assert [(m.name, m.version, m.state, bool(m.reason)) for m in index.models] == [
+    index = finish(repository_index([TENSOR, LLM], lambda model, version: (model, version) != ("t", "1")))
+    assert [(m.name, m.version, m.state, bool(m.reason)) for m in index] == [
         ("t", "1", "UNAVAILABLE", True),
         ("t", "2", "READY", False),
         ("chatty", "1", "READY", False),

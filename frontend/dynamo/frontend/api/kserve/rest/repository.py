@@ -5,6 +5,7 @@ from __future__ import annotations
 import orjson
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.process.work import Work
 from dynamo.common.tensors.message_json import to_json
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
@@ -14,8 +15,8 @@ from dynamo.frontend.api.kserve.rest.long_arrays import SHORT_BYTES
 from dynamo.frontend.api.kserve.rest.model_files import LongStrings, cut_strings, load_from_json
 from dynamo.frontend.api.kserve.rest.paths import ModelPath
 from dynamo.frontend.api.kserve.rest.requests import object_of, read_object
+from dynamo.frontend.security.accounts import Account
 from dynamo.frontend.serving.data_plane import DataPlane
-from dynamo.protos.inference_pb2 import RepositoryIndexResponse
 
 
 async def handle_index(plane: DataPlane, readiness: Readiness, exchange: Exchange) -> None:
@@ -23,10 +24,7 @@ async def handle_index(plane: DataPlane, readiness: Readiness, exchange: Exchang
     only_ready = parsed.get("ready", False)
     if not isinstance(only_ready, bool):
         raise InvalidRequest("'ready' must be true or false")
-    account = exchange.account
-    index = kserve_messages.repository_index(plane.cards(account), readiness.is_model_ready, plane.repository_index(account))
-    entries = [_described(entry) for entry in index.models if entry.state == "READY" or not only_ready]
-    await exchange.respond(orjson.dumps(entries))
+    await exchange.respond(await exchange.in_steps(_index(plane, readiness, exchange.account, only_ready)))
 
 
 async def handle_load(plane: DataPlane, exchange: Exchange, target: ModelPath) -> None:
@@ -47,9 +45,17 @@ async def handle_unload(plane: DataPlane, exchange: Exchange, target: ModelPath)
     await exchange.respond(b"")
 
 
-def _described(entry: RepositoryIndexResponse.ModelIndex) -> dict[str, object]:
-    """Return the members that an entry has."""
-    return {name: value for name, value in to_json(entry).items() if value}
+def _index(plane: DataPlane, readiness: Readiness, account: Account, only_ready: bool) -> Work[bytes]:
+    """Return the index as JSON; the members of an entry are those that it has."""
+    held = yield from plane.repository_index(account)
+    index = yield from kserve_messages.repository_index(
+        plane.cards(account), readiness.is_model_ready, held, only_ready=only_ready
+    )
+    entries = []
+    for entry in index:
+        yield 0
+        entries.append(orjson.dumps({name: value for name, value in to_json(entry).items() if value}))
+    return b"[" + b",".join(entries) + b"]"
 
 
 async def _fields(exchange: Exchange, body: bytes) -> tuple[dict[str, object], LongStrings]:
