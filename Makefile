@@ -32,8 +32,8 @@ MADE_FROM := pyproject.toml constraints.txt hatch_build.py $(wildcard protos/dyn
 TESTS ?= tests
 # Some hundred processes of a test run would each compile all modules again: a third of what starting one takes.
 unexport PYTHONDONTWRITEBYTECODE
-# The worker that is done first takes tests from the other: both are busy to the end.
-PYTEST_FLAGS ?= -n 2 --dist worksteal
+# Three, since tests also wait; one that is done first takes tests from others, so that all are busy to the end.
+PYTEST_FLAGS ?= -n 3 --dist worksteal
 FAST := -m "not slow"
 SINGLE := -m "not slow and not real_model and not source_tree"
 

@@ -212,6 +212,7 @@ async def test_everything_may_start_before_etcd(tmp_path: Path, namespace: str) 
             await poll(lambda: not directory.stale)
 
 
+@pytest.mark.slow  # an outage
 async def test_an_outage_of_etcd_changes_nothing_and_all_join_when_it_is_back(tmp_path: Path, namespace: str) -> None:
     """It lasts longer than the lease, and a worker and a frontend start meanwhile."""
     news: list[tuple[Sequence[Instance], Sequence[Instance]]] = []
@@ -238,6 +239,7 @@ async def test_an_outage_of_etcd_changes_nothing_and_all_join_when_it_is_back(tm
         assert [removed for _, removed in news] == [()]
 
 
+@pytest.mark.slow  # an outage
 async def test_what_ended_during_an_outage_of_the_frontends_link_is_gone_afterwards(
     etcd_server: EtcdServer, etcd: Etcd, namespace: str
 ) -> None:
@@ -256,6 +258,7 @@ async def test_what_ended_during_an_outage_of_the_frontends_link_is_gone_afterwa
             await until(directory, lambda: ids(directory) == [2])
 
 
+@pytest.mark.slow  # an outage
 async def test_when_etcd_lost_its_data_the_view_is_kept_until_the_workers_are_back(tmp_path: Path, namespace: str) -> None:
     news: list[tuple[Sequence[Instance], Sequence[Instance]]] = []
     async with (

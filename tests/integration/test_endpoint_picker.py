@@ -162,6 +162,7 @@ async def test_requests_of_every_api_go_straight_to_a_pod_and_are_booked_until_t
         assert await gate.metric("requests_total", status="error", endpoint="completions", error_type="internal") == 0
 
 
+@pytest.mark.slow  # a flood
 async def test_three_hundred_streams_at_once_are_shared_out_and_all_complete(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:
@@ -336,7 +337,10 @@ def _socket(port: int) -> dict[str, Any]:
     return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
 
 
-@pytest.mark.parametrize(("failing", "without"), [("open", 200), ("closed", 503), ("strict", 500)])
+@pytest.mark.parametrize(
+    ("failing", "without"),
+    [("open", 200), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("closed", 503), ("strict", 500)))],
+)
 async def test_requests_without_a_picker_are_as_the_gateway_says_until_one_is_back(
     failing: str, without: int, etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:

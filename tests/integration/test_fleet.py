@@ -72,6 +72,7 @@ async def test_all_processes_of_a_frontend_finish_what_they_have_and_end_togethe
         assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
+@pytest.mark.slow  # it kills
 async def test_processes_whose_supervisor_was_killed_leave_in_order(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import httpx2
+import pytest
 
 from dynamo.common.discovery import Instance
 from dynamo.common.etcd import Etcd, connect_etcd
@@ -105,6 +106,7 @@ class Fleet:
         await until_true(is_so)
 
 
+@pytest.mark.slow  # workers that start and end under load
 async def test_workers_join_and_leave_under_load_and_no_request_fails(
     tmp_path: Path, etcd_server: EtcdServer, nats_server: NatsServer, namespace: str
 ) -> None:

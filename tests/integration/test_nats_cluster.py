@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import pytest
 from nats.js.errors import Error as JetStreamError
 
 from dynamo.common.errors import Unavailable
@@ -16,6 +17,7 @@ from dynamo.common.options import NatsOptions
 from tests.support.servers import start_nats_cluster
 
 
+@pytest.mark.slow  # three servers, one of which is killed
 async def test_files_and_the_record_of_kv_events_outlive_one_server_of_a_cluster(tmp_path: Path) -> None:
     async with start_nats_cluster(tmp_path) as cluster, AsyncExitStack() as stack:
         servers = cluster.servers

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import httpx2
+import pytest
 
 from tests.integration.test_endpoint_picker import Gateway, client, completion, gateway
 from tests.support.pod import serve_pod
@@ -29,6 +30,7 @@ async def left_out(gate: Gateway, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow  # faults that take their time
 async def test_a_pod_that_fails_half_of_its_requests_is_open_and_one_that_hangs_is_left_out(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:

@@ -132,7 +132,9 @@ class Load:
                 self._stop.set()
 
 
-@pytest.mark.parametrize(("max_surge", "max_unavailable"), [(0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("max_surge", "max_unavailable"), [(0, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 0), (1, 1)))]
+)
 async def test_no_request_fails_and_no_frontend_is_unready_while_workers_are_replaced(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path, max_surge: int, max_unavailable: int
 ) -> None:

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx2
+import pytest
 import yaml
 
 from dynamo.common.process.ports import free_ports
@@ -19,6 +20,7 @@ from tests.support.servers import EtcdServer, NatsServer
 from tests.support.waiting import WAIT_S
 
 
+@pytest.mark.slow  # servers that come and go under load
 async def test_servers_are_added_and_removed_while_requests_flow_and_none_fails(
     etcd_server: EtcdServer, nats_server: NatsServer, namespace: str, tmp_path: Path
 ) -> None:

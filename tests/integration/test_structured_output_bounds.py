@@ -99,6 +99,7 @@ async def endless_stream(http: httpx2.AsyncClient, model: str, max_tokens: int) 
             yield (line async for line in lines if line.startswith("data: {"))
 
 
+@pytest.mark.slow  # bombs
 async def test_no_shape_takes_the_simulated_engine_away(etcd_server: EtcdServer, nats_server: NatsServer, namespace: str) -> None:
     flags = ("--model", "sim:speedup=0.2,calls=1", "--served-model-name", "sim")
     async with served(etcd_server, nats_server, namespace, "sim", *flags) as (_, process, http):

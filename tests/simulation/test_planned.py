@@ -47,6 +47,7 @@ def steady(rate: float, seconds: float) -> list[Row]:
     return plain(lambda at: rate, rate, seconds, 1, 16, lambda at: 100.0)
 
 
+@pytest.mark.slow  # a history of twenty minutes
 def test_a_swinging_load_reaches_its_goals_with_fewer_instances_than_a_fixed_number_does() -> None:
     rows = swinging(1200.0)
     planned = PlannedFleet(CONFIG, planner_of(CONFIG, ReplayMode.KV)).run(rows, ReplayMode.KV)
@@ -56,6 +57,7 @@ def test_a_swinging_load_reaches_its_goals_with_fewer_instances_than_a_fixed_num
     assert fixed.good.total() < planned.good.total()
 
 
+@pytest.mark.slow  # two histories
 def test_what_ifs_route_as_the_replay_does() -> None:
     """Prompts share long prefixes, which round-robin computes anew on each worker."""
     workload = Workload(groups=40, prefix_blocks=36, own_blocks=2, output_tokens=100, skew=0.0, arrivals_per_s=4.0)
@@ -111,6 +113,7 @@ def test_the_longest_loss_counts_windows_of_arrivals_in_a_row_whose_share_is_too
     assert course.longest_loss_s(0.0) == 0.0
 
 
+@pytest.mark.slow  # a history of ten minutes
 def test_a_step_of_the_load_loses_the_goal_for_little_longer_than_a_start_up() -> None:
     fleet = PlannedFleet(CONFIG, planner_of(CONFIG, ReplayMode.KV))
     fleet.run(plain(lambda at: 5.0 if at > 240.0 else 0.5, 5.0, 600.0, 3, 16, lambda at: 100.0), ReplayMode.KV)

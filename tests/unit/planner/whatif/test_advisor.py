@@ -91,7 +91,7 @@ def test_too_few_instances_by_the_formula_are_raised_until_the_goals_are_held() 
 def test_requests_that_reach_the_goals_with_no_number_of_instances_ask_for_no_more_of_them() -> None:
     advisor = Advisor()
     ratios: list[float] = []
-    for number in range(12):
+    for number in range(8):
         result = advise(advisor, view(60.0 + 60.0 * number, 5.0, endless=0.12), 5.0, 8)
         assert result is not None
         ratios.append(result.ratio)
