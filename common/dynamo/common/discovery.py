@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo.common.errors import DynamoError, InvalidRequest
 from dynamo.common.model_card import ModelCard
-from dynamo.common.names import ROOT, Endpoint, InstanceId
+from dynamo.common.names import ROOT, Endpoint, GivenInstanceId, InstanceId
 from dynamo.common.protocol import UNNAMED, OtherProtocol, check_protocol
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ MAX_PROCESS_INSTANCES = 1024
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """One live process serving one model. This is the value of a registration."""
 
-    id: InstanceId
+    id: GivenInstanceId
     endpoint: Endpoint
     subject: str
     """NATS subject that takes this instance's requests."""

@@ -16,6 +16,7 @@ TAKES_TEXT = "text"
 
 # What readers accept, so that no instance can make others compute with blocks of less than nothing, or sizes that no array has.
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_BlockTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 _Datatype: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(BOOL|BYTES|BF16|FP(16|32|64)|U?INT(8|16|32|64))\Z")]
 _Dimension: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
 
@@ -74,7 +75,7 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     eos_token: str = ""
     eos_token_ids: tuple[TokenId, ...] = ()
     add_bos: bool = False
-    block_size: _Count = 0
+    block_size: _BlockTokens = 0
     """Tokens in a KV block; 0 if the engine publishes no KV events."""
     total_blocks: _Count = 0
     max_num_seqs: _Count = 0

@@ -9,11 +9,16 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
-from typing import NewType
+from typing import Annotated, NewType, TypeAlias
+
+import msgspec
 
 from dynamo.common.errors import InvalidRequest
 
 InstanceId = NewType("InstanceId", int)
+LAST_INSTANCE_ID = (1 << 63) - 1
+GivenInstanceId: TypeAlias = Annotated[InstanceId, msgspec.Meta(ge=0, le=LAST_INSTANCE_ID)]
+"""An id that another process says: one that is out of range could not be sent on."""
 
 ROOT = "/dynamo/v1"
 REPOSITORY_ROOT = f"{ROOT}/%repositories"
@@ -79,7 +84,7 @@ def parse_instance(text: str) -> InstanceId:
         value = int(text, 16)
     except ValueError:
         value = -1
-    if not 0 <= value < 2**63:
+    if not 0 <= value <= LAST_INSTANCE_ID:
         raise InvalidRequest(f"{text[:40]!r} is not an instance id (up to 16 hexadecimal digits)")
     return InstanceId(value)
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.names import Endpoint, InstanceId
+from dynamo.common.names import Endpoint, GivenInstanceId, InstanceId
 from dynamo.common.process.work import Work
 from dynamo.common.protocol import UNNAMED, check_protocol
 from dynamo.common.tensors.tensors import Buffer
@@ -72,7 +72,7 @@ class IndexEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RepositoryInstance(msgspec.Struct, frozen=True, kw_only=True):
     """One worker with a repository. This is the value of its registration."""
 
-    id: InstanceId
+    id: GivenInstanceId
     endpoint: Endpoint
     subject: str
     """NATS subject that takes its requests."""

@@ -83,7 +83,9 @@ def test_fields_of_a_newer_worker_are_no_obstacle() -> None:
         ({"id": 7}, "belongs under"),
         ({"subject": "dynamo.>"}, "not the subject"),
         ({"subject": ""}, "not the subject"),
-        ({"id": -1}, "belongs under"),
+        ({"id": -1}, "cannot be read: .*id"),
+        ({"id": 2**63}, "cannot be read: .*id"),
+        ({"id": 2**64}, "cannot be read: .*id"),
         ({"started_at": "noon"}, "cannot be read"),
         ({"endpoint": {"namespace": "other", "component": "backend", "name": "generate"}}, "belongs under"),
         ({"endpoint": {"namespace": "a b", "component": "backend", "name": "generate"}}, "character ' '"),
@@ -110,6 +112,13 @@ def test_a_card_with_numbers_that_no_model_has_is_refused(field: str, number: in
     wrong = msgspec.structs.replace(right.card, llm=msgspec.structs.replace(right.card.llm, **{field: number}))
     with pytest.raises(InvalidRequest, match=f"others could not read the card of model 'talker': .*{field}"):
         encode_registration(instance(1, wrong))
+
+
+def test_a_card_with_larger_blocks_than_any_model_has_is_refused() -> None:
+    document = msgspec.json.decode(encode_registration(instance(1, llm_card())))
+    document["card"]["llm"]["block_size"] = 2**20 + 1
+    with pytest.raises(InvalidRequest, match=r"cannot be read: .*block_size"):
+        decode_registration(instance(1, llm_card()).key, msgspec.json.encode(document))
 
 
 def tensors(datatype: str, size: int = 1) -> list[dict[str, object]]:

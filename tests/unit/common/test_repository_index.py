@@ -42,6 +42,13 @@ def test_a_registration_is_read_as_it_was_written_and_only_where_it_belongs() ->
             decode_repository(key, value)
 
 
+@pytest.mark.parametrize("number", [-1, 2**63])
+def test_a_repository_of_an_instance_that_cannot_be_is_refused(number: int) -> None:
+    given = instance(number, entry("m", "1", "READY"))
+    with pytest.raises(InvalidRequest, match=r"cannot be read: .*id"):
+        decode_repository(given.key, given.encode())
+
+
 @pytest.mark.parametrize("subject", ["", "$KV.dynamo-usage.dynamo.day", "dynamo.dynamo.backend.6.rpc"])
 def test_a_repository_has_no_requests_sent_to_the_subject_of_something_else(subject: str) -> None:
     given = msgspec.structs.replace(instance(5), subject=subject)

@@ -30,6 +30,8 @@ _UPDATE_BYTES = 16 * HASH_BYTES
 _MAX_UPDATE_BYTES = MAX_UPDATE_BLOCKS * HASH_BYTES
 # What readers accept, so that no instance can make others compute with infinities or less than nothing.
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+_LastNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
+"""The number of an update; -1: there was none."""
 _Sum: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 _Duration: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
@@ -37,7 +39,7 @@ _Duration: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 class KvUpdate(msgspec.Struct, frozen=True, array_like=True):
     """One step's net change, to be applied in the order `cleared`, `removed`, `stored`, then `tiers`."""
 
-    number: int
+    number: _Count
     stored: bytes = b""
     """Sequence hashes, see `pack_hashes`; parents before children."""
     removed: bytes = b""
@@ -66,7 +68,7 @@ class KvUpdate(msgspec.Struct, frozen=True, array_like=True):
 class KvSnapshot(msgspec.Struct, frozen=True, array_like=True):
     """All blocks that an instance caches after its update `number`; -1: before its first one."""
 
-    number: int = -1
+    number: _LastNumber = -1
     blocks: bytes = b""
     """Sequence hashes of the blocks in the GPU's memory."""
     tiers: tuple[TierChange, ...] = ()
@@ -128,7 +130,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     queued_prefill_tokens: _Count = 0
     """Prompt tokens of accepted requests that are still to be computed."""
     step_ms: _Duration = 0.0
-    kv_number: int = -1
+    kv_number: _LastNumber = -1
     """Number of the last KV update; a reader that is behind it has missed updates."""
     accepted: bytes = b""
     """`request_key` of each request accepted since the report before the last one, packed. Their load is part of this report."""
@@ -407,7 +409,7 @@ class KvQuery(msgspec.Struct, frozen=True, array_like=True):
     """A request for a model's snapshot, or for its updates from a number on."""
 
     model: str
-    since: int = 0
+    since: _Count = 0
 
 
 def read_message(payload: bytes | memoryview) -> KvMessage:

@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from dynamo.common.kv.hashes import HASH_BYTES
-from dynamo.common.names import InstanceId, encode
+from dynamo.common.names import GivenInstanceId, encode
 from dynamo.common.scaling.pool import Pool
 
 REPORT_EVERY_S = 1.0
@@ -102,7 +102,7 @@ class PoolDemand(msgspec.Struct, frozen=True, array_like=True):
     ttft_ratio: _Duration = 0.0
     """The observed time to first token over the predicted one, the median of the last requests; 0: not known."""
     samples: tuple[ArrivalSample, ...] = ()
-    saved: tuple[tuple[InstanceId, _Count], ...] = ()
+    saved: tuple[tuple[GivenInstanceId, _Count], ...] = ()
     """Instances, and how many prompt tokens each had cached of what it got since the last report."""
 
 

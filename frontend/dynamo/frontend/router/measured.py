@@ -92,6 +92,8 @@ class MeasuredRouter(RouterWrapper):
                 if decision.fetch is not None:
                     cached += decision.fetch.fetched * block_size
                 if cached:
+                    # An instance may have blocks of another size than those that were looked for, or say so.
+                    cached = cached if cached < tokens else tokens
                     computed -= cached
                     saved, instance = counts.saved, decision.instance.id
                     saved[instance] = saved.get(instance, 0) + cached

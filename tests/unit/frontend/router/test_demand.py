@@ -96,6 +96,15 @@ async def whole(stream: DispatchedStream) -> None:
             pass
 
 
+async def test_no_more_of_a_prompt_is_saved_than_it_has_whatever_the_size_of_blocks_that_an_instance_says() -> None:
+    """Blocks are looked for by the size that one candidate says; the numbers go to planners, which refuse what is too large."""
+    fleet = Fleet(instance(1, card()), respond=responding)
+    fleet.router.overlap = 2**60
+    await whole(fleet.stream())
+    counts = fleet.counts()
+    assert (counts.computed_tokens, counts.take_saved()) == (1, ((1, PROMPT_TOKENS),))
+
+
 async def test_a_request_counts_with_the_tokens_that_its_instance_has_not_cached() -> None:
     fleet = Fleet(instance(1, card()), respond=responding)
     fleet.router.overlap = 4

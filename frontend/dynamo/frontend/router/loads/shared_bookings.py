@@ -12,10 +12,11 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from dynamo.common.kv.hashes import HASH_BYTES
+from dynamo.common.names import LAST_INSTANCE_ID
 
 SHARE_S = 0.05
 """Changes are published at most this often."""
-LAST_ID = (1 << 63) - 1
+LAST_ID = LAST_INSTANCE_ID
 MAX_PROMPT_BYTES = 24 * HASH_BYTES
 MAX_WAIT_S = 60
 """Longer waits for a prompt to be computed count as this one."""

@@ -586,6 +586,23 @@ async def test_the_caches_are_used_again_though_an_instance_does_not_respond() -
 
 
 @in_virtual_time
+async def test_an_update_with_a_number_beyond_all_that_can_be_said_is_dropped() -> None:
+    """What follows the last number of MessagePack could not be requested: that ended the frontend."""
+    async with world(workers=1) as w:
+        await w.start_frontend()
+        await asyncio.sleep(1.0)
+        assert w.feed is not None
+        [worker] = w.workers
+        last = message_encoder.encode((CARD.name, (2**64 - 1, b"", b"", True)))
+        w.nats.publish(ENDPOINT.kv_subject(worker.instance.id), last)
+        w.feed.suspend()
+        w.feed.resume()
+        await asyncio.sleep(1.0)
+        assert w.router.uses_index
+        w.assert_exact()
+
+
+@in_virtual_time
 async def test_however_many_queries_are_due_they_begin_at_a_bounded_rate() -> None:
     begun: list[float] = []
     open_queries = most = 0
