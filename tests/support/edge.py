@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
 
 import grpc
 import grpc.aio
@@ -24,12 +25,16 @@ from dynamo.frontend.api.rpc.streams import StreamDrain
 from dynamo.frontend.config import CapacityOptions, GrpcOptions, OverloadStatus, ServingOptions
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.port_metrics import GrpcServerMetrics
+from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.router.simple import RoundRobin
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
 from dynamo.frontend.serving.data_plane import DataPlane, open_data_plane
 from dynamo.frontend.serving.queue.starting import StandbyModels
 from dynamo.protos import inference_pb2 as pb
 from tests.support.fakes import FakeClient, FakeDirectory, FakeLink, FakeStream, fake_texts, in_memory, instance
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,18 @@ class Edge:
 
     def stream(self, **options: object) -> Stream:
         return Stream(self.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(**options))  # type: ignore[arg-type]
+
+
+class WatchedThread(Offload):
+    """A thread that tells what it has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_run: list[str] = []
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        self.has_run.append(getattr(function, "__name__", ""))
+        return await super().run(function, *args, **kwargs)
 
 
 class Stream:

@@ -33,6 +33,7 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _LastNumber: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
 """The number of an update; -1: there was none."""
 _Sum: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
+_Tiers: TypeAlias = Annotated[tuple[TierChange, ...], msgspec.Meta(max_length=MAX_TIER_CHANGES)]
 _Duration: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
 
 
@@ -45,7 +46,7 @@ class KvUpdate(msgspec.Struct, frozen=True, array_like=True):
     removed: bytes = b""
     cleared: bool = False
     """All blocks of all tiers were removed."""
-    tiers: tuple[TierChange, ...] = ()
+    tiers: _Tiers = ()
     """What changed in tiers slower than the GPU's memory. Processes of the version before do not read it."""
 
     @property
@@ -71,7 +72,7 @@ class KvSnapshot(msgspec.Struct, frozen=True, array_like=True):
     number: _LastNumber = -1
     blocks: bytes = b""
     """Sequence hashes of the blocks in the GPU's memory."""
-    tiers: tuple[TierChange, ...] = ()
+    tiers: _Tiers = ()
     """The blocks of slower tiers, as stored ones."""
 
     @property
@@ -429,7 +430,7 @@ def encode_message(model: str, update: KvUpdate) -> bytes:
 
 
 def check_update(update: KvUpdate) -> None:
-    """Raise ValueError unless an update has whole hashes, and no more of them and of tiers than one may have."""
+    """Raise ValueError unless an update has whole hashes, and no more of them than one may have."""
     _check_hashes(update.stored, update.removed)
     check_tiers(update.tiers)
     if update.hash_bytes > _MAX_UPDATE_BYTES:
@@ -437,14 +438,12 @@ def check_update(update: KvUpdate) -> None:
 
 
 def check_snapshot(snapshot: KvSnapshot) -> None:
-    """Raise ValueError unless a snapshot has whole hashes, and no more tiers than it may have."""
+    """Raise ValueError unless a snapshot has whole hashes."""
     _check_hashes(snapshot.blocks)
     check_tiers(snapshot.tiers)
 
 
 def check_tiers(tiers: Sequence[TierChange]) -> None:
-    if len(tiers) > MAX_TIER_CHANGES:
-        raise ValueError(f"it has {len(tiers)} tiers; at most {MAX_TIER_CHANGES} are allowed")
     for change in tiers:
         _check_hashes(change.stored, change.removed)
 

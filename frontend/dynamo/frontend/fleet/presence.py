@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -22,7 +22,9 @@ RECONNECT_GRACE_S = 5.0
 """After our connection to NATS came back: those of instances may take so long."""
 _AT_ONCE = 32
 _RESPONSE_S = 5.0
-_models_decoder = msgspec.msgpack.Decoder(list[str])
+_MAX_NAMES = 1 << 17
+"""A registration has at most 1 MiB, and each model one of its own."""
+_models_decoder = msgspec.msgpack.Decoder(Annotated[list[str], msgspec.Meta(max_length=_MAX_NAMES)])
 
 
 class Queries(Protocol):
@@ -73,6 +75,7 @@ class Presence:
 
 def _names(body: Buffer) -> Collection[str] | None:
     try:
-        return _models_decoder.decode(body)
+        names: Collection[str] = _models_decoder.decode(body)
     except msgspec.MsgspecError:
         return None
+    return names

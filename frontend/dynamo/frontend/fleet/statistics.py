@@ -1,25 +1,46 @@
-"""Aggregates the statistics of several instances."""
+"""Aggregates the statistics of several instances. All functions may take long: an instance says as much as it likes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
+from dynamo.common.errors import EngineError
+from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.repository import version_order
+from dynamo.common.tensors.message_limits import MessageLimits, MessageScanner
 from dynamo.protos.inference_pb2 import InferBatchStatistics, ModelStatistics, ModelStatisticsResponse, StatisticDuration
 
 _MOST = (1 << 64) - 1
+_MAX_FIELDS = 1 << 18
+"""Fields of what one instance says: a version has some fifty, and ten more for each size of its batches."""
+_scanner = MessageScanner(ModelStatisticsResponse, MessageLimits(max_message_fields=_MAX_FIELDS))
 
 
-def add_up(parts: Iterable[ModelStatisticsResponse]) -> ModelStatisticsResponse:
-    """Return the sums of statistics, one entry per model and version, in order of name and version."""
+def read_statistics(response: Buffer) -> ModelStatisticsResponse:
+    """Return what an instance said. Raises EngineError, and PayloadTooLarge if it has too many fields."""
+    try:
+        _scanner.check(response)
+        return ModelStatisticsResponse.FromString(bytes(response))
+    except (DecodeError, ValueError, IndexError) as error:
+        raise EngineError("an instance returned statistics that cannot be read") from error
+
+
+def add_up(parts: Iterable[ModelStatisticsResponse], models: Set[str] | None = None) -> ModelStatisticsResponse:
+    """Return the sums of statistics, one entry per model and version, in order of name and version.
+
+    `models`: the only ones of interest; None: all.
+    """
     sums: dict[tuple[str, str], ModelStatistics] = {}
     for part in parts:
-        for statistics in part.model_stats:
-            total = sums.get((statistics.name, statistics.version))
+        said = {(statistics.name, statistics.version): statistics for statistics in part.model_stats}  # of each version once
+        for (name, version), statistics in said.items():
+            if models is not None and name not in models:
+                continue
+            total = sums.get((name, version))
             if total is None:
-                total = sums[statistics.name, statistics.version] = ModelStatistics()
+                total = sums[name, version] = ModelStatistics()
                 total.CopyFrom(statistics)
             else:
                 _add(total, statistics)

@@ -15,11 +15,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import msgspec
-from google.protobuf.message import DecodeError
 
 from dynamo.common.adapters import LoadAdapter
 from dynamo.common.discovery import Instance, other_names
-from dynamo.common.errors import DynamoError, EngineError, InvalidRequest, ModelNotFound, NoInstances, Unavailable, Unsupported
+from dynamo.common.errors import DynamoError, InvalidRequest, ModelNotFound, NoInstances, Unavailable, Unsupported
 from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.messaging.nats.connection import Connection
 from dynamo.common.messaging.request_plane.client import RequestClient
@@ -35,7 +34,7 @@ from dynamo.frontend.fleet.canary import Canaries, watching_instances
 from dynamo.frontend.fleet.directory import Directory
 from dynamo.frontend.fleet.presence import Presence
 from dynamo.frontend.fleet.repository import Repository, RepositoryView
-from dynamo.frontend.fleet.statistics import add_up
+from dynamo.frontend.fleet.statistics import add_up, read_statistics
 from dynamo.frontend.metrics import FrontendMetrics, RequestType
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.preprocess.text import TextRequest
@@ -69,6 +68,8 @@ _UNREADY_AFTER_S = 5.0
 """Without NATS: requests wait for it, but others should go to a frontend that has it."""
 
 _STATISTICS_AT_ONCE = 32
+_QUICK_STATISTICS_BYTES = 4096
+"""Longer ones take a thread: a model without any may be two bytes."""
 _QUICK_READ_BYTES = 4 << 20
 """Copying more in memory takes a thread."""
 
@@ -109,6 +110,8 @@ class DataPlane:
         self._lengths = OutputLengths()
         self._checks = Offload()
         """Checks large requests without holding up the event loop."""
+        self.descriptions = Offload()
+        """A thread for what workers say of models, which may be long, apart from those of requests to models."""
         self._loop = asyncio.get_running_loop()
         self._disaggregation = Disaggregation(dispatcher, settings.disaggregation)
         self.reuse, self.circuits = dispatcher.reuse, dispatcher.circuits
@@ -300,6 +303,7 @@ class DataPlane:
         Instances that do not respond in time are left out, with a warning in the log. Raises ModelNotFound, NoInstances if the
         model has none, and Unavailable if none responded.
         """
+        names: set[str] | None = None
         if model:
             card = self.described(account, model, version)
             queried = [i for i in self.models.instances(card.name) if not version or version in i.card.versions]
@@ -307,7 +311,7 @@ class DataPlane:
                 raise NoInstances(card.name)
             model = card.name
         else:
-            names = [card.name for card in self.cards(account) if card.name in self._catalog.served]
+            names = {card.name for card in self.cards(account) if card.name in self._catalog.served}
             queried = list({instance.id: instance for name in names for instance in self.models.instances(name)}.values())
         body = msgspec.msgpack.encode({"model": model, "version": version})
         deadline, limit = self._loop.time() + self._settings.statistics_timeout_s, asyncio.Semaphore(_STATISTICS_AT_ONCE)
@@ -318,9 +322,8 @@ class DataPlane:
             try:
                 async with limit:
                     response = await self._dispatcher.query(instance, "statistics", body, deadline)
-                parts.append(ModelStatisticsResponse.FromString(bytes(response)))
-            except DecodeError:
-                failures.append(EngineError(f"instance {instance.id:x} returned statistics that cannot be read"))
+                is_long = len(response) > _QUICK_STATISTICS_BYTES
+                parts.append(await self.descriptions.run_if(is_long, read_statistics, response))
             except DynamoError as error:
                 failures.append(error)
 
@@ -331,10 +334,8 @@ class DataPlane:
             log.warning("%d of %d instances returned no statistics; first: %s", len(failures), len(queried), failures[0])
             if not parts:
                 raise Unavailable(f"no instance returned statistics: {failures[0]}") from failures[0]
-        total = add_up(parts)
-        if model:
-            return total
-        return ModelStatisticsResponse(model_stats=[entry for entry in total.model_stats if entry.name in names])
+        is_long = sum(part.ByteSize() for part in parts) > _QUICK_STATISTICS_BYTES
+        return await self.descriptions.run_if(is_long, add_up, parts, names)
 
     # Model repositories
 

@@ -46,6 +46,7 @@ class Worker:
         (ShuttingDown("the worker"), ()),
         (b"", None),
         (b"\xff", None),
+        (msgspec.msgpack.encode([""] * (2**17 + 1)), None),
         (Unsupported("the verb 'ping'"), None),
         (Overloaded("too many requests"), None),
     ],

@@ -42,6 +42,7 @@ from dynamo.protos.inference_pb2 import (
     ModelStatisticsResponse,
     StatisticDuration,
 )
+from tests.support.edge import WatchedThread
 from tests.support.fakes import (
     FakeClient,
     FakeDirectory,
@@ -519,6 +520,22 @@ async def test_statistics_fail_if_no_instance_gives_any(error: DynamoError | Non
 
     async with front(FakeDirectory(instance(1)), respond) as f:
         with pytest.raises(Unavailable, match="no instance returned statistics"):
+            await f.plane.statistics(ANONYMOUS, "adder")
+
+
+async def test_long_statistics_are_read_and_added_up_beside_the_event_loop_up_to_a_bound() -> None:
+    """A model without any statistics is two bytes; five million of them held a frontend for more than 30 s."""
+    async with front(FakeDirectory(instance(1))) as f:
+        f.plane.descriptions = thread = WatchedThread()
+        f.client.respond = lambda stream: stream.end(b"\x0a\x00" * 5000)
+        assert len((await f.plane.statistics(ANONYMOUS, "adder")).model_stats) == 1  # the same one 5000 times
+        assert thread.has_run == ["read_statistics", "add_up"]
+        long = ModelStatisticsResponse(model_stats=[ModelStatistics(name=f"m{number}") for number in range(5000)])
+        f.client.respond = lambda stream: stream.end(long.SerializeToString())
+        assert len((await f.plane.statistics(ANONYMOUS, "adder")).model_stats) == 5000
+        assert thread.has_run == 2 * ["read_statistics", "add_up"]
+        f.client.respond = lambda stream: stream.end(b"\x0a\x00" * (2**18 + 1))
+        with pytest.raises(Unavailable, match="more than 262144 fields"):
             await f.plane.statistics(ANONYMOUS, "adder")
 
 

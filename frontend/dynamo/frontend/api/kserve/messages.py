@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
-from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, NoInstances
+from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, NoInstances, PayloadTooLarge
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.process.work import Work
 from dynamo.common.repository import IndexEntry, ModelState
+from dynamo.common.tensors.message_limits import MessageLimits, MessageScanner
 from dynamo.common.tensors.tensors import DATATYPES, datatype_of_config
 from dynamo.frontend.api.kserve.words import check_version
 from dynamo.frontend.security.accounts import Account
@@ -40,6 +41,10 @@ EXTENSIONS = (
 """Supported protocol extensions, by their published names."""
 
 _NO_INSTANCE = "no instance is attached"
+_QUICK_BYTES = 2048
+"""A longer description takes a thread: a tensor without any property has two bytes in it."""
+_QUICK_TENSORS = 64
+_scanner = MessageScanner(ModelConfig, MessageLimits(max_message_fields=32_768))
 
 TEXT_INPUTS = (
     TensorSpec(name="text_input", datatype="BYTES", shape=(1,)),
@@ -59,6 +64,16 @@ def server_version() -> str:
         return version("dynamo-serving")
     except PackageNotFoundError:
         return "unknown"
+
+
+def is_long(card: ModelCard) -> bool:
+    """Return whether `model_metadata` and `model_config` may take more than a millisecond: workers say what is in a card."""
+    return len(card.model_config) > _QUICK_BYTES or len(card.inputs) + len(card.outputs) + len(card.labels) > _QUICK_TENSORS
+
+
+def is_long_json(message: Message) -> bool:
+    """Return whether to write a message as JSON may take more than some milliseconds."""
+    return message.ByteSize() > _QUICK_BYTES
 
 
 def server_metadata(name: str) -> ServerMetadataResponse:
@@ -145,8 +160,9 @@ def _own_config(card: ModelCard) -> ModelConfig | None:
     if not card.model_config:
         return None
     try:
+        _scanner.check(card.model_config)
         return ModelConfig.FromString(card.model_config)
-    except DecodeError as error:
+    except (DecodeError, ValueError, IndexError, PayloadTooLarge) as error:
         raise EngineError(f"model '{card.name}' registered a model configuration that cannot be read") from error
 
 

@@ -224,11 +224,16 @@ class KserveService:
 
     async def _model_metadata(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.ModelMetadataRequest, data)
-        return kserve_messages.model_metadata(self._card(request.name, request.version), request.version).SerializeToString()
+        card = self._card(request.name, request.version)
+        is_long = kserve_messages.is_long(card)
+        described = self._plane.descriptions.run_if(is_long, kserve_messages.model_metadata, card, request.version)
+        return (await described).SerializeToString()
 
     async def _model_config(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.ModelConfigRequest, data)
-        return kserve_messages.model_config(self._card(request.name, request.version)).SerializeToString()
+        card = self._card(request.name, request.version)
+        described = self._plane.descriptions.run_if(kserve_messages.is_long(card), kserve_messages.model_config, card)
+        return (await described).SerializeToString()
 
     async def _model_statistics(self, data: Buffer, peer: str) -> bytes:
         request = parse_message(pb.ModelStatisticsRequest, data)

@@ -22,6 +22,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Annotated
 
 import msgspec
 
@@ -79,7 +80,9 @@ _KEPT_PER_BLOCK = 16
 _FEWEST_KEPT, _MOST_KEPT = 1 << 17, 1 << 23
 _KEPT_WITHOUT_TOTAL = 1 << 22
 """For an instance whose card does not say how many blocks it caches."""
-_updates_decoder = msgspec.msgpack.Decoder(list[KvUpdate] | None)
+_MAX_MISSED = 1 << 16
+"""Updates in one response: twice as many as an instance keeps."""
+_updates_decoder = msgspec.msgpack.Decoder(Annotated[list[KvUpdate], msgspec.Meta(max_length=_MAX_MISSED)] | None)
 
 
 class _Source:

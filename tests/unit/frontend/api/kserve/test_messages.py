@@ -7,7 +7,7 @@ from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.process.work import finish
 from dynamo.frontend.api.kserve.messages import model_config, model_metadata, repository_index, server_metadata
 from dynamo.protos import model_config_pb2
-from dynamo.protos.model_config_pb2 import ModelConfig
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput
 
 LLM = ModelCard(name="chatty", kind=ModelKind.LLM, llm=LlmInfo(context_length=8, tokenizer="k"))
 TENSOR = ModelCard(
@@ -71,6 +71,15 @@ def test_a_registered_configuration_supersedes_the_card() -> None:
     metadata = model_metadata(card)
     assert metadata.platform == "onnxruntime"
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [("X", "BYTES", [-1, 5])]
+
+
+def test_a_configuration_with_more_parts_than_any_model_has_is_the_workers_fault() -> None:
+    """An input without any property has two bytes, and takes 26 µs as JSON."""
+    own = ModelConfig(name="own", input=[ModelInput()] * 32_768)
+    card = ModelCard(name="own", kind=ModelKind.TENSOR, model_config=own.SerializeToString())
+    for describe in (model_config, model_metadata):
+        with pytest.raises(EngineError, match="'own' registered a model configuration that cannot be read"):
+            describe(card)
 
 
 def test_a_broken_configuration_is_the_workers_fault() -> None:

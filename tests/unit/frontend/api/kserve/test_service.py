@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
@@ -16,7 +17,8 @@ from dynamo.common.tensors.tensors import decode_bytes
 from dynamo.frontend.api.kserve.service import SERVICE
 from dynamo.frontend.api.rpc.health import HEALTH_SERVICE, REFLECTION_SERVICES
 from dynamo.protos import inference_pb2 as pb
-from tests.support.edge import Edge, open_edge
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput
+from tests.support.edge import Edge, WatchedThread, open_edge
 from tests.support.fakes import FakeStream, TokenEngine, echo_tensor, instance, llm_card, tensor_card
 
 Code = grpc.StatusCode
@@ -83,6 +85,16 @@ async def test_metadata_and_config_describe_server_and_models(edge: Edge) -> Non
     assert [(t.name, t.datatype, list(t.shape)) for t in metadata.inputs] == [("x", "INT32", [-1])]
     config = pb.ModelConfigResponse.FromString(await edge.call("ModelConfig", pb.ModelConfigRequest(name="repeater")))
     assert config.config.model_transaction_policy.decoupled
+
+
+async def test_what_a_worker_says_of_a_model_at_length_is_gathered_beside_the_event_loop() -> None:
+    own = ModelConfig(name="wide", input=[ModelInput(name=f"i{number}") for number in range(300)])
+    async with open_edge(msgspec.structs.replace(tensor_card("wide"), model_config=own.SerializeToString())) as edge:
+        edge.plane.descriptions = thread = WatchedThread()
+        metadata = pb.ModelMetadataResponse.FromString(await edge.call("ModelMetadata", pb.ModelMetadataRequest(name="wide")))
+        config = pb.ModelConfigResponse.FromString(await edge.call("ModelConfig", pb.ModelConfigRequest(name="wide")))
+        assert len(metadata.inputs) == len(config.config.input) == 300
+        assert thread.has_run == ["model_metadata", "model_config"]
 
 
 @pytest.mark.parametrize("method", ["ModelMetadata", "ModelConfig"])

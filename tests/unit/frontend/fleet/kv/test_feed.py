@@ -602,6 +602,26 @@ async def test_an_update_with_a_number_beyond_all_that_can_be_said_is_dropped() 
         w.assert_exact()
 
 
+@pytest.mark.parametrize(("verb", "response"), [("events_since", [[0]] * (2**16 + 1)), ("snapshot", [7, b"", [["disk"]] * 9])])
+@in_virtual_time
+async def test_a_response_of_more_parts_than_an_instance_can_mean_is_not_read(verb: str, response: object) -> None:
+    """Thirty million empty updates in one response held a frontend for more than 30 s, and took 2.8 GB."""
+    queried: list[str] = []
+
+    async def query(instance: Instance, asked: str, body: Body, deadline: float) -> Buffer:
+        queried.append(asked)
+        return message_encoder.encode(response if asked == verb else None)
+
+    caches = KvRouter()
+    async with open_kv_feed(Nats(), Directory(instance(1, CARD)), query, caches, caches.loads) as feed:
+        if verb == "events_since":
+            feed.apply_update(InstanceId(1), "m", KvUpdate(0))
+            feed.apply_update(InstanceId(1), "m", KvUpdate(5))
+        await asyncio.sleep(1.0)
+        assert queried.count(verb) > 1
+        assert feed.number(InstanceId(1), "m") == (0 if verb == "events_since" else None)
+
+
 @in_virtual_time
 async def test_however_many_queries_are_due_they_begin_at_a_bounded_rate() -> None:
     begun: list[float] = []

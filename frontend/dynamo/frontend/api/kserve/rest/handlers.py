@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import orjson
+from google.protobuf.message import Message
 
 from dynamo.common.errors import InvalidRequest
+from dynamo.common.model_card import ModelCard
 from dynamo.common.tensors.message_json import to_json
 from dynamo.frontend.api.health import Readiness
 from dynamo.frontend.api.http.exchange import Exchange
@@ -51,20 +53,19 @@ class Handlers:
     async def model(self, exchange: Exchange) -> None:
         target = ModelPath.of(exchange.parameters)
         card = self._plane.described(exchange.account, target.model, check_version(target.version))
-        metadata = to_json(kserve_messages.model_metadata(card, target.version))
-        if not metadata["properties"]:
-            del metadata["properties"]
-        await _send(exchange, metadata)
+        is_long = kserve_messages.is_long(card)
+        await exchange.respond(await self._plane.descriptions.run_if(is_long, _metadata, card, target.version))
 
     async def config(self, exchange: Exchange) -> None:
         target = ModelPath.of(exchange.parameters)
         card = self._plane.described(exchange.account, target.model, check_version(target.version))
-        await _send(exchange, to_json(kserve_messages.model_config(card).config))
+        await exchange.respond(await self._plane.descriptions.run_if(kserve_messages.is_long(card), _config, card))
 
     async def statistics(self, exchange: Exchange) -> None:
         target = ModelPath.of(exchange.parameters)
         statistics = await kserve_messages.statistics(self._plane, exchange.account, target.model, target.version)
-        await _send(exchange, to_json(statistics))
+        is_long = kserve_messages.is_long_json(statistics)
+        await exchange.respond(await self._plane.descriptions.run_if(is_long, _json, statistics))
 
     # Model repositories
 
@@ -89,5 +90,16 @@ class Handlers:
         await handle_generate_stream(self._plane, self._state, exchange, ModelPath.of(exchange.parameters))
 
 
-async def _send(exchange: Exchange, body: object) -> None:
-    await exchange.respond(orjson.dumps(body))
+def _json(message: Message) -> bytes:
+    return orjson.dumps(to_json(message))
+
+
+def _config(card: ModelCard) -> bytes:
+    return _json(kserve_messages.model_config(card).config)
+
+
+def _metadata(card: ModelCard, version: str) -> bytes:
+    metadata = to_json(kserve_messages.model_metadata(card, version))
+    if not metadata["properties"]:
+        del metadata["properties"]
+    return orjson.dumps(metadata)

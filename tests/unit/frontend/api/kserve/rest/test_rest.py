@@ -10,6 +10,7 @@ import zlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -24,6 +25,8 @@ from dynamo.frontend.api.text.token_texts import TokenTexts
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.preprocess.text import TextDelta
 from dynamo.protos import inference_pb2 as pb
+from dynamo.protos.model_config_pb2 import ModelConfig, ModelInput
+from tests.support.edge import WatchedThread
 from tests.support.fakes import FakeStream, tensor_card
 from tests.support.http_edge import HttpEdge, Speaker, chat_card, end, events_of, open_http_edge, raw_connection, send_delta
 
@@ -113,6 +116,25 @@ async def test_a_model_is_ready_if_an_instance_serves_it(edge: HttpEdge, path: s
 
 
 # What there is
+
+
+async def test_what_a_worker_says_of_a_model_at_length_is_written_beside_the_event_loop() -> None:
+    own = ModelConfig(name="wide", input=[ModelInput(name=f"i{number}", dims=[1]) for number in range(300)])
+    wide = ModelCard(name="wide", kind=ModelKind.TENSOR, model_config=own.SerializeToString())
+    many = ModelCard(
+        name="many", kind=ModelKind.TENSOR, inputs=tuple(msgspec.structs.replace(EVERY[0], name=f"i{n}") for n in range(300))
+    )
+    async with open_http_edge(wide, many, tensor_card()) as edge:
+        edge.plane.descriptions = thread = WatchedThread()
+        for model in ("wide", "many", "adder"):
+            for path in ("", "/config"):
+                described = (await edge.http.get(f"/v2/models/{model}{path}")).json()
+                assert len(described["input" if path else "inputs"]) == (1 if model == "adder" else 300)
+        assert len(thread.has_run) == 4
+        statistics = pb.ModelStatisticsResponse(model_stats=[pb.ModelStatistics(name=f"m{number}") for number in range(500)])
+        edge.client.respond = lambda stream: stream.end(statistics.SerializeToString())
+        assert len((await edge.http.get("/v2/models/adder/stats")).json()["model_stats"]) == 500
+        assert thread.has_run[4:] == ["_json"]
 
 
 async def test_the_server_and_its_models_are_described(edge: HttpEdge) -> None:
