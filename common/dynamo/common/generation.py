@@ -153,16 +153,21 @@ def image_part(data: bytes) -> dict[str, Any]:
 
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+# What readers accept, so that no instance can keep others busy with one response for seconds.
+MAX_DELTA_TOKENS = 1 << 18
+_DeltaTokens: TypeAlias = Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_DELTA_TOKENS)]
+_Logprobs: TypeAlias = Annotated[list[list[tuple[int, float]]], msgspec.Meta(max_length=MAX_DELTA_TOKENS + 1)]
+_MAX_SUMMARY_BYTES = 4 * 2**20
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """What one engine step added to one choice. Trailing fields at their default are not sent."""
 
-    tokens: tuple[TokenId, ...] = ()
+    tokens: _DeltaTokens = ()
     index: int = 0
     """Which of the request's `n` choices."""
     finish_reason: FinishReason | None = None
-    logprobs: list[list[tuple[int, float]]] | None = None
+    logprobs: _Logprobs | None = None
     """One entry per token of `tokens`: (token id, log probability), the token first, then the best alternatives.
 
     One more for `stop_token`, of engines that report it.
@@ -196,3 +201,11 @@ delta_encoder = msgspec.msgpack.Encoder()
 delta_decoder = msgspec.msgpack.Decoder(Delta)
 summary_encoder = msgspec.msgpack.Encoder()
 summary_decoder = msgspec.msgpack.Decoder(Summary)
+
+
+def read_summary(body: bytes | bytearray | memoryview) -> Summary:
+    """Decode what an engine ended a response with. Raises ValueError."""
+    if len(body) > _MAX_SUMMARY_BYTES:
+        raise ValueError(f"it has {len(body)} bytes; at most {_MAX_SUMMARY_BYTES} are allowed")
+    summary: Summary = summary_decoder.decode(body)
+    return summary

@@ -23,7 +23,7 @@ import msgspec
 
 from dynamo.common.discovery import Instance
 from dynamo.common.errors import EngineError, InvalidRequest, Overloaded, Unavailable
-from dynamo.common.generation import GenerateRequest, Stop, Summary, request_encoder, summary_decoder
+from dynamo.common.generation import GenerateRequest, Stop, Summary, read_summary, request_encoder
 from dynamo.common.model_card import Role
 from dynamo.common.names import InstanceId
 from dynamo.frontend.config import DisaggregationOptions
@@ -175,8 +175,8 @@ class Disaggregation:
             assert stream.decision is not None
             instance = stream.decision.instance.id
             try:
-                summary = summary_decoder.decode(stream.trailer)
-            except msgspec.MsgspecError:
+                summary = read_summary(stream.trailer)
+            except ValueError:
                 raise EngineError("the summary of the prefill engine cannot be read") from None
             stream.found_cached(summary.cached_tokens)
             if summary.kv_transfer is None:

@@ -27,10 +27,9 @@ from dynamo.common.generation import (
     FinishReason,
     GenerateRequest,
     Summary,
-    delta_decoder,
     pack_tokens,
+    read_summary,
     request_encoder,
-    summary_decoder,
     unpack_tokens,
 )
 from dynamo.common.messaging.buffers import Buffer
@@ -48,6 +47,7 @@ from dynamo.frontend.serving.dispatch.dispatched_stream import DispatchedStream
 from dynamo.frontend.serving.dispatch.dispatcher import Dispatcher
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.request_scope import RequestScope
+from dynamo.frontend.serving.text.deltas import cut, decoded, numbered
 from dynamo.frontend.serving.text.reported_usage import cached_within, usage_of_all, usage_with_prefill, usage_within
 from dynamo.frontend.serving.text.text_models import DeltaDecoder, TextModel, TextModels, Vocabulary
 
@@ -250,7 +250,7 @@ class Generation:
                     if len(bodies) > 1:
                         bodies = part.first(bodies)
                     self._direct = None if part.waiting else direct
-                    texts = self._feed(_decoded(bodies))
+                    texts = self._feed(decoded(self._prompt, bodies))
                 elif is_enough:
                     texts = await self._end_reasoning()
                 elif deltas := await (self._read_any() if self._is_split else self._read(self._parts[0])):
@@ -398,8 +398,8 @@ class Generation:
                 bodies = await (part.next_waiting() if part.waiting else part.stream.read())
                 if not bodies:
                     return []
-                deltas = _decoded(bodies if len(bodies) == 1 else part.first(bodies))
-                return _numbered(deltas, part.prompt.first_choice) if self._is_split else deltas
+                deltas = decoded(self._prompt, bodies if len(bodies) == 1 else part.first(bodies))
+                return numbered(deltas, part.prompt.first_choice) if self._is_split else deltas
             except DynamoError as error:
                 if not isinstance(error, Unavailable) or not part.stream.started:
                     raise
@@ -452,7 +452,7 @@ class Generation:
             if delta.index not in unfinished:
                 raise EngineError("the engine went on with a choice that it had finished, or that was not requested")
             if budget is not None:
-                delta = _cut(delta, budget.admit(received[delta.index], delta.tokens))
+                delta = cut(delta, budget.admit(received[delta.index], delta.tokens))
             tokens = delta.tokens
             count += len(tokens) or bool(delta.text)
             received[delta.index].extend(tokens)
@@ -477,8 +477,8 @@ class Generation:
         if self._unfinished:
             raise EngineError("the engine ended without finishing its response")
         try:
-            return summary_decoder.decode(self._stream.trailer) if self._stream.trailer else None
-        except msgspec.MsgspecError:
+            return read_summary(self._stream.trailer) if self._stream.trailer else None
+        except ValueError:
             raise EngineError("the engine's summary cannot be read") from None
 
     def _complete(self, summary: Summary | None) -> None:
@@ -517,13 +517,6 @@ def _fingerprint(prompt: GenerateRequest) -> bytes:
     return sha256(prompt.model.encode() + b"\0" + request_encoder.encode(prompt.sampling.guided)).digest()
 
 
-def _numbered(deltas: list[Delta], choice: int) -> list[Delta]:
-    """Return the deltas of a request for one choice as deltas of that choice."""
-    if any(delta.index for delta in deltas):
-        raise EngineError("the engine responded with a choice that was not requested")
-    return [msgspec.structs.replace(delta, index=choice) for delta in deltas] if choice else deltas
-
-
 def _first(bodies: list[Buffer]) -> tuple[list[Buffer], list[Buffer]]:
     """Return the first of `bodies`, of `_TURN_BYTES` together if there are several, and the rest."""
     size = 0
@@ -532,19 +525,3 @@ def _first(bodies: list[Buffer]) -> tuple[list[Buffer], list[Buffer]]:
         if size > _TURN_BYTES and count:
             return bodies[:count], bodies[count:]
     return bodies, []
-
-
-def _cut(delta: Delta, tokens: int) -> Delta:
-    """Return the first tokens of a delta, which is not the last of its choice then."""
-    if tokens == len(delta.tokens):
-        return delta
-    logprobs = None if delta.logprobs is None else delta.logprobs[:tokens]
-    return Delta(delta.tokens[:tokens], delta.index, logprobs=logprobs)
-
-
-def _decoded(bodies: list[Buffer]) -> list[Delta]:
-    decode = delta_decoder.decode
-    try:
-        return [decode(bodies[0])] if len(bodies) == 1 else [decode(body) for body in bodies]
-    except msgspec.MsgspecError:
-        raise EngineError("the engine's response cannot be read") from None
