@@ -10,7 +10,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from dynamo.common.errors import EngineError, InvalidRequest, PayloadTooLarge
-from dynamo.common.tensors.message_limits import MessageScanner
+from dynamo.common.tensors.message_limits import MessageLimits, MessageScanner
 from dynamo.common.tensors.protobuf_wire import BYTES, FIXED32, FIXED64, VARINT, delimited, read_varint, tag, varint
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.protos.inference_pb2 import InferParameter, ModelInferRequest, ModelInferResponse
@@ -33,6 +33,8 @@ _MODEL_NAME = tag(ModelInferRequest, "model_name")
 _NO_PRIORITY = ModelInferRequest(parameters={"priority": InferParameter(int64_param=0)}).SerializeToString()
 """A message with the priority 0. Appended to a request, it counts: of a parameter that occurs twice, the last one does."""
 _RAW_OUTPUT = tag(ModelInferResponse, "raw_output_contents")
+_response_scanner = MessageScanner(ModelInferResponse, MessageLimits(max_message_fields=65_536, max_packed_integers=65_536))
+"""For a response apart from raw tensors: workers send no others."""
 _RAW_OUTPUT_KEY = ModelInferResponse.DESCRIPTOR.fields_by_name["raw_output_contents"].number << 3 | BYTES
 
 
@@ -236,13 +238,18 @@ def join_response(head: bytes, raw_outputs: Sequence[Buffer] = ()) -> list[Buffe
 def parse_response(data: Buffer) -> tuple[ModelInferResponse, Sequence[Buffer]]:
     """Undo `build_response`: return the head, and the raw outputs, as views into `data` if that is large.
 
-    Raises EngineError if `data` is no ModelInferResponse.
+    Raises EngineError if `data` is no ModelInferResponse, or has too many parts besides raw tensors.
     """
     try:
         if len(data) > SMALL_BYTES:
             pieces, raw_outputs = _split(memoryview(data), _RAW_OUTPUT_KEY)
-            return ModelInferResponse.FromString(b"".join(pieces)), raw_outputs
+            rest = b"".join(pieces)
+            if len(rest) > SMALL_BYTES:
+                _response_scanner.check(rest)
+            return ModelInferResponse.FromString(rest), raw_outputs
         head = ModelInferResponse.FromString(data)  # type: ignore[arg-type]  # takes any buffer
+    except PayloadTooLarge as error:
+        raise EngineError(f"the model's response cannot be read: {error}") from None
     except (DecodeError, InvalidRequest, ValueError, IndexError):
         raise EngineError("the model's response is not a ModelInferResponse") from None
     small = head.raw_output_contents[:]

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import EngineError, InvalidRequest
 from dynamo.common.tensors.message_limits import MessageScanner
-from dynamo.common.tensors.request import MAX_TENSORS, SMALL_BYTES, TensorRequest, build_response
+from dynamo.common.tensors.request import MAX_TENSORS, SMALL_BYTES, TensorRequest, build_response, parse_response
 from dynamo.common.tensors.tensors import encode_bytes
-from dynamo.protos.inference_pb2 import ModelInferRequest, ModelInferResponse
+from dynamo.protos.inference_pb2 import InferTensorContents, ModelInferRequest, ModelInferResponse
 
 
 def raw_request() -> ModelInferRequest:
@@ -124,3 +124,25 @@ def test_a_renamed_request_differs_in_its_name_alone(size: int) -> None:
     assert (renamed.head.model_name, request.head.model_name != "other") == ("other", True)
     assert list(map(bytes, renamed.raw_inputs)) == list(message.raw_input_contents)
     assert renamed.renamed("other") is renamed
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        ModelInferResponse.InferOutputTensor(contents=InferTensorContents(bytes_contents=[b""] * 70_000)),
+        ModelInferResponse.InferOutputTensor(contents=InferTensorContents(int_contents=[1] * 70_000)),
+        ModelInferResponse.InferOutputTensor(shape=[1] * 70_000),
+    ],
+)
+def test_a_response_has_few_parts_besides_raw_tensors(output: ModelInferResponse.InferOutputTensor) -> None:
+    """Workers send tensors in raw form alone; ten million elements of two bytes each held a frontend for 12 s."""
+    with pytest.raises(EngineError, match=r"the model's response cannot be read: .* has more than 65536"):
+        parse_response(ModelInferResponse(outputs=[output]).SerializeToString())
+
+
+def test_a_response_may_have_long_parameters_and_any_raw_tensors() -> None:
+    head = ModelInferResponse(outputs=[ModelInferResponse.InferOutputTensor(name="x")])
+    head.parameters["k"].string_param = "v" * 1_000_000
+    raw = b"\0\0\0\0" * 100_000
+    parsed, [output] = parse_response(b"".join(build_response(head, [raw])))
+    assert (parsed, bytes(output)) == (head, raw)

@@ -31,7 +31,7 @@ from dynamo.common.observability.reception import EdgeProtocol
 from dynamo.common.process.background import awaited
 from dynamo.common.tensors.message_limits import MessageScanner
 from dynamo.common.tensors.protobuf_wire import tag, varint
-from dynamo.common.tensors.request import TensorRequest
+from dynamo.common.tensors.request import TensorRequest, parse_response
 from dynamo.common.tensors.response import FINAL_RESPONSE, ResponseForm
 from dynamo.common.tensors.tensors import Buffer
 from dynamo.frontend.api.calls import wants_statuses
@@ -390,7 +390,7 @@ def _message(response: Buffer, *, final: bool) -> bytes:
 
 
 def _is_final(response: Buffer) -> bool:
-    parameters = ModelInferResponse.FromString(response).parameters  # type: ignore[arg-type]  # takes any buffer
+    parameters = parse_response(response)[0].parameters
     return FINAL_RESPONSE in parameters and parameters[FINAL_RESPONSE].bool_param
 
 
