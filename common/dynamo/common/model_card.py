@@ -18,6 +18,11 @@ TAKES_TEXT = "text"
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 _BlockTokens: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 _Datatype: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^(BOOL|BYTES|BF16|FP(16|32|64)|U?INT(8|16|32|64))\Z")]
+# What gateways are told as it is, of requests of clients: nothing that makes another request of them.
+_Address: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^([0-9.]{7,15}|\[[0-9A-Za-z:.%_-]{2,80}\]):[0-9]{1,5}\Z")]
+RANK_HEADER = "x-data-parallel-rank"
+_HeaderName: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"^{RANK_HEADER}\Z")]
+_HeaderValue: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,9}\Z")]
 _Dimension: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, le=(1 << 63) - 1)]
 
 
@@ -106,11 +111,11 @@ class LlmInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class HttpEndpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the engine server of an instance serves HTTP by itself, so that a gateway may send it requests."""
 
-    address: str
+    address: _Address
     """`IP:port`, as gateways reach it."""
     model: str
     """The server's own name of the model."""
-    headers: dict[str, str] = {}
+    headers: dict[_HeaderName, _HeaderValue] = {}
     """Headers without which a request would reach another instance at the same address."""
 
 

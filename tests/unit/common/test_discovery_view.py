@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.common.discovery import Instance, View, decode_registration, encode_registration, other_names
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.model_card import LlmInfo, ModelCard, ModelKind, TensorSpec
+from dynamo.common.model_card import HttpEndpoint, LlmInfo, ModelCard, ModelKind, TensorSpec
 from dynamo.common.names import Endpoint, InstanceId
 from dynamo.common.protocol import PROTOCOL
 from dynamo.common.tensors.tensors import DATATYPES
@@ -119,6 +119,33 @@ def test_a_card_with_larger_blocks_than_any_model_has_is_refused() -> None:
     document["card"]["llm"]["block_size"] = 2**20 + 1
     with pytest.raises(InvalidRequest, match=r"cannot be read: .*block_size"):
         decode_registration(instance(1, llm_card()).key, msgspec.json.encode(document))
+
+
+@pytest.mark.parametrize(
+    "http",
+    [
+        {"headers": {":path": "/v1/load_lora_adapter"}},
+        {"headers": {"x-gateway-destination-endpoint": "10.0.0.2:80"}},
+        {"headers": {"x-data-parallel-rank": "1\r\nhost: x"}},
+        {"address": "10.0.0.1:80,10.0.0.2:80"},
+        {"address": "metadata.internal:80"},
+        {"address": "10.0.0.1:80\n"},
+    ],
+)
+def test_an_endpoint_that_would_make_another_request_of_one_is_refused(http: dict[str, object]) -> None:
+    """Gateways are told it as it is, for requests of clients."""
+    right = HttpEndpoint(address="10.0.0.1:80", model="served", headers={"x-data-parallel-rank": "1"})
+    document = msgspec.json.decode(encode_registration(instance(1, tensor_card(http=right))))
+    assert decode_registration(instance(1).key, msgspec.json.encode(document)).card.http == right
+    document["card"]["http"] |= http
+    with pytest.raises(InvalidRequest, match=r"cannot be read: .*http"):
+        decode_registration(instance(1).key, msgspec.json.encode(document))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:8000", "[::1]:8000", "[fe80::1%eth0]:65535"])
+def test_an_endpoint_may_have_any_address(address: str) -> None:
+    given = instance(1, tensor_card(http=HttpEndpoint(address=address, model="served")))
+    assert decode_registration(given.key, encode_registration(given)) == given
 
 
 def tensors(datatype: str, size: int = 1) -> list[dict[str, object]]:

@@ -22,7 +22,7 @@ from dynamo.common.generation import Delta, GenerateRequest, Sampling, Stop, Sum
 from dynamo.common.http.client import HttpClient
 from dynamo.common.kv.events import KvState
 from dynamo.common.kv.tiers import Tier
-from dynamo.common.model_card import TAKES_TEXT, AdapterReport, LlmInfo, ModelCard, ModelKind
+from dynamo.common.model_card import RANK_HEADER, TAKES_TEXT, AdapterReport, LlmInfo, ModelCard, ModelKind
 from dynamo.common.process.background import running
 from dynamo.worker.engine.base import Context, EngineLoad, TierTotals
 from dynamo.worker.engine.open_requests import OpenRequests, empty_response
@@ -47,7 +47,6 @@ _KIND_BY_OWNER = {"vllm": RemoteKind.VLLM, "sglang": RemoteKind.SGLANG, "tensorr
 """By `owned_by` of the models that a server lists."""
 _DONE = b"[DONE]"
 _GREETING = TextPrompt(messages=[{"role": "user", "content": "Hi"}])
-_RANK_HEADER = "x-data-parallel-rank"
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -126,7 +125,7 @@ class RemoteEngine:
         await when_ready(self._check)
         blocks = await self._follow()
         adapters = _adapters(models, served.id)
-        headers = {} if self._rank is None else {_RANK_HEADER: str(self._rank.number)}
+        headers = {} if self._rank is None else {RANK_HEADER: str(self._rank.number)}
         return ModelCard(
             name=self._name,
             kind=ModelKind.LLM,
@@ -306,7 +305,7 @@ class RemoteEngine:
         """Yield the events of a stream as they arrive, up to its end. Raises the server's error if it refuses the request."""
         headers = {name: context.headers[name] for name in _TRACE_HEADERS if name in context.headers}
         if self._rank is not None:
-            headers[_RANK_HEADER] = str(self._rank.number)
+            headers[RANK_HEADER] = str(self._rank.number)
         async with self._client.send("POST", path, body, {**headers, "x-request-id": context.request_id}) as response:
             if response.status != 200:
                 raise read_failure(response.status, await response.read(), response.headers.get("retry-after", ""))
