@@ -27,7 +27,9 @@ class RouteRequest(msgspec.Struct, gc=False):
     adapter: str = ""
     cache_salt: str = ""
     expected_output_tokens: int = 0
-    """The limit of its output; 0: none."""
+    """The limit of each of its outputs; 0: none."""
+    sequences: int = 1
+    """How many outputs are generated side by side."""
     learned_output: float = 0.0
     """The mean output of such requests, of its session or API key where these had some; 0: not known."""
     is_prefilled: bool = False

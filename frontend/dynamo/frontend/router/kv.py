@@ -390,7 +390,7 @@ class KvRouter:
                 extra_blocks += len(blocks)
                 blocks = ()
             if config.track_output_blocks:
-                extra_blocks += math.ceil(request.expected_output_tokens / prompt.block_size)
+                extra_blocks += request.sequences * math.ceil(request.expected_output_tokens / prompt.block_size)
         self.loads.book(
             request.booking_id, instance, now, prefill_tokens=prefill_tokens, blocks=blocks, extra_blocks=extra_blocks
         )

@@ -40,6 +40,15 @@ class Progress(msgspec.Struct, eq=False):
     carried: CarriedRequest | None = None
     """Set if a gateway carries the request to its instance, and the response back; None: NATS does."""
 
+    def was_sent(self) -> None:
+        self.sent += 1
+        if self.on_sent is not None:
+            self.on_sent()
+
+    def of_part(self) -> Progress:
+        """Return how far one of several prompts got; when it is sent, so is the request."""
+        return Progress(on_sent=self.was_sent, carried=self.carried)
+
 
 def priority_of_level(level: int) -> int:
     """Convert a priority of Triton, where 1 is the most urgent. Here larger is more urgent; 0 is the default of both."""

@@ -68,6 +68,8 @@ class RequestScope:
         most = call.account.max_priority
         self.call = call if call.priority <= most else msgspec.structs.replace(call, priority=most)
         """The caller's, with a priority that its account may use, and a trace context of its own once the scope is entered."""
+        if call.prompts > 1:  # another prompt that was sent has not cost this one anything
+            self.call = msgspec.structs.replace(self.call, progress=call.progress.of_part())
         self._of_request = call
         """The same one for all prompts of a request, by which they are admitted together."""
         self.is_over = False
@@ -82,7 +84,7 @@ class RequestScope:
         self.lengths = lengths
         self._ticket: Ticket | None = None
         """None also for a caller of whom nothing is counted."""
-        self._sent_before = call.progress.sent
+        self._sent_before = self.call.progress.sent
         """How often the call was sent for earlier scopes: to models that a rule tried before."""
 
     def __repr__(self) -> str:
@@ -92,7 +94,7 @@ class RequestScope:
     def __enter__(self) -> Self:
         """Raises Unauthenticated, Forbidden, RateLimited, and InvalidRequest for more sequences than the caller may have."""
         call, span = self.call, None
-        call.progress.started = True
+        self._of_request.progress.started = True
         self._is_logged = log.isEnabledFor(logging.DEBUG)
         if self._is_logged:
             log.debug("request begins: %s of model '%s'", call.endpoint, self._model.name)
@@ -162,12 +164,12 @@ class RequestScope:
 
     def responded(self) -> None:
         """The first part of the response has arrived; `tokens` implies it."""
-        self.call.progress.responded = True
+        self._of_request.progress.responded = True
         self._timer.responded()
 
     def tokens(self, count: int) -> None:
         """`count` tokens (at least 1) of the response have arrived together."""
-        self.call.progress.responded = True
+        self._of_request.progress.responded = True
         self._timer.tokens(count)
         if self._ticket is not None:
             self._ticket.charge(count)

@@ -253,6 +253,12 @@ def test_what_a_booking_counts_is_a_setting(config: KvRouterOptions, blocks: int
     assert [load.decode_blocks for load in kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0)] == [blocks]
 
 
+def test_a_booking_counts_the_output_of_all_choices() -> None:
+    kv = router(KvRouterOptions(track_output_blocks=True))
+    ask(kv, "r", PROMPT, FLEET[:1], expected_output_tokens=12, sequences=4)
+    assert [load.decode_blocks for load in kv.loads.read(kv.loads.rows(FLEET[:1]), 100.0)] == [10 + 4 * 3]
+
+
 def test_only_what_is_not_cached_is_booked_as_prefill() -> None:
     kv = router()
     store(kv, A, HASHES[:7])

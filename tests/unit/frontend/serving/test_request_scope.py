@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, NoInstances, RateLimited
+from dynamo.common.errors import Cancelled, Code, DynamoError, InvalidRequest, NoInstances, Overloaded, RateLimited
 from dynamo.common.tensors.check import RequestChecker
 from dynamo.frontend.metrics import FrontendMetrics
 from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
@@ -228,6 +228,23 @@ def test_a_prompt_that_no_instance_was_sent_is_not_charged(sent: int) -> None:
     assert account.rate_limits()[0].remaining == 100 - 60 * sent
     [row] = ledger.rows(ledger.today())
     assert (row.requests, row.errors, row.prompt_tokens) == (1, 1, 60 * sent)
+
+
+def test_of_several_prompts_only_those_are_charged_that_an_instance_was_sent() -> None:
+    ledger, told = Ledger(), []
+    requests, account = Requests(), limited(ledger, tokens_per_minute=1000)
+    made = msgspec.structs.replace(call(account), prompts=2)
+    made.progress.on_sent = lambda: told.append("sent")
+    with requests.scope(made) as first, requests.scope(made) as second:
+        first.prompt(60, 40)
+        second.prompt(70, 40)
+        first.call.progress.was_sent()
+        first.responded()
+        second.fail(Overloaded("busy"))
+        first.fail(Overloaded("busy"))
+    assert account.rate_limits()[0].remaining == 1000 - 60
+    assert [row.prompt_tokens for row in ledger.rows(ledger.today())] == [60]
+    assert (made.progress.sent, made.progress.started, made.progress.responded, told) == (1, True, True, ["sent"])
 
 
 def test_a_request_that_may_use_more_tokens_than_are_left_is_refused() -> None:

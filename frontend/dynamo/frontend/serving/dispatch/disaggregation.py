@@ -157,6 +157,7 @@ class Disaggregation:
             body=body,
             role=Role.PREFILL,
             expected_output_tokens=1,
+            sequences=1,
             learned_output=0.0,
             pinned=named,
             needs_room=named is not None,

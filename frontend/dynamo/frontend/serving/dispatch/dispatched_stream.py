@@ -496,10 +496,7 @@ class DispatchedStream:
             work, self._call, candidates, deadline=self._deadline, failed_attempts=failed
         )
         self.decision = booking.decision
-        progress = self._call.progress
-        progress.sent += 1
-        if progress.on_sent is not None:
-            progress.on_sent()
+        self._call.progress.was_sent()
         return booking
 
     def _no_instance(self) -> Unavailable:
@@ -510,5 +507,5 @@ class DispatchedStream:
 
 
 def _cost(work: Work) -> int:
-    """Return the tokens of the prompt and of the expected response."""
-    return len(work.prompt) // TOKEN_BYTES + work.expected_output_tokens
+    """Return the tokens of the prompt and of the expected responses."""
+    return len(work.prompt) // TOKEN_BYTES + work.sequences * work.expected_output_tokens

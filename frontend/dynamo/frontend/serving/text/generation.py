@@ -209,8 +209,7 @@ class Generation:
             self._detokenizer = text.detokenizer(self._request, self._prompt)
             if self._request.reasoning_limit is not None:
                 self._budget = ReasoningBudget(self._request.reasoning_limit, self.prompt_end, self._decode)
-                end = await self._vocabulary.encode(self._budget.ending, special_tokens=False)
-                self._reasoning_end = tuple(end)
+                self._reasoning_end = tuple(await self._vocabulary.encode(self._budget.ending, special_tokens=False))
             work = self._work(self._prompt)
             self._stream = self._dispatcher.stream(work, self._call)
             self._parts = [_StreamPart(self._stream, work, self._prompt, self._migration_limit)]
@@ -349,6 +348,7 @@ class Generation:
             adapter=prompt.adapter,
             cache_salt=prompt.cache_salt,
             expected_output_tokens=prompt.stop.max_tokens or 0,
+            sequences=prompt.n,
             learned_output=0.0 if lengths is None else lengths.expected(self._card.name, call.account.name, call.session),
             fingerprint=b"" if prompt.sampling.guided is None else _fingerprint(prompt),
             grammar_owner="" if prompt.sampling.guided is None else call.account.name,

@@ -517,6 +517,18 @@ async def test_keys_get_tokens_in_proportion_to_their_weights() -> None:
 
 
 @in_virtual_time
+async def test_a_key_gets_no_more_tokens_by_requests_with_many_choices() -> None:
+    fleet, many, one = Fleet(100), key("many"), key("one")
+    tasks = [fleet.send("first")]
+    await asyncio.sleep(0.1)
+    tasks += [fleet.send(f"m{number}", account=many, expected_output_tokens=10, sequences=8) for number in range(30)]
+    tasks += [fleet.send(f"o{number}", account=one, expected_output_tokens=10) for number in range(60)]
+    await serve_all(fleet, tasks)
+    served = "".join(name[0] for name in fleet.done[1:64])
+    assert 81 * served.count("m") == pytest.approx(11 * served.count("o"), rel=0.15)
+
+
+@in_virtual_time
 async def test_higher_priority_goes_first_whichever_key_it_has() -> None:
     fleet, one, other = Fleet(30), key("one"), key("other")
     tasks = [fleet.send("first")]

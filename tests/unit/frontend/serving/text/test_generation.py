@@ -589,6 +589,7 @@ async def test_choices_that_had_finished_are_not_requested_again() -> None:
             texts = await read_all(generation)
         (rest,) = engine.requests
         assert (rest.first_choice, rest.n, list(rest.tokens), rest.stop.max_tokens) == (1, 1, [*PROMPT, 8], 1)
+        assert [request.sequences for request in f.router.requests] == [3, 1]
         reasons = {text.index: text.finish_reason for text in texts if text.finish_reason}
         assert reasons == {0: FinishReason.STOP, 1: FinishReason.LENGTH, 2: FinishReason.LENGTH}  # of the last, the end was lost
 
