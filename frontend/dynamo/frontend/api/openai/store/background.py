@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from dynamo.common.errors import Code, DynamoError, Overloaded, Unavailable
+from dynamo.common.errors import Code, DynamoError, Overloaded, RateLimited, Unavailable
 from dynamo.common.process.background import Tasks, awaited
 from dynamo.frontend.api.capacity import Occupancy
 from dynamo.frontend.api.declaration import TEXT, within
@@ -33,6 +34,8 @@ IN_BACKGROUND = replace(TEXT, deadline_s=_DEADLINE_S)
 """A response in the background is admitted and charged as any other; it is a request of its own, with all that its request held,
 until it is stored."""
 MAX_RUNNING = 256
+"""In a process. A key has half at most of what others leave."""
+_RETRY_AFTER_S = 1.0
 _ATTEMPTS = 6
 """To write a response of which the store is there, and refuses it."""
 _LONGEST_PAUSE_S = 30.0
@@ -78,8 +81,8 @@ class BackgroundResponses:
         self._beat_s = beat_s
         self._clock = asyncio.get_running_loop().time
         self._tasks = Tasks()
-        self._starting = 0
-        """How many responses have their first record written at present."""
+        self._running: Counter[str] = Counter()
+        """How many responses begin or run at present, by owner."""
 
     async def start(
         self, owner: str, response: ResponseObject, items: Sequence[Item], generate: Generate, occupied: Occupancy
@@ -88,12 +91,14 @@ class BackgroundResponses:
 
         `occupied` is left when that has ended, or if this raises.
 
-        Raises Overloaded, Unavailable, and what keeps `generate` from being admitted.
+        Raises Overloaded, RateLimited, Unavailable, and what keeps `generate` from being admitted.
         """
-        if len(self._tasks) + self._starting >= MAX_RUNNING:
+        try:
+            self._check_room(owner)
+        except DynamoError:
             occupied.leave()
-            raise Overloaded(f"{MAX_RUNNING} responses are being generated in the background already")
-        self._starting += 1
+            raise
+        self._running[owner] += 1
         stages = Stages()
         work = awaited(_outcome(response, stages, generate))
         try:
@@ -105,15 +110,28 @@ class BackgroundResponses:
         except BaseException:
             work.cancel()
             await asyncio.wait({work})
-            occupied.leave()
+            self._left(owner, occupied)
             raise
-        finally:
-            self._starting -= 1
         assert revision is not None, "the id is new"
         stages.stored()
         running = self._tasks.start(self._run(owner, response, revision, stages, work), f"response {response.id}")
-        running.add_done_callback(lambda _: occupied.leave())
+        running.add_done_callback(lambda _: self._left(owner, occupied))
         return response
+
+    def _check_room(self, owner: str) -> None:
+        """Raise Overloaded if no more may run, and RateLimited if a key has half of what others leave."""
+        left, own = MAX_RUNNING - self._running.total(), self._running[owner]
+        if left <= 0:
+            raise Overloaded(f"{MAX_RUNNING} responses are being generated in the background already")
+        if owner and own >= left:
+            message = f"{own} responses of the API key '{owner}' are being generated in the background; the rest is for others"
+            raise RateLimited(message, retry_after_s=_RETRY_AFTER_S)
+
+    def _left(self, owner: str, occupied: Occupancy) -> None:
+        self._running[owner] -= 1
+        if not self._running[owner]:
+            del self._running[owner]
+        occupied.leave()
 
     async def drain(self, timeout_s: float) -> None:
         """Let those that run end within the timeout, and cancel the others."""

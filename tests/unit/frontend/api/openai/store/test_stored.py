@@ -442,7 +442,7 @@ async def test_responses_that_begin_at_once_are_bounded_too(monkeypatch: pytest.
         await stages.admitted()
         return responses[0]
 
-    starts = [asyncio.create_task(background.start("a", each, [], generate, capacity.enter())) for each in responses]
+    starts = [asyncio.create_task(background.start("", each, [], generate, capacity.enter())) for each in responses]
     await until(starts[2].done)
     assert capacity.requests == 2
     records.open.set()
@@ -450,6 +450,37 @@ async def test_responses_that_begin_at_once_are_bounded_too(monkeypatch: pytest.
     await background.drain(5)
     assert [isinstance(result, Overloaded) for result in results] == [False, False, True]
     await until_free(capacity)
+
+
+async def test_a_key_leaves_half_of_what_may_run_in_the_background_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_module, "MAX_RUNNING", 8)
+    capacity, release = Capacity(), asyncio.Event()
+    background = BackgroundResponses(stored_responses(FakeRecords()))
+
+    async def begin(owner: str) -> None:
+        response = ResponseObject(id=new_response_id(), created_at=1, model="m", reasoning={}, text={}, status="queued")
+
+        async def generate(stages: Stages) -> ResponseObject:
+            await stages.admitted()
+            await release.wait()
+            return response
+
+        await background.start(owner, response, [], generate, capacity.enter())
+
+    for _ in range(4):
+        await begin("greedy")
+    with pytest.raises(RateLimited, match="4 responses of the API key 'greedy'"):
+        await begin("greedy")
+    for _ in range(2):
+        await begin("other")
+    with pytest.raises(RateLimited):
+        await begin("other")
+    assert capacity.requests == 6
+    release.set()
+    await background.drain(5)
+    await begin("greedy")
+    await background.drain(5)
+    assert capacity.requests == 0
 
 
 async def test_what_goes_on_in_the_background_counts_against_the_capacity_until_it_has_ended() -> None:
