@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -20,6 +21,9 @@ from dynamo.frontend.security.salts import salt_of, salt_without_key
 from dynamo.frontend.security.sharing import Fleet, KeyUse, RateLimit, RateMeter, Shares, SlotMeter
 
 Clock = Callable[[], float]
+
+key_name: ContextVar[str] = ContextVar("key_name", default="")
+"""The API key on whose behalf a task works; empty: there is none, or it is not known yet."""
 
 _CONCURRENCY_PAUSE_S = 1.0
 _UNLIMITED_SHARE = 0.1

@@ -9,6 +9,7 @@ import pytest
 
 from dynamo.common.errors import Overloaded
 from dynamo.frontend.preprocess.offload import Offload, TextThreads
+from dynamo.frontend.security.accounts import key_name
 
 
 async def test_small_work_runs_at_once_and_large_work_in_a_thread() -> None:
@@ -51,6 +52,62 @@ async def test_work_of_a_caller_that_gave_up_still_counts_until_it_ends() -> Non
     with pytest.raises(Overloaded):
         await offload.run(release.wait)
     release.set()
+
+
+class OfKeys:
+    """Work of API keys for one thread, which waits until `release` is set."""
+
+    def __init__(self, max_pending: int) -> None:
+        self.offload = Offload(max_pending)
+        self.started, self.release = threading.Event(), threading.Event()
+        self.done: list[str] = []
+        self.sent: list[asyncio.Task[None]] = []
+
+    async def send(self, key: str, times: int) -> None:
+        key_name.set(key)
+        self.sent += [asyncio.ensure_future(self.offload.run(self._work, f"{key}{number}")) for number in range(times)]
+        await asyncio.sleep(0)
+        while not self.started.is_set():
+            await asyncio.sleep(0)
+
+    def _work(self, name: str) -> None:
+        self.started.set()
+        self.release.wait()
+        self.done.append(name)
+
+
+async def test_work_of_a_key_waits_for_one_piece_of_each_other_key() -> None:
+    of = OfKeys(100)
+    await of.send("a", 20)
+    await of.send("b", 2)
+    await of.send("c", 1)
+    of.release.set()
+    await asyncio.gather(*of.sent)
+    assert of.done[:6] == ["a0", "a1", "b0", "c0", "a2", "b1"]
+    assert of.done[6:] == [f"a{number}" for number in range(3, 20)]
+
+
+async def test_where_too_much_waits_the_last_of_the_key_with_most_makes_room_for_another_key() -> None:
+    of = OfKeys(10)
+    await of.send("a", 10)
+    await of.send("b", 3)
+    await of.send("a", 1)
+    of.release.set()
+    results = await asyncio.gather(*of.sent, return_exceptions=True)
+    assert [index for index, result in enumerate(results) if isinstance(result, Overloaded)] == [7, 8, 9, 13]
+    assert of.done[:6] == ["a0", "a1", "b0", "a2", "b1", "a3"]
+    await of.send("a", 10)
+    await asyncio.gather(*of.sent[14:])
+
+
+async def test_work_that_was_given_up_while_it_waited_is_not_carried_out() -> None:
+    of = OfKeys(10)
+    await of.send("a", 3)
+    of.sent[1].cancel()
+    await asyncio.sleep(0)
+    of.release.set()
+    await asyncio.gather(*of.sent, return_exceptions=True)
+    assert of.done == ["a0", "a2"]
 
 
 async def test_a_text_does_not_wait_for_huge_ones_which_wait_for_one_another() -> None:

@@ -40,7 +40,7 @@ from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.router.explanation import Explanation
-from dynamo.frontend.security.accounts import ANONYMOUS, Account
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, key_name
 from dynamo.frontend.serving.call import Call, Progress
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,6 @@ class HttpSettings:
     """For large bodies, whose (de)compression leaves the interpreter to the other thread."""
     steps: Steps = field(default_factory=Steps)
     """For what is long and in Python."""
-
     body_limits: Mapping[Reads, int] = field(init=False)
     """The largest body of a request, in bytes."""
 
@@ -166,6 +165,7 @@ class Exchange:
     def admit(self, account: Account) -> None:
         """Let the caller use the operation, by this account."""
         self.account = self._limited = account
+        key_name.set(account.name)
 
     def occupy(self) -> Occupancy:
         """Count the request against the capacity of the process until the end of what this returns. Raises Overloaded."""

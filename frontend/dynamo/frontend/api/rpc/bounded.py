@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 from dynamo.common.errors import DeadlineExceeded, DynamoError, Overloaded
 from dynamo.frontend.api.capacity import Capacity, Occupancy
 from dynamo.frontend.api.declaration import within
-from dynamo.frontend.api.rpc.handlers import PendingMessage, call_occupancy, key_name, refuse
+from dynamo.frontend.api.rpc.handlers import PendingMessage, call_occupancy, refuse
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation, Handler
 from dynamo.frontend.config import OverloadStatus
+from dynamo.frontend.security.accounts import key_name
 from dynamo.frontend.security.surfaces import Surface
 
 

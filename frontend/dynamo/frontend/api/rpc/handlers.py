@@ -27,9 +27,6 @@ from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import OverloadStatus
 
-key_name: ContextVar[str] = ContextVar("key_name", default="")
-"""Name of the API key of a call's caller, set by the guard: what arrives of its messages, and its streams, have a share."""
-
 call_occupancy: ContextVar[Occupancy | None] = ContextVar("call_occupancy", default=None)
 """What a unary call occupies of the capacity of the process, set where that is counted."""
 

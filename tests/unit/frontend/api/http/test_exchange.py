@@ -12,7 +12,7 @@ from dynamo.common.process.work import Work
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
-from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
+from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount, key_name
 from dynamo.frontend.security.keys import ApiKey, Limits
 from tests.support.served import Asking
 
@@ -43,6 +43,12 @@ def test_there_is_no_account_before_the_caller_is_admitted() -> None:
         _ = exchange.account
     exchange.admit(ANONYMOUS)
     assert exchange.account is ANONYMOUS
+
+
+async def test_what_is_done_for_a_caller_is_known_to_be_its_keys() -> None:
+    exchange = Exchange(Asking(), HttpSettings())
+    exchange.admit(KeyAccount(ApiKey(name="team", salt=b"", digest=b"")))
+    assert await asyncio.create_task(asyncio.to_thread(key_name.get)) == "team"
 
 
 async def stream(exchange: Exchange, events: int) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from dynamo.common.errors import DynamoError, InvalidRequest, PayloadTooLarge, Unsupported, release
 from dynamo.common.process.background import awaited
 from dynamo.common.tensors.tensors import Buffer
-from dynamo.frontend.api.rpc.handlers import PendingMessage, key_name
+from dynamo.frontend.api.rpc.handlers import PendingMessage
 from dynamo.frontend.api.rpc.http2.call_host import CallHost
 from dynamo.frontend.api.rpc.http2.frames import DataSink
 from dynamo.frontend.api.rpc.http2.headers import ACCEPTED_ENCODINGS, CallHeaders, Metadata
@@ -45,6 +45,7 @@ from dynamo.frontend.api.rpc.http2.sender import Outgoing
 from dynamo.frontend.api.rpc.http2.windows import Pace, ReceiveWindow
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import GrpcCompression
+from dynamo.frontend.security.accounts import key_name
 
 _log = logging.getLogger(__name__)
 _UNCOUNTED_BYTES: Final = 1024
@@ -121,8 +122,7 @@ class GrpcCall:
         self._arriving_bytes = 0
         """Bytes of `_held_bytes` that belong to a message which is incomplete."""
         self._metadata_bytes = 0  # that are counted
-        self._key = ""
-        """Name of the caller's API key, once the handler has accepted it."""
+        self._key = ""  # of the caller, once the handler has accepted it
         self._pace: Pace | None = None
         """Pace at which the message that is due arrives; None before the first check that sees it."""
         self._arrival: asyncio.Future[None] | None = None
