@@ -21,7 +21,7 @@ from dynamo.common.logs import AUDIT
 from dynamo.common.security.files import Watched, in_thread
 from dynamo.frontend.api.declaration import Charge, Declaration
 from dynamo.frontend.config import FrontendConfig
-from dynamo.frontend.security.accounts import ANONYMOUS, Account, Clock, KeyAccount
+from dynamo.frontend.security.accounts import ANONYMOUS, WITHOUT_KEY, Account, Clock, KeyAccount
 from dynamo.frontend.security.derived_accounts import WithoutRequests
 from dynamo.frontend.security.keys import ApiKey, KeyRing, check_blank, read_keys
 from dynamo.frontend.security.ledger import Ledger
@@ -85,7 +85,7 @@ class Guard:
                 raise Unauthenticated("there are no API keys any more")
             return ANONYMOUS
         if not name and surface in self._open:
-            return ANONYMOUS
+            return WITHOUT_KEY
         account = self.accounts.named(name)
         self._check_scope(account, surface)
         return account
@@ -127,7 +127,7 @@ class Guard:
         presented = _credential(headers, takes_login=takes_login)
         if not presented:
             if surface in self._open:
-                return ANONYMOUS
+                return WITHOUT_KEY
             raise Unauthenticated("an API key is required, as 'authorization: Bearer KEY' or 'x-api-key: KEY'")
         account = self.accounts.of(presented)
         self._check_scope(account, surface)

@@ -1,7 +1,8 @@
 """Accounts: on whose behalf a request is made, and what that caller has used of its limits.
 
 Every request has one. Its protocol edge gets it from the guard and hands it on in the `Call`: `KeyAccount` for the holder of a
-key, `ANONYMOUS` where no key is required. All frontends of a namespace share the limits of a key; see `sharing`.
+key, `ANONYMOUS` where there are no keys, `WITHOUT_KEY` for who shows none where that is open. All frontends of a namespace share
+the limits of a key; see `sharing`.
 """
 
 from __future__ import annotations
@@ -540,4 +541,13 @@ class AnonymousAccount:
         return ()
 
 
+class OpenAccount(AnonymousAccount):
+    """The account of callers without a key where others have keys: none goes before these."""
+
+    __slots__ = ()
+
+    max_priority = 0
+
+
 ANONYMOUS = AnonymousAccount()
+WITHOUT_KEY = OpenAccount()

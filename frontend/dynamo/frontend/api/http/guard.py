@@ -19,7 +19,7 @@ from dynamo.frontend.api.http.exchange import Exchange
 from dynamo.frontend.api.http.operation import Handler
 from dynamo.frontend.api.statuses import http_status
 from dynamo.frontend.config import HttpOptions
-from dynamo.frontend.security.accounts import ANONYMOUS, Account
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, AnonymousAccount
 from dynamo.frontend.security.surfaces import Surface
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -42,7 +42,7 @@ class HttpGuard:
             if is_foreign:
                 self._check_page(exchange, declared.other_sites)
             account = ANONYMOUS if self._guard is None else self._enter(self._guard, exchange)
-            if account is ANONYMOUS and surface is not Surface.HEALTH:
+            if isinstance(account, AnonymousAccount) and surface is not Surface.HEALTH:
                 if not self._hosts.include(exchange.headers.get("host", "")):
                     raise _foreign_host(exchange)
                 if is_foreign and surface in ADMIN and not self.cors.names(exchange.headers):
