@@ -212,12 +212,15 @@ class DataPlane:
             return response
 
     def infer_stream(
-        self, model: NamedModel, request: TensorRequest, call: Call, source: TensorSource | None = None
+        self, model: NamedModel, request: TensorRequest, call: Call, source: TensorSource | None = None, sequences: int = 1
     ) -> TensorResponses:
-        """The responses of any tensor model, decoupled or not. `source`: see `infer`. Entering and reading raise DynamoError."""
+        """The responses of any tensor model, decoupled or not, which count as so many requests of the caller.
+
+        `source`: see `infer`. Entering and reading raise DynamoError.
+        """
         if model.counts_tokens:
             call = with_estimate(call, request, source)
-        scope = RequestScope(model, call, self._tracing)
+        scope = RequestScope(model, call, self._tracing, sequences)
         begin = partial(self.dispatched, model, request, scope, source)
         return TensorResponses(model, scope, begin, self._dispatcher.stream)
 

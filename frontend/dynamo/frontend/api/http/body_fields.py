@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -34,7 +34,9 @@ _TEXTS = frozenset({"response_format", "text"})
 """Fields that are something else if they are a string: the format of a picture, what is to be classified."""
 
 _ABSENT = msgspec.Raw()
-_READ = _FOREIGN | _ADAPTERS | _GUIDES | {"tools", "n", "best_of", "prompt", "prompt_embeds", "messages", "priority"}
+_READ = (
+    _FOREIGN | _ADAPTERS | _GUIDES | {"tools", "n", "best_of", "prompt", "prompt_embeds", "messages", "priority", "cache_salt"}
+)
 _NESTED = (
     *("messages", "tools", "prompt", "input", "documents", "response_format", "text", "system", "instructions", "content"),
     *("inputs", "text_input", "query", "queries", "texts", "text_1", "text_2", "suffix", "chat_template", "metadata"),
@@ -95,9 +97,14 @@ def is_harmless(values: Values, *, with_tools: bool) -> bool:
 
     `with_tools`: whether what an engine does with these fields may have it compile the schemas of tools.
     """
-    guides = _GUIDES | {"tools"} if with_tools else _GUIDES
-    said = {name for name in guides.intersection(values) if bytes(values[name]) != b"null"}
-    return _FOREIGN.isdisjoint(values) and all(name in _TEXTS and bytes(values[name])[:1] == b'"' for name in said)
+    has_tools = with_tools and bytes(values.get("tools", b"null")) != b"null"
+    return _FOREIGN.isdisjoint(values) and not has_tools and not other_guides(values)
+
+
+def other_guides(values: Values, known: Collection[str] = ()) -> set[str]:
+    """Return the fields beside those in `known` by which an engine server may take schemas and grammars."""
+    said = {name for name in _GUIDES.intersection(values) if bytes(values[name]) != b"null"}
+    return {name for name in said.difference(known) if name not in _TEXTS or bytes(values[name])[:1] != b'"'}
 
 
 def asks_for_one(values: Values) -> bool:

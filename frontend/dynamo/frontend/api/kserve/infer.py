@@ -11,7 +11,6 @@ import msgspec
 
 from dynamo.common.errors import Forbidden, InvalidRequest, PayloadTooLarge, Unsupported
 from dynamo.common.model_card import ModelKind
-from dynamo.common.repository import ALL_MODELS
 from dynamo.common.tensors.relay import relays_http
 from dynamo.common.tensors.request import TensorRequest
 from dynamo.common.tensors.tensors import Buffer
@@ -22,6 +21,7 @@ from dynamo.frontend.api.kserve.words import check_version
 from dynamo.frontend.api.text.gathering import Gathering
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.preprocess.text import TextDelta, TextRequest
+from dynamo.frontend.security.accounts import ANONYMOUS
 from dynamo.frontend.serving.call import Call, TensorSource, priority_of_level
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.frontend.serving.model_catalog import NamedModel
@@ -68,12 +68,11 @@ def infer_stream(
 ) -> TensorResponses:
     """The responses of a tensor model, as `DataPlane.infer_stream` has them.
 
-    Raises Forbidden for a relay if the caller may use some models only: the body in its tensors is not read here, and may be for
-    another model of its server.
+    Raises Forbidden for a relay where there are API keys: the body in its tensors is not read here, and may be for another
+    model of its server, say what no key may, or talk without being charged.
     """
-    if call.account.models != ALL_MODELS and relays_http(model.card):
-        key = call.account.name
-        raise Forbidden(f"the API key '{key}' may use some models only, and so '{model.name}' over OpenAI's API, not over KServe")
+    if call.account is not ANONYMOUS and relays_http(model.card):
+        raise Forbidden(f"where there are API keys, '{model.name}' is used over OpenAI's API, not over KServe")
     return plane.infer_stream(model, request, call, source)
 
 

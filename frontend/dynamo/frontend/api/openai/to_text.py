@@ -396,7 +396,7 @@ def _sampling(request: TextGenerationRequest) -> Sampling:
         repetition_penalty=request.repetition_penalty,
         seed=request.seed,
         logit_bias=None if request.logit_bias is None else _biases(request.logit_bias),
-        guided=_guided(request),
+        guided=guided_of(request),
         allowed_token_ids=None if request.allowed_token_ids is None else tuple(request.allowed_token_ids),
         bad_words_token_ids=None if request.bad_words_token_ids is None else tuple(map(tuple, request.bad_words_token_ids)),
     )
@@ -410,7 +410,8 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in biases.items()}
 
 
-def _guided(request: TextGenerationRequest) -> dict[str, Any] | None:
+def guided_of(request: TextGenerationRequest) -> dict[str, Any] | None:
+    """Return the constraint on the output; None if there is none. Raises InvalidRequest."""
     constraints: dict[str, dict[str, Any]] = {}
     if request.response_format is not None and (structure := to_guided(request.response_format)) is not None:
         constraints["response_format"] = structure

@@ -11,8 +11,9 @@ from dynamo.common.errors import EngineError
 from dynamo.common.generation import Delta, FinishReason, Summary, delta_encoder, summary_encoder
 from dynamo.common.tensors.relay import RelayedRequest, to_tensors
 from dynamo.common.tensors.tensors import decode_bytes
-from dynamo.frontend.security.accounts import ANONYMOUS
+from dynamo.frontend.security.accounts import ANONYMOUS, Account, KeyAccount
 from dynamo.frontend.security.derived_accounts import SameAccount
+from dynamo.frontend.security.keys import ApiKey
 from dynamo.protos import inference_pb2 as pb
 from tests.support.edge import Edge, open_edge
 from tests.support.fakes import FakeStream, TokenEngine, llm_card, relay_card, tensor_card
@@ -71,18 +72,19 @@ async def edge() -> AsyncIterator[Edge]:
 
 
 class OfSomeModels(SameAccount):
-    """A key that may use a relay, and not all models."""
+    """Account for some models only."""
 
     @property
     def models(self) -> tuple[str, ...]:
         return ("whisper",)
 
 
-async def test_a_key_for_some_models_uses_a_relay_over_the_api_that_names_its_model() -> None:
-    """The body in the tensors may name another model of the same server."""
+@pytest.mark.parametrize("account", [OfSomeModels(ANONYMOUS), KeyAccount(ApiKey(name="team", salt=b"", digest=b""))])
+async def test_a_key_uses_a_relay_over_the_api_that_reads_its_bodies(account: Account) -> None:
+    """The body in the tensors may name another model of the same server, or talk without being charged."""
     body = RelayedRequest("/v1/audio/speech", "application/json", b'{"model": "other"}')
     request = pb.ModelInferRequest.FromString(to_tensors(body, "whisper").raw)
-    async with open_edge(relay_card(), account=OfSomeModels(ANONYMOUS)) as edge:
+    async with open_edge(relay_card(), account=account) as edge:
         stream = edge.stream()
         await stream.send(request)
         [refused] = await stream.rest()

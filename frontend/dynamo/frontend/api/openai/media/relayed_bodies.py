@@ -9,13 +9,18 @@ from typing import Final, Protocol
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.frontend.api.http.body_fields import check_fields, rewritten_body
+from dynamo.frontend.api.http.body_fields import cache_salt_in, check_fields, rewritten_body, values_in
 from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.http.multipart import FormPart, form_parts
+from dynamo.frontend.api.openai.media.relayed_rights import check_guides, check_rights, sequences_in
+from dynamo.frontend.security.accounts import Account
 
 _MAX_NAME_BYTES = 1024
 _PIECE_BYTES: Final = 1 << 20
 _MODEL: Final = "model"
+_SALT: Final = "cache_salt"
+_READ_BYTES: Final = 1024
+"""What is read of a field of a form at most."""
 _SPECIAL: Final = re.compile(r'[\x00-\x1f"\\\x7f]')
 
 
@@ -27,6 +32,10 @@ class RelayedBody(Protocol):
 
     @property
     def content_type(self) -> str: ...
+
+    def permit(self, account: Account, most: int) -> int:
+        """Return how many results it asks for, `most` at most. Raises InvalidRequest for what this caller may not say."""
+        ...
 
     def naming(self, model: str) -> bytes:
         """Return the body as a server gets it that has this name for the model."""
@@ -41,18 +50,30 @@ _fields = msgspec.json.Decoder(_NamedBody)
 
 
 class JsonBody:
-    """A JSON object. The other fields keep their text, and are not looked into; of one that is given twice, the last is meant."""
+    """A JSON object. The other fields keep their text; of one that is given twice, the last is meant."""
 
     content_type = "application/json"
 
     def __init__(self, body: bytes, max_depth: int) -> None:
         """Raises InvalidRequest for a body that is none, PayloadTooLarge for one of too many fields."""
         self._body = body
+        self._changes: dict[str, str] = {}
         self.model = decode(_fields, body, max_depth).model
         check_fields(body)
 
+    def permit(self, account: Account, most: int) -> int:
+        body = self._body
+        values = values_in(body)
+        if values is None:
+            raise InvalidRequest("the body is not a JSON object in UTF-8")
+        check_rights(values, account)
+        check_guides(body, values, account)
+        if _SALT in values:
+            self._changes[_SALT] = account.isolate(cache_salt_in(body))
+        return sequences_in(values, most)
+
     def naming(self, model: str) -> bytes:
-        return rewritten_body(self._body, model=model)
+        return rewritten_body(self._body, model=model, **self._changes)
 
 
 class FormBody:
@@ -72,6 +93,11 @@ class FormBody:
         boundary = token_hex(16)
         self._delimiter = f"--{boundary}".encode()
         self.content_type = f"multipart/form-data; boundary={boundary}"
+
+    def permit(self, account: Account, most: int) -> int:
+        values = {part.name: msgspec.Raw(part.body[part.begin : min(part.end, part.begin + _READ_BYTES)]) for part in self._parts}
+        check_rights(values, account)
+        return sequences_in(values, most)
 
     def naming(self, model: str) -> bytes:
         pieces = [self._delimiter, _head(_MODEL), model.encode()]

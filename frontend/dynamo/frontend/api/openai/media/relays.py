@@ -34,8 +34,12 @@ class Relay:
     async def __call__(self, exchange: Exchange) -> None:
         call = exchange.call()
         body = await (self._form(exchange) if self._is_form else self._json(exchange))
+        most = self._edge.limits.max_choices
+        sequences = await self._edge.offload.run_if(exchange.body_bytes > _LONG_BYTES, body.permit, exchange.account, most)
         name = name_or_only_model(self._edge.plane, exchange.account, body.model, relays_http)
-        await self._edge.plane.names.serve(call, name, partial(self._respond, exchange, body), has_begun=exchange.has_begun)
+        await self._edge.plane.names.serve(
+            call, name, partial(self._respond, exchange, body, sequences), has_begun=exchange.has_begun
+        )
 
     async def _form(self, exchange: Exchange) -> RelayedBody:
         body = await exchange.any_body()
@@ -46,7 +50,7 @@ class Relay:
         body = await scanned_body(exchange)
         return await self._edge.offload.run_if(len(body) > _LONG_BYTES, JsonBody, body, exchange.settings.options.max_json_depth)
 
-    async def _respond(self, exchange: Exchange, body: RelayedBody, model: NamedModel, call: Call) -> None:
+    async def _respond(self, exchange: Exchange, body: RelayedBody, sequences: int, model: NamedModel, call: Call) -> None:
         if not relays_http(model.card):
             raise InvalidRequest(
                 f"model '{model.card.name}' has no {self._path}: that takes a model behind --remote-kind relay", param="model"
@@ -58,7 +62,7 @@ class Relay:
 
         is_long = exchange.body_bytes > _LONG_BYTES
         request = await self._edge.offload.run_if(is_long, lambda: to_tensors(tensors(), model.name))
-        async with exchange.attended(), self._edge.plane.infer_stream(model, request, call) as responses:
+        async with exchange.attended(), self._edge.plane.infer_stream(model, request, call, sequences=sequences) as responses:
             parts = parts_of(responses)
             await pass_on(exchange, await anext(parts, None), parts)
 
