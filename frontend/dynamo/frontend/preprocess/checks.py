@@ -17,6 +17,15 @@ MODALITIES = {
     **dict.fromkeys(("video", "video_url", "input_video"), "video"),
 }
 """The modality that a model needs for content parts of these types."""
+_RESERVED_VARIABLES = frozenset(
+    {
+        *("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"),
+        *("chat_template", "tokenizer", "tokenize", "tokenizer_kwargs", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    }
+)
+"""What is no variable of a chat template: some servers take all of them for arguments of what renders one, among these another
+template, which may take for ever, and how its text is made tokens."""
 URL_FIELDS = frozenset((*MODALITIES, "url"))
 """Where servers look for the URL of a part, or for an object that has it."""
 
@@ -50,8 +59,17 @@ def media_in(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...
     )
 
 
+def check_variables(variables: Collection[str]) -> None:
+    """Raise InvalidRequest unless these are names of variables for a chat template."""
+    if variables and (reserved := _RESERVED_VARIABLES.intersection(variables)):
+        raise InvalidRequest(f"'chat_template_kwargs' must not set {', '.join(sorted(reserved))}", param="chat_template_kwargs")
+
+
 def check_text_request(request: TextRequest, info: LlmInfo, limits: TextLimits) -> None:
-    """Raises InvalidRequest for a request with two prompts or none, media that the model does not take, or bad stop strings."""
+    """Raises InvalidRequest for a request with two prompts or none, media that the model does not take, bad stop strings, or
+    variables for the chat template that are none.
+    """
+    check_variables(request.chat_template_kwargs)
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("give either a prompt or messages", param="prompt")
     for part in request.media:

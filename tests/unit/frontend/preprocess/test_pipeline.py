@@ -274,6 +274,7 @@ async def test_the_eos_id_is_looked_up_if_the_card_only_names_the_token() -> Non
         (text_request("a", logprobs=-1), "logprobs"),
         (text_request("a", sampling=Sampling(temperature=float("nan"))), "temperature"),
         (text_request(messages=HELLO, chat_template_kwargs={"messages": []}), "messages"),
+        (text_request(messages=HELLO, chat_template_kwargs={"chat_template": "x"}), "must not set chat_template"),
     ],
 )
 async def test_requests_that_cannot_be_served_are_rejected_with_a_message(request_: TextRequest, words: str) -> None:

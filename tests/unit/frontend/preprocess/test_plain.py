@@ -48,6 +48,13 @@ async def test_an_engine_gets_the_conversation_itself() -> None:
     assert shaped.messages == [{"role": "user", "content": "a\nb"}]
 
 
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "messages", "tools", "return_dict"])
+async def test_no_variable_is_an_argument_of_what_renders_a_template(name: str) -> None:
+    """SGLang passes all variables on to what renders, and among its arguments is another template, which may take for ever."""
+    with pytest.raises(InvalidRequest, match=f"'chat_template_kwargs' must not set {name}"):
+        await prompt_of(model(), messages=[HELLO], chat_template_kwargs={name: "{% for _ in range(10**9) %}{% endfor %}"})
+
+
 async def test_a_longer_conversation_begins_with_the_same_blocks() -> None:
     turns = [{"role": "user", "content": f"turn {turn}, which has some words"} for turn in range(4)]
     shorter, longer = [

@@ -7,7 +7,8 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from dynamo.common.errors import PayloadTooLarge
+from dynamo.common.errors import InvalidRequest, PayloadTooLarge
+from dynamo.frontend.preprocess.checks import check_variables
 
 T = TypeVar("T")
 Values: TypeAlias = Mapping[str, msgspec.Raw]
@@ -33,9 +34,16 @@ _GUIDES = frozenset(
 _TEXTS = frozenset({"response_format", "text"})
 """Fields that are something else if they are a string: the format of a picture, what is to be classified."""
 
+_TEMPLATES = frozenset({"chat_template", "chat_template_kwargs"})
+
 _ABSENT = msgspec.Raw()
+_NULL = msgspec.Raw(b"null")
 _READ = (
-    _FOREIGN | _ADAPTERS | _GUIDES | {"tools", "n", "best_of", "prompt", "prompt_embeds", "messages", "priority", "cache_salt"}
+    _FOREIGN
+    | _ADAPTERS
+    | _GUIDES
+    | {"tools", "n", "best_of", "prompt", "prompt_embeds", "messages", "priority", "cache_salt"}
+    | _TEMPLATES
 )
 _NESTED = (
     *("messages", "tools", "prompt", "input", "documents", "response_format", "text", "system", "instructions", "content"),
@@ -58,6 +66,7 @@ _salted_decoder = msgspec.json.Decoder(_Salted)
 _texts_decoder = msgspec.json.Decoder(str)
 _read_decoder = msgspec.json.Decoder(msgspec.defstruct("_Read", [(name, msgspec.Raw, _ABSENT) for name in sorted(_READ)]))
 _nested_decoder = msgspec.json.Decoder(msgspec.defstruct("_Nested", [(name, msgspec.Raw, _ABSENT) for name in _NESTED]))
+_variables_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -92,13 +101,28 @@ def check_fields(body: bytes) -> None:
 
 
 def is_harmless(values: Values, *, with_tools: bool) -> bool:
-    """Return whether by these fields, as every parser reads them, no engine fetches caches from elsewhere, runs code or
-    compiles a grammar.
+    """Return whether by these fields, as every parser reads them, no engine fetches caches from elsewhere, runs code,
+    compiles a grammar or renders another chat template.
 
     `with_tools`: whether what an engine does with these fields may have it compile the schemas of tools.
     """
     has_tools = with_tools and bytes(values.get("tools", b"null")) != b"null"
-    return _FOREIGN.isdisjoint(values) and not has_tools and not other_guides(values)
+    return _FOREIGN.isdisjoint(values) and not (has_tools or other_guides(values) or brings_template(values))
+
+
+def brings_template(values: Values) -> bool:
+    """Return whether a server may render another chat template than the model's, or in another way, by these fields."""
+    return bytes(values.get("chat_template", b"null")) != b"null" or _renders_otherwise(values)
+
+
+def _renders_otherwise(values: Values) -> bool:
+    """Return whether what is to be variables of the chat template is none, or has arguments of what renders it."""
+    variables = values.get("chat_template_kwargs", _NULL)
+    try:
+        check_variables(_variables_decoder.decode(variables) or ())
+    except (*_UNREADABLE, InvalidRequest):
+        return True
+    return False
 
 
 def other_guides(values: Values, known: Collection[str] = ()) -> set[str]:
@@ -117,13 +141,16 @@ def asks_for_one(values: Values) -> bool:
 
 
 def beyond_rights(values: Values, *, adapters: bool, priorities: bool) -> str:
-    """Return a field by which an engine fetches caches from elsewhere or runs code, with `adapters` computes an adapter, or with
-    `priorities` takes another request's turn: to some engines a low number is urgent, to others a high one.
+    """Return a field by which an engine fetches caches from elsewhere, runs code or renders a template otherwise, with `adapters`
+    computes an adapter, or with `priorities` takes another request's turn: to some engines a low number is urgent, to others a
+    high one.
 
     An empty string if there is none but null ones and a priority of 0.
     """
     names = _FOREIGN | (_ADAPTERS if adapters else set()) | ({"priority"} if priorities else set())
     said = {name for name in names.intersection(values) if bytes(values[name]) != b"null"}
+    if _renders_otherwise(values):
+        said.add("chat_template_kwargs")
     return min(said - ({"priority"} if bytes(values.get("priority", b"")) == b"0" else set()), default="")
 
 

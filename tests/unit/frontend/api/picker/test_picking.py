@@ -188,6 +188,28 @@ async def test_fields_that_only_engines_know_give_a_key_no_more_than_it_may(
         await until_free(edge.capacity)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/unheard-of"])
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": True}}, 200),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, 400),
+        ({"chat_template_kwargs": {"tokenize": False}}, 400),
+        ({"temperature": -1, "chat_template": "x"}, 400),
+    ],
+)
+async def test_no_key_has_an_engine_render_another_template(
+    keys: dict[str, str], path: str, said: dict[str, Any], status: int
+) -> None:
+    """Some servers take the variables for arguments of what renders a template, which may take for ever."""
+    if path == "/v1/messages" and "temperature" in said:
+        said = {**said, "top_p": -1}
+    body = json.dumps({"model": "talker", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, **said}).encode()
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        assert (await outcome(edge, body, path, x_api_key=keys["free"]))[0] == status
+        await until_free(edge.capacity)
+
+
 @pytest.mark.parametrize(("priority", "status"), [(-100, 400), (5, 400), (0, 200), (None, 200)])
 async def test_a_body_gives_an_engine_no_priority_that_its_key_may_not_have(
     keys: dict[str, str], priority: int | None, status: int

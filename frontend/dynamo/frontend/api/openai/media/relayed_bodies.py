@@ -12,7 +12,7 @@ from dynamo.common.errors import InvalidRequest
 from dynamo.frontend.api.http.body_fields import cache_salt_in, check_fields, rewritten_body, values_in
 from dynamo.frontend.api.http.json_body import decode
 from dynamo.frontend.api.http.multipart import FormPart, form_parts
-from dynamo.frontend.api.openai.media.relayed_rights import check_guides, check_rights, sequences_in
+from dynamo.frontend.api.openai.media.relayed_rights import check_guides, check_rights, check_template, sequences_in
 from dynamo.frontend.security.accounts import Account
 
 _MAX_NAME_BYTES = 1024
@@ -33,8 +33,11 @@ class RelayedBody(Protocol):
     @property
     def content_type(self) -> str: ...
 
-    def permit(self, account: Account, most: int) -> int:
-        """Return how many results it asks for, `most` at most. Raises InvalidRequest for what this caller may not say."""
+    def permit(self, account: Account, most: int, *, templates: bool = False) -> int:
+        """Return how many results it asks for, `most` at most. Raises InvalidRequest for what this caller may not say.
+
+        `templates`: whether requests may bring a chat template.
+        """
         ...
 
     def naming(self, model: str) -> bytes:
@@ -61,12 +64,14 @@ class JsonBody:
         self.model = decode(_fields, body, max_depth).model
         check_fields(body)
 
-    def permit(self, account: Account, most: int) -> int:
+    def permit(self, account: Account, most: int, *, templates: bool = False) -> int:
         body = self._body
         values = values_in(body)
         if values is None:
             raise InvalidRequest("the body is not a JSON object in UTF-8")
         check_rights(values, account)
+        if not templates:
+            check_template(values)
         check_guides(body, values, account)
         if _SALT in values:
             self._changes[_SALT] = account.isolate(cache_salt_in(body))
@@ -94,7 +99,7 @@ class FormBody:
         self._delimiter = f"--{boundary}".encode()
         self.content_type = f"multipart/form-data; boundary={boundary}"
 
-    def permit(self, account: Account, most: int) -> int:
+    def permit(self, account: Account, most: int, *, templates: bool = False) -> int:
         values = {part.name: msgspec.Raw(part.body[part.begin : min(part.end, part.begin + _READ_BYTES)]) for part in self._parts}
         check_rights(values, account)
         return sequences_in(values, most)

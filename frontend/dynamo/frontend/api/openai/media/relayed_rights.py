@@ -9,7 +9,7 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.guided_rules import check_guided
 from dynamo.common.repository import ALL_MODELS
-from dynamo.frontend.api.http.body_fields import Values, beyond_rights, other_guides
+from dynamo.frontend.api.http.body_fields import Values, beyond_rights, brings_template, other_guides
 from dynamo.frontend.api.openai.requests import Json, ResponseFormat, StructuredOutputs, TextGenerationRequest
 from dynamo.frontend.api.openai.to_text import guided_of
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
@@ -55,6 +55,13 @@ def check_rights(values: Values, account: Account) -> None:
     adapters, priorities = account.models != ALL_MODELS, account.max_priority < MAX_PRIORITY
     if name := beyond_rights(values, adapters=adapters, priorities=priorities):
         raise InvalidRequest(f"'{name}' is not for {_caller(account)} to say", param=name)
+
+
+def check_template(values: Values) -> None:
+    """Raise InvalidRequest for a chat that has another template than the model's rendered, as an argument or a variable."""
+    if brings_template(values):
+        message = "requests may not bring a chat template, nor say how it is rendered by 'chat_template_kwargs'"
+        raise InvalidRequest(f"{message}: the server runs without --trust-request-chat-template", param="chat_template")
 
 
 def check_guides(body: bytes, values: Values, account: Account) -> None:

@@ -34,12 +34,11 @@ class Relay:
     async def __call__(self, exchange: Exchange) -> None:
         call = exchange.call()
         body = await (self._form(exchange) if self._is_form else self._json(exchange))
-        most = self._edge.limits.max_choices
-        sequences = await self._edge.offload.run_if(exchange.body_bytes > _LONG_BYTES, body.permit, exchange.account, most)
-        name = name_or_only_model(self._edge.plane, exchange.account, body.model, relays_http)
-        await self._edge.plane.names.serve(
-            call, name, partial(self._respond, exchange, body, sequences), has_begun=exchange.has_begun
-        )
+        edge, is_long = self._edge, exchange.body_bytes > _LONG_BYTES
+        permit = partial(body.permit, exchange.account, edge.limits.max_choices, templates=edge.trusts_templates)
+        sequences = await edge.offload.run_if(is_long, permit)
+        name = name_or_only_model(edge.plane, exchange.account, body.model, relays_http)
+        await edge.plane.names.serve(call, name, partial(self._respond, exchange, body, sequences), has_begun=exchange.has_begun)
 
     async def _form(self, exchange: Exchange) -> RelayedBody:
         body = await exchange.any_body()

@@ -92,6 +92,16 @@ def test_with_a_key_structured_output_has_to_be_understood() -> None:
         assert permit(ANONYMOUS, **said)
 
 
+@pytest.mark.parametrize("account", [KEY, ANONYMOUS])
+def test_a_server_renders_the_template_of_its_model(account: Account) -> None:
+    assert permit(account, chat_template_kwargs={"enable_thinking": True}, chat_template=None)
+    for said in ({"chat_template": "x"}, {"chat_template_kwargs": {"chat_template": "x"}}, {"chat_template_kwargs": [["a", 1]]}):
+        with pytest.raises(InvalidRequest, match="chat_template"):
+            permit(account, **said)
+    trusted = JsonBody(b'{"model": "m", "chat_template": "x"}', 100)
+    assert trusted.permit(account, 128, templates=True) == 1
+
+
 def test_no_key_names_the_salt_of_another() -> None:
     other = KeyAccount(ApiKey(name="other", salt=b"", digest=b""))
     salts = [permit(account, cache_salt="a")["cache_salt"] for account in (KEY, other)]
