@@ -1,5 +1,7 @@
 """Long work on the event loop, in steps of a few milliseconds: a turn of the loop takes one, however many requests have some.
 
+Owners have turns, and the requests of each among themselves.
+
 A thread would not let the loop run meanwhile: decoders keep the interpreter to themselves, and the loop has to get it back after
 each of its calls to the system. A step that is over, though, lets all go on that is ready. Work that leaves the interpreter, such
 as compression, belongs in a thread (`offload`).
@@ -15,6 +17,7 @@ as compression, belongs in a thread (`offload`).
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import TypeVar
@@ -30,22 +33,57 @@ _STEP_S = 0.004
 class Steps:
     """One per process, or the steps of different requests share no turns."""
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._turn = asyncio.Lock()
+    def __init__(self, clock: Callable[[], float] = perf_counter, owner: Callable[[], str] = str) -> None:
+        """`owner` returns whose the work is that the running task has; by default, all work is of one owner."""
         self._clock = clock
+        self._owner = owner
+        self._is_taken = False
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Requests that wait for a turn, by owner; the owner whose turn it is comes first."""
 
     async def run(self, work: Work[T], hold: Callable[[int], None] = hold_nothing) -> T:
         """Return the result of `work`, and call `hold` with the bytes that it takes. To cancel it takes one step."""
+        owner = self._owner()
         try:
             while True:
-                async with self._turn:  # fair: requests with long work take turns
+                await self._turn(owner)
+                try:
                     ends_at = self._clock() + _STEP_S
                     while self._clock() < ends_at:
                         if size_bytes := next(work):
                             hold(size_bytes)
                     await asyncio.sleep(0)
+                finally:
+                    self._pass_on()
         except StopIteration as end:
             result: T = end.value
             return result
         finally:
             work.close()
+
+    async def _turn(self, owner: str) -> None:
+        """Return when it is the turn of the running task."""
+        if not self._is_taken:
+            self._is_taken = True
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """Give the turn to the next owner, if its request still waits."""
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            turns = self._waiting.pop(owner)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False

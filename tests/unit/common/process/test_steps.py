@@ -50,6 +50,52 @@ async def test_a_turn_of_the_loop_takes_one_step_of_all_work_together_and_none_i
     assert [name for _, name in taken] == ["a", "b", "c"] * 5
 
 
+async def test_owners_have_turns_however_many_requests_each_has() -> None:
+    turns, running = Turns(), [""]
+    steps = Steps(turns, owner=lambda: running[0])
+    taken: list[str] = []
+
+    def work(name: str) -> Work[None]:
+        for _ in range(3):
+            taken.append(name)
+            yield 0
+
+    tasks = []
+    for owner, count in (("a", 20), ("b", 2)):
+        running[0] = owner
+        tasks += [asyncio.create_task(steps.run(work(f"{owner}{number}"), lambda _: None)) for number in range(count)]
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks)
+    turns.stop()
+    assert len(taken) == 66
+    assert max(index for index, name in enumerate(taken) if name[0] == "b") < 16
+
+
+async def test_a_request_that_leaves_gives_its_turn_to_the_next() -> None:
+    turns = Turns()
+    steps = Steps(turns)
+    done: list[str] = []
+
+    def work(name: str) -> Work[None]:
+        yield 0
+        yield 0
+        done.append(name)
+
+    tasks = [asyncio.create_task(steps.run(work(name), lambda _: None)) for name in "abcd"]
+    await asyncio.sleep(0)
+    tasks[1].cancel()  # while it waits
+    while not done:
+        await asyncio.sleep(0)
+    for task in tasks[2:]:
+        task.cancel()  # perhaps as it has its turn
+        await asyncio.sleep(0)
+    last = asyncio.create_task(steps.run(work("e"), lambda _: None))
+    await asyncio.gather(*tasks, last, return_exceptions=True)
+    turns.stop()
+    assert done[0] == "a"
+    assert done[-1] == "e"
+
+
 async def test_memory_is_counted_before_it_is_taken() -> None:
     held: list[int] = []
     taken: list[int] = []

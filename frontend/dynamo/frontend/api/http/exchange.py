@@ -67,7 +67,7 @@ class HttpSettings:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
     offload: Offload = field(default_factory=lambda: Offload(threads=2))
     """For large bodies, whose (de)compression leaves the interpreter to the other thread."""
-    steps: Steps = field(default_factory=Steps)
+    steps: Steps = field(default_factory=lambda: Steps(owner=key_name.get))
     """For what is long and in Python."""
     body_limits: Mapping[Reads, int] = field(init=False)
     """The largest body of a request, in bytes."""

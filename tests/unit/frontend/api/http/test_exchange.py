@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from time import perf_counter
 
 import pytest
 
@@ -49,6 +50,26 @@ async def test_what_is_done_for_a_caller_is_known_to_be_its_keys() -> None:
     exchange = Exchange(Asking(), HttpSettings())
     exchange.admit(KeyAccount(ApiKey(name="team", salt=b"", digest=b"")))
     assert await asyncio.create_task(asyncio.to_thread(key_name.get)) == "team"
+
+
+async def test_the_long_work_of_keys_has_turns() -> None:
+    settings, taken = HttpSettings(), []
+
+    def work(key: str) -> Work[None]:
+        for _ in range(3):
+            taken.append(key)
+            ends_at = perf_counter() + 0.004  # a step at least
+            while perf_counter() < ends_at:
+                pass
+            yield 0
+
+    async def ask(key: str) -> None:
+        exchange = Exchange(Asking(), settings)
+        exchange.admit(KeyAccount(ApiKey(name=key, salt=b"", digest=b"")))
+        await exchange.in_steps(work(key))
+
+    await asyncio.gather(*map(ask, "aaaaaaaaab"))
+    assert max(index for index, key in enumerate(taken) if key == "b") < 16
 
 
 async def stream(exchange: Exchange, events: int) -> None:
