@@ -12,6 +12,7 @@ from typing import Any, Never
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, GenerateRequest, TextPrompt, pack_text
 from dynamo.common.generation_rules import check_request
+from dynamo.common.guided_rules import check_guided
 from dynamo.common.model_card import LlmInfo, ModelCard
 from dynamo.common.output_formats import GENERIC
 from dynamo.frontend.config import TextLimits
@@ -119,6 +120,8 @@ def pack_conversation(
     messages, tools = [with_checked_content(message, info.modalities) for message in messages], request.tools
     if plain_tools or info.tool_parser == GENERIC.name:
         messages, tools = in_plain_messages(messages, tools), ()
+    if schemas := [tool["function"].get("parameters") for tool in tools]:  # llama-server compiles them, whatever the choice
+        check_guided({"json_schema": {"anyOf": schemas}})
     placed, media = _with_places(messages, PixelBudget(max_image_pixels))
     variables = dict(request.chat_template_kwargs)
     return pack_text(TextPrompt(tools=list(map(dict, tools)), template_variables=variables, messages=placed)), media

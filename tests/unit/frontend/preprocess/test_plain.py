@@ -11,6 +11,7 @@ import pytest
 
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.generation import Delta, FinishReason, Sampling, TextPrompt, unpack_text
+from dynamo.common.guided_rules import CostlyGuide
 from dynamo.common.model_card import TAKES_TEXT, LlmInfo, ModelCard, ModelKind
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.offload import Offload
@@ -53,6 +54,15 @@ async def test_no_variable_is_an_argument_of_what_renders_a_template(name: str) 
     """SGLang passes all variables on to what renders, and among its arguments is another template, which may take for ever."""
     with pytest.raises(InvalidRequest, match=f"'chat_template_kwargs' must not set {name}"):
         await prompt_of(model(), messages=[HELLO], chat_template_kwargs={name: "{% for _ in range(10**9) %}{% endfor %}"})
+
+
+async def test_no_server_gets_tools_whose_schemas_are_beyond_the_bounds_of_structured_output() -> None:
+    """llama-server makes a grammar of all tools, though the model need not call any."""
+    endless = {"type": "array", "items": {"type": "string"}, "minItems": 1_000_000_000}
+    tool = {"type": "function", "function": {"name": "add", "parameters": endless}}
+    with pytest.raises(CostlyGuide, match="minItems"):
+        await prompt_of(model(tool_parser="hermes"), messages=[HELLO], tools=[TOOL, tool])
+    assert (await prompt_of(model(tool_parser="generic"), messages=[HELLO], tools=[TOOL, tool])).tools == []
 
 
 async def test_a_longer_conversation_begins_with_the_same_blocks() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from dynamo.common.errors import InvalidRequest, PayloadTooLarge
+from dynamo.common.guided_rules import check_guided
 from dynamo.frontend.preprocess.checks import check_variables
 
 T = TypeVar("T")
@@ -38,13 +39,9 @@ _TEMPLATES = frozenset({"chat_template", "chat_template_kwargs"})
 
 _ABSENT = msgspec.Raw()
 _NULL = msgspec.Raw(b"null")
-_READ = (
-    _FOREIGN
-    | _ADAPTERS
-    | _GUIDES
-    | {"tools", "n", "best_of", "prompt", "prompt_embeds", "messages", "priority", "cache_salt"}
-    | _TEMPLATES
-)
+_FREE_CHOICES = frozenset({"auto", "none"})
+_OTHERS = ("tools", "tool_choice", "n", "best_of", "prompt", "prompt_embeds", "messages", "priority", "cache_salt")
+_READ = _FOREIGN | _ADAPTERS | _GUIDES | _TEMPLATES | {*_OTHERS}
 _NESTED = (
     *("messages", "tools", "prompt", "input", "documents", "response_format", "text", "system", "instructions", "content"),
     *("inputs", "text_input", "query", "queries", "texts", "text_1", "text_2", "suffix", "chat_template", "metadata"),
@@ -61,12 +58,32 @@ class _Salted(msgspec.Struct):
     cache_salt: str | None = None
 
 
+class _ToolFunction(msgspec.Struct):
+    parameters: Any = None
+    strict: bool | None = None
+
+
+class _AnyTool(msgspec.Struct):
+    """A tool as OpenAI's chats have it, the Responses API, or Anthropic's messages."""
+
+    function: _ToolFunction | None = None
+    parameters: Any = None
+    input_schema: Any = None
+    strict: bool | None = None
+
+
+class _ToolChoice(msgspec.Struct):
+    type: str = ""
+
+
 _fields_decoder = msgspec.json.Decoder(_Fields)
 _salted_decoder = msgspec.json.Decoder(_Salted)
 _texts_decoder = msgspec.json.Decoder(str)
 _read_decoder = msgspec.json.Decoder(msgspec.defstruct("_Read", [(name, msgspec.Raw, _ABSENT) for name in sorted(_READ)]))
 _nested_decoder = msgspec.json.Decoder(msgspec.defstruct("_Nested", [(name, msgspec.Raw, _ABSENT) for name in _NESTED]))
 _variables_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
+_tools_decoder = msgspec.json.Decoder(list[_AnyTool] | None)
+_choice_decoder = msgspec.json.Decoder(_ToolChoice | str | None)
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -123,6 +140,27 @@ def _renders_otherwise(values: Values) -> bool:
     except (*_UNREADABLE, InvalidRequest):
         return True
     return False
+
+
+def check_tools(values: Values) -> None:
+    """Raise CostlyGuide if the schemas of tools that an engine compiles are beyond the bounds of structured output.
+
+    It compiles those of tools that say `strict`, and all if the model must call one. Raises InvalidRequest for tools that are not
+    understood.
+    """
+    try:
+        tools = _tools_decoder.decode(values.get("tools", _NULL)) or ()
+        choice = _choice_decoder.decode(values.get("tool_choice", _NULL)) or "auto"
+    except _UNREADABLE as error:
+        raise InvalidRequest(f"the tools are not understood: {error}", param="tools") from None
+    must_call = (choice if isinstance(choice, str) else choice.type) not in _FREE_CHOICES
+    schemas = [
+        tool.input_schema or (tool.function.parameters if tool.function else tool.parameters)
+        for tool in tools
+        if must_call or tool.strict or (tool.function is not None and tool.function.strict)
+    ]
+    if schemas:
+        check_guided({"json_schema": {"anyOf": schemas}})
 
 
 def other_guides(values: Values, known: Collection[str] = ()) -> set[str]:

@@ -94,8 +94,6 @@ class GatewayRequest:
         self.is_wanted = True
         self.check: Callable[[], Awaitable[None]] | None = None
         """Called when the body is complete, before what reads it has its last part. May raise DynamoError."""
-        self.check_from_bytes = 0
-        """A body that came in one part is checked if it has so many bytes."""
         self._body = body
         self._number = 0
         """How many parts of the body were read."""
@@ -107,8 +105,7 @@ class GatewayRequest:
         part = await self._body.part(self._number)
         if self.check is not None and self._body.is_complete:
             check, self.check = self.check, None
-            if self._number or part is None or len(part) >= self.check_from_bytes:
-                await check()
+            await check()
         if part is None:  # it ended with a part that was empty
             self.more_body = False
             return b""

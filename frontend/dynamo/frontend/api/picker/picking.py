@@ -42,6 +42,7 @@ from dynamo.frontend.api.http.body_fields import (
     cache_salt_in,
     changed_body,
     check_fields,
+    check_tools,
     is_harmless,
     model_in,
     values_in,
@@ -268,8 +269,6 @@ class Picking:
         self._caller = account
         if is_routed:
             request.check = self._check_fields
-            if not parts.guard.requires_keys and not self._encoding:
-                request.check_from_bytes = BRIEF_BYTES
         exchange.admit(account)
         try:
             occupied = exchange.occupy()
@@ -377,9 +376,11 @@ class Picking:
         if len(body) > _LONG_BYTES:
             await asyncio.sleep(0)
         check_fields(body)
+        values = values_in(body)
+        if values is not None and "tools" in values:
+            await self._parts.settings.offload.run_if(len(body) > _LONG_BYTES, check_tools, values)
         if not self._parts.guard.requires_keys:
             return
-        values = values_in(body)
         if values is not None and (name := self._beyond_rights(values)):
             raise InvalidRequest(f"'{name}' is not for the API key '{self._caller.name}' to say")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -507,6 +508,28 @@ async def test_a_schema_that_no_engine_should_compile_is_not_passed_on() -> None
         status, refusal = await outcome(edge, json.dumps(body).encode())
         assert status == 400 and "minItems" in refusal["error"]["message"]
         assert (await outcome(edge, json.dumps({**body, "response_format": 17}).encode()))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "tool"),
+    [
+        ("/v1/chat/completions", lambda schema: {"function": {"name": "f", "parameters": schema, "strict": True}}),
+        ("/v1/responses", lambda schema: {"name": "f", "parameters": schema, "strict": True}),
+    ],
+)
+async def test_neither_are_tools_whose_schemas_engines_compile(path: str, tool: Callable[[object], dict[str, Any]]) -> None:
+    """SGLang and vLLM compile those of tools that say `strict`, though the model need not call any."""
+    prompt: dict[str, Any] = {"input": "a", "store": False}
+    if path == "/v1/chat/completions":
+        prompt = {"messages": [{"role": "user", "content": "a"}]}
+
+    def body(**schema: object) -> bytes:
+        return json.dumps({"model": "talker", **prompt, "tools": [{"type": "function", **tool(schema)}]}).encode()
+
+    async with open_picker_edge() as edge:
+        status, refusal = await outcome(edge, body(type="array", minItems=1_000_000_000), path)
+        assert status == 400 and "minItems" in refusal["error"]["message"]
+        assert (await outcome(edge, body(type="array", minItems=1), path))[0] == 200
 
 
 async def test_a_refusal_does_not_wait_for_more_of_the_body(keys: dict[str, str]) -> None:

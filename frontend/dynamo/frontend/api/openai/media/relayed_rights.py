@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from dynamo.common.errors import InvalidRequest
-from dynamo.common.guided_rules import check_guided
+from dynamo.common.guided_rules import CostlyGuide, check_guided
 from dynamo.common.repository import ALL_MODELS
-from dynamo.frontend.api.http.body_fields import Values, beyond_rights, brings_template, other_guides
+from dynamo.frontend.api.http.body_fields import Values, beyond_rights, brings_template, check_tools, other_guides
 from dynamo.frontend.api.openai.requests import Json, ResponseFormat, StructuredOutputs, TextGenerationRequest
 from dynamo.frontend.api.openai.to_text import guided_of
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
@@ -31,20 +31,7 @@ class _RelayedGuides(msgspec.Struct):
     guided_grammar: str | None = None
 
 
-class _RelayedFunction(msgspec.Struct):
-    parameters: Any = None
-
-
-class _RelayedTool(msgspec.Struct):
-    function: _RelayedFunction | None = None
-
-
-class _RelayedTools(msgspec.Struct):
-    tools: list[_RelayedTool] | None = None
-
-
 _guides_decoder = msgspec.json.Decoder(_RelayedGuides)
-_tools_decoder = msgspec.json.Decoder(_RelayedTools)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -74,15 +61,20 @@ def check_guides(body: bytes, values: Values, account: Account) -> None:
         name = min(unknown)
         raise InvalidRequest(f"'{name}' is not for {_caller(account)} to say: what it costs is not known", param=name)
     try:
-        said, tools = _guides_decoder.decode(body), _tools_decoder.decode(body).tools or ()
+        said = _guides_decoder.decode(body)
     except _UNREADABLE as error:
         if has_keys:
-            raise InvalidRequest(f"structured output and tools are not understood: {error}") from None
+            raise InvalidRequest(f"the structured output is not understood: {error}") from None
         return
     fields = {name: value for name, value in msgspec.structs.asdict(said).items() if not isinstance(value, str) or name in _TEXTS}
     check_guided(guided_of(TextGenerationRequest(**fields)))
-    if schemas := [tool.function.parameters for tool in tools if tool.function is not None]:
-        check_guided({"json_schema": {"anyOf": schemas}})
+    try:
+        check_tools(values)
+    except CostlyGuide:
+        raise
+    except InvalidRequest:
+        if has_keys:
+            raise
 
 
 def sequences_in(values: Values, most: int) -> int:

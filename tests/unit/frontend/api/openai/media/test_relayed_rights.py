@@ -24,7 +24,7 @@ from tests.support.fakes import FakeStream
 
 ENDLESS = {"type": "array", "items": {"type": "string"}, "minItems": 1_000_000_000}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": ENDLESS}}
-ENDLESS_TOOL = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
+ENDLESS_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": ENDLESS}}
 KEY = KeyAccount(ApiKey(name="team", salt=b"", digest=b""))
 OF_SOME_MODELS = KeyAccount(ApiKey(name="team", salt=b"", digest=b"", models=("whisper",), max_priority=MAX_PRIORITY))
 
@@ -74,6 +74,7 @@ def test_a_key_says_neither_a_priority_nor_an_adapter_beyond_its_own() -> None:
         {"structured_outputs": {"json": json.dumps(ENDLESS)}},
         {"guided_regex": "a{1000}{1000}"},
         {"tools": [ENDLESS_TOOL], "tool_choice": "required"},
+        {"tools": [{"type": "function", "function": {**ENDLESS_TOOL["function"], "strict": True}}]},
     ],
 )
 def test_no_server_hears_of_structured_output_beyond_its_bounds(account: Account, said: dict[str, Any]) -> None:
