@@ -75,6 +75,10 @@ class InvalidRequest(DynamoError):
         self.param = param
 
 
+class HarmfulRequest(InvalidRequest):
+    """A request that no engine should get: it might end one, or keep it busy for long."""
+
+
 class PayloadTooLarge(InvalidRequest):
     """A body or message is above the configured limit; the message names the limit."""
 

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import HarmfulRequest, InvalidRequest
 
 GUIDES = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_GUIDE_CHARS = 256 << 10
@@ -56,7 +56,7 @@ _Path: TypeAlias = tuple[Any, int, bool]
 """A value, how deep it lies, and whether it is data rather than a schema."""
 
 
-class CostlyGuide(InvalidRequest):
+class CostlyGuide(HarmfulRequest):
     """Structured output of which no engine should hear."""
 
 

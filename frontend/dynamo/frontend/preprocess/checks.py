@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import HarmfulRequest, InvalidRequest
 from dynamo.common.model_card import LlmInfo
 from dynamo.frontend.config import TextLimits
 from dynamo.frontend.preprocess.text import TextRequest
@@ -60,9 +60,9 @@ def media_in(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...
 
 
 def check_variables(variables: Collection[str]) -> None:
-    """Raise InvalidRequest unless these are names of variables for a chat template."""
+    """Raise HarmfulRequest unless these are names of variables for a chat template."""
     if variables and (reserved := _RESERVED_VARIABLES.intersection(variables)):
-        raise InvalidRequest(f"'chat_template_kwargs' must not set {', '.join(sorted(reserved))}", param="chat_template_kwargs")
+        raise HarmfulRequest(f"'chat_template_kwargs' must not set {', '.join(sorted(reserved))}", param="chat_template_kwargs")
 
 
 def check_text_request(request: TextRequest, info: LlmInfo, limits: TextLimits) -> None:

@@ -110,6 +110,10 @@ class TextPipeline:
             self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
         if request.logprob_token_ids:
             self._check_ids("logprob_token_ids", request.logprob_token_ids)
+        if request.stop.token_ids:
+            self._check_ids("stop_token_ids", request.stop.token_ids)
+        for word in sampling.bad_words_token_ids or ():
+            self._check_ids("bad_words_token_ids", word)
         if request.bad_words:
             own, is_long = self.tokenizer.own_thread, len(request.bad_words) > _MANY_WORDS
             words = await (own or self._offload).run_if(own is not None or is_long, self._bad_words, request.bad_words)

@@ -21,6 +21,7 @@ from dynamo.common.discovery import Instance
 from dynamo.common.errors import (
     DynamoError,
     EngineError,
+    HarmfulRequest,
     InvalidRequest,
     Overloaded,
     PayloadTooLarge,
@@ -28,7 +29,6 @@ from dynamo.common.errors import (
     Unavailable,
     Unsupported,
 )
-from dynamo.common.guided_rules import CostlyGuide
 from dynamo.common.http.served import Header, media_type
 from dynamo.common.process.background import awaited
 from dynamo.common.repository import ALL_MODELS
@@ -160,8 +160,8 @@ class Picking:
         self._request: GatewayRequest | None = None
         self._task: asyncio.Task[None] | None = None
         self._caller: Account = ANONYMOUS
-        self._is_costly = False
-        """Whether the operation refused the request for what its structured output would cost the engine."""
+        self._is_harmful = False
+        """Whether the operation refused the request for what it might do to an engine."""
 
     @property
     def reads_body(self) -> bool:
@@ -233,7 +233,7 @@ class Picking:
             first = await self._serve(operation.declared, operation.errors, operation.endpoint, handle, is_routed=True)
             if self.outcome.done():
                 return
-            if first.status not in _PASSED_ON_STATUSES or self._is_costly:
+            if first.status not in _PASSED_ON_STATUSES or self._is_harmful:
                 return self._refuse(first)
             if self._parts.guard.requires_keys and not await self._is_harmless():
                 return self._refuse(first)
@@ -279,7 +279,7 @@ class Picking:
             await exchange.run(handle)
         finally:
             occupied.leave()
-        self._is_costly = exchange.failure is CostlyGuide
+        self._is_harmful = exchange.failure is not None and issubclass(exchange.failure, HarmfulRequest)
         return request
 
     def _account(self, exchange: Exchange, declared: Declaration) -> Account:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import tokenizers
 
-from dynamo.common.errors import EngineError, InvalidRequest
+from dynamo.common.errors import EngineError, HarmfulRequest, InvalidRequest
 from dynamo.common.generation import unpack_tokens
 from dynamo.common.kv.hashes import TOKEN_BYTES
 from dynamo.frontend.preprocess.offload import Offload, TextThreads
@@ -300,7 +300,7 @@ def _as_text_if_whole(data: bytes) -> Piece:
 
 
 def out_of_vocabulary(param: str, token: int, size: int) -> InvalidRequest:
-    """Return the error for a token id that a vocabulary of `size` does not have."""
-    return InvalidRequest(
+    """Return the error for a token id that a vocabulary of `size` does not have: engines have ended by one as an index."""
+    return HarmfulRequest(
         f"'{param}' has the token id {token}, which is out of vocabulary: the model has {size}, from 0 to {size - 1}", param=param
     )

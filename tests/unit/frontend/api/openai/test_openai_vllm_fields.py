@@ -97,6 +97,8 @@ async def test_a_structural_tag_is_a_response_format() -> None:
         ({"logprob_token_ids": [1]}, "logprob_token_ids"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"allowed_token_ids": [999999]}, "allowed_token_ids"),
+        ({"stop_token_ids": [1, 999999]}, "stop_token_ids"),
+        ({"bad_words_token_ids": [[1], [1, 999999]]}, "bad_words_token_ids"),
         ({"truncate_prompt_tokens": 4096}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"use_beam_search": True}, "use_beam_search"),

@@ -511,6 +511,23 @@ async def test_a_schema_that_no_engine_should_compile_is_not_passed_on() -> None
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        {"stop_token_ids": [999_999], "min_tokens": 1},
+        {"logit_bias": {"999999": 1}},
+        {"prompt": [999_999]},
+        {"prompt": None, "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"chat_template": "x"}},
+    ],
+)
+async def test_what_might_end_an_engine_is_not_passed_on(said: dict[str, Any]) -> None:
+    path = "/v1/chat/completions" if "messages" in said else "/v1/completions"
+    body = {name: value for name, value in {"model": "talker", "prompt": "a", **said}.items() if value is not None}
+    async with open_picker_edge() as edge:
+        assert (await outcome(edge, json.dumps(body).encode(), path))[0] == 400
+        await until_free(edge.capacity)
+
+
+@pytest.mark.parametrize(
     ("path", "tool"),
     [
         ("/v1/chat/completions", lambda schema: {"function": {"name": "f", "parameters": schema, "strict": True}}),
