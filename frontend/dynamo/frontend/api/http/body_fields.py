@@ -37,11 +37,14 @@ _TEXTS = frozenset({"response_format", "text"})
 
 _TEMPLATES = frozenset({"chat_template", "chat_template_kwargs"})
 
+_PROCESSING = ("media_io_kwargs", "mm_processor_kwargs")
+"""Fields of vLLM: how media are made arrays, whatever their size, such as `{"min_pixels": 1000000000000}`."""
+
 _ABSENT = msgspec.Raw()
 _NULL = msgspec.Raw(b"null")
 _FREE_CHOICES = frozenset({"auto", "none"})
 _OTHERS = ("tools", "tool_choice", "n", "best_of", "prompt", "prompt_embeds", "messages", "priority", "cache_salt")
-_READ = _FOREIGN | _ADAPTERS | _GUIDES | _TEMPLATES | {*_OTHERS}
+_READ = _FOREIGN | _ADAPTERS | _GUIDES | _TEMPLATES | {*_PROCESSING, *_OTHERS}
 _NESTED = (
     *("messages", "tools", "prompt", "input", "documents", "response_format", "text", "system", "instructions", "content"),
     *("inputs", "text_input", "query", "queries", "texts", "text_1", "text_2", "suffix", "chat_template", "metadata"),
@@ -84,6 +87,7 @@ _nested_decoder = msgspec.json.Decoder(msgspec.defstruct("_Nested", [(name, msgs
 _variables_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _tools_decoder = msgspec.json.Decoder(list[_AnyTool] | None)
 _choice_decoder = msgspec.json.Decoder(_ToolChoice | str | None)
+_switches_decoder = msgspec.json.Decoder(dict[str, bool])
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -179,9 +183,9 @@ def asks_for_one(values: Values) -> bool:
 
 
 def beyond_rights(values: Values, *, adapters: bool, priorities: bool) -> str:
-    """Return a field by which an engine fetches caches from elsewhere, runs code or renders a template otherwise, with `adapters`
-    computes an adapter, or with `priorities` takes another request's turn: to some engines a low number is urgent, to others a
-    high one.
+    """Return a field by which an engine fetches caches from elsewhere, runs code, renders a template or processes media
+    otherwise, with `adapters` computes an adapter, or with `priorities` takes another request's turn: to some engines a low
+    number is urgent, to others a high one.
 
     An empty string if there is none but null ones and a priority of 0.
     """
@@ -189,6 +193,11 @@ def beyond_rights(values: Values, *, adapters: bool, priorities: bool) -> str:
     said = {name for name in names.intersection(values) if bytes(values[name]) != b"null"}
     if _renders_otherwise(values):
         said.add("chat_template_kwargs")
+    said |= {
+        name
+        for name in _PROCESSING
+        if bytes(values.get(name, _NULL)) != b"null" and _decoded(_switches_decoder, values[name]) is None
+    }
     return min(said - ({"priority"} if bytes(values.get("priority", b"")) == b"0" else set()), default="")
 
 

@@ -211,6 +211,18 @@ async def test_no_key_has_an_engine_render_another_template(
         await until_free(edge.capacity)
 
 
+@pytest.mark.parametrize("name", ["mm_processor_kwargs", "media_io_kwargs"])
+async def test_no_key_has_an_engine_enlarge_media(keys: dict[str, str], name: str) -> None:
+    """vLLM scales a picture of one pixel up to the `min_pixels` of a request."""
+    body = {"model": "talker", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        for said, status in ((None, 200), ({"use_audio_in_video": True}, 200), ({"min_pixels": 10**12}, 400), ([1], 400)):
+            for path in ("/v1/chat/completions", "/v1/unheard-of"):
+                got = await outcome(edge, json.dumps({**body, name: said}).encode(), path, x_api_key=keys["free"])
+                assert got[0] == status
+        await until_free(edge.capacity)
+
+
 @pytest.mark.parametrize(("priority", "status"), [(-100, 400), (5, 400), (0, 200), (None, 200)])
 async def test_a_body_gives_an_engine_no_priority_that_its_key_may_not_have(
     keys: dict[str, str], priority: int | None, status: int

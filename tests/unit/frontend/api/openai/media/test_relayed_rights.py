@@ -58,6 +58,12 @@ def test_where_there_are_keys_a_caller_without_one_says_no_more_than_they() -> N
             permit(WITHOUT_KEY, **said)
 
 
+def test_no_key_has_a_server_enlarge_media() -> None:
+    assert permit(KEY, mm_processor_kwargs={"use_audio_in_video": True})
+    with pytest.raises(InvalidRequest, match="mm_processor_kwargs"):
+        permit(KEY, mm_processor_kwargs={"min_pixels": 10**12})
+
+
 def test_a_key_says_neither_a_priority_nor_an_adapter_beyond_its_own() -> None:
     with pytest.raises(InvalidRequest, match="priority"):
         permit(KEY, priority=-5)
