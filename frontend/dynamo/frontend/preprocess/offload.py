@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from dynamo.common.errors import Overloaded
-from dynamo.frontend.security.accounts import key_name
+from dynamo.frontend.security.keys import key_name
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -22,9 +21,6 @@ from dynamo.frontend.security.salts import salt_of, salt_without_key
 from dynamo.frontend.security.sharing import Fleet, KeyUse, RateLimit, RateMeter, Shares, SlotMeter
 
 Clock = Callable[[], float]
-
-key_name: ContextVar[str] = ContextVar("key_name", default="")
-"""The API key on whose behalf a task works; empty: there is none, or it is not known yet."""
 
 _CONCURRENCY_PAUSE_S = 1.0
 _UNLIMITED_SHARE = 0.1

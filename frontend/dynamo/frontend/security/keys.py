@@ -25,6 +25,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 from pathlib import Path
@@ -47,6 +48,8 @@ MAX_FILE_BYTES = 8 << 20
 """The largest key file; a key takes 200 to 500 bytes of it."""
 MAX_DEPTH = 16
 """Lists and mappings in one another that a key file may have."""
+key_name: ContextVar[str] = ContextVar("key_name", default="")
+"""The API key on whose behalf a task works; empty: there is none, or it is not known yet."""
 _LOADER = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 """libyaml, where PyYAML was built with it, or else the one in Python."""
 _MAX_CHARS = 512

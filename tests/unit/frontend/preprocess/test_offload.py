@@ -9,7 +9,7 @@ import pytest
 
 from dynamo.common.errors import Overloaded
 from dynamo.frontend.preprocess.offload import Offload, TextThreads
-from dynamo.frontend.security.accounts import key_name
+from dynamo.frontend.security.keys import key_name
 
 
 async def test_small_work_runs_at_once_and_large_work_in_a_thread() -> None:

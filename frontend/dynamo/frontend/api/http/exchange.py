@@ -40,7 +40,8 @@ from dynamo.frontend.api.statuses import http_status, log_failure, retry_after_s
 from dynamo.frontend.config import HttpOptions, OverloadStatus
 from dynamo.frontend.preprocess.offload import Offload
 from dynamo.frontend.router.explanation import Explanation
-from dynamo.frontend.security.accounts import ANONYMOUS, Account, key_name
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
+from dynamo.frontend.security.keys import key_name
 from dynamo.frontend.serving.call import Call, Progress
 
 log = logging.getLogger(__name__)

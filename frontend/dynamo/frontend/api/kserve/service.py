@@ -46,6 +46,7 @@ from dynamo.frontend.config import GrpcOptions, OverloadStatus
 from dynamo.frontend.metrics import RequestType
 from dynamo.frontend.router.explanation import Explanation
 from dynamo.frontend.security.accounts import Account
+from dynamo.frontend.security.keys import key_name
 from dynamo.frontend.serving.call import Call, Progress
 from dynamo.frontend.serving.data_plane import DataPlane
 from dynamo.frontend.serving.model_catalog import NamedModel
@@ -81,7 +82,7 @@ class KserveService:
         self._overload = overload
         self._capacity = capacity or Capacity()
         self._live = pb.ServerLiveResponse(live=True).SerializeToString()
-        self._steps = Steps()
+        self._steps = Steps(owner=key_name.get)
         self._server = server or KserveServer()
         self._metadata = kserve_messages.server_metadata(self._server.name).SerializeToString()
 

@@ -19,7 +19,7 @@ from dynamo.frontend.api.declaration import within
 from dynamo.frontend.api.rpc.handlers import PendingMessage, call_occupancy, refuse
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation, Handler
 from dynamo.frontend.config import OverloadStatus
-from dynamo.frontend.security.accounts import key_name
+from dynamo.frontend.security.keys import key_name
 from dynamo.frontend.security.surfaces import Surface
 
 

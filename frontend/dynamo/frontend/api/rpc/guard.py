@@ -15,7 +15,8 @@ from dynamo.frontend.api.declaration import Charge
 from dynamo.frontend.api.guard import Guard, record, record_refusal
 from dynamo.frontend.api.rpc.handlers import PendingMessage, read_buffer, refuse
 from dynamo.frontend.api.rpc.operation import Context, GrpcOperation
-from dynamo.frontend.security.accounts import ANONYMOUS, Account, key_name
+from dynamo.frontend.security.accounts import ANONYMOUS, Account
+from dynamo.frontend.security.keys import key_name
 from dynamo.frontend.security.surfaces import Surface
 
 _account: ContextVar[Account] = ContextVar("account")

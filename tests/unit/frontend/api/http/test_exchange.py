@@ -13,8 +13,8 @@ from dynamo.common.process.work import Work
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.http.event_stream import EventStream
 from dynamo.frontend.api.http.exchange import Exchange, HttpSettings
-from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount, key_name
-from dynamo.frontend.security.keys import ApiKey, Limits
+from dynamo.frontend.security.accounts import ANONYMOUS, KeyAccount
+from dynamo.frontend.security.keys import ApiKey, Limits, key_name
 from tests.support.served import Asking
 
 

@@ -45,7 +45,7 @@ from dynamo.frontend.api.rpc.http2.sender import Outgoing
 from dynamo.frontend.api.rpc.http2.windows import Pace, ReceiveWindow
 from dynamo.frontend.api.statuses import grpc_status, public_message, retry_after_s
 from dynamo.frontend.config import GrpcCompression
-from dynamo.frontend.security.accounts import key_name
+from dynamo.frontend.security.keys import key_name
 
 _log = logging.getLogger(__name__)
 _UNCOUNTED_BYTES: Final = 1024
