@@ -17,8 +17,13 @@ from dynamo.frontend.security.ledger import UsageCounts
 from dynamo.frontend.serving.call import Call
 from dynamo.frontend.serving.model_catalog import NamedModel
 from dynamo.frontend.serving.output_lengths import OutputLengths
+from dynamo.frontend.serving.prompt_tokens import BYTES_PER_TOKEN
 
 log = logging.getLogger(__name__)
+
+_MOST_FOR_EACH_EXPECTED = BYTES_PER_TOKEN + 128
+"""Tokens for each that was expected: one for each byte of a text, and what a model puts around texts, of which each has one."""
+_ADDED_TOKENS = 4096
 
 
 class RequestScope:
@@ -149,8 +154,13 @@ class RequestScope:
             raise
 
     def counted(self, tokens: int) -> None:
-        """The model has counted the tokens of a prompt that was estimated; 0: it does not say, and the estimate is charged."""
-        self._take_prompt(tokens or self.call.expected_tokens)
+        """The model has counted the tokens of a prompt that was estimated; 0: it does not say, and the estimate is charged.
+
+        No more than texts can have, with what is put around them: a wrong number must not take a key's limit for years.
+        """
+        expected = self.call.expected_tokens
+        most = _MOST_FOR_EACH_EXPECTED * expected + _ADDED_TOKENS
+        self._take_prompt(min(tokens, most) if tokens else expected)
 
     def _take_prompt(self, tokens: int) -> None:
         if self._ticket is not None:

@@ -214,6 +214,16 @@ def test_an_estimate_is_charged_once_sent_unless_the_model_counts(sent: int, cou
     assert (metric or 0) == charged
 
 
+def test_a_model_that_counts_wrongly_takes_no_more_of_a_key_than_texts_can_have() -> None:
+    ledger = Ledger()
+    account = limited(ledger, tokens_per_minute=100)
+    with Requests().scope(Call(request_id="r", account=account, expected_tokens=60)) as scope:
+        scope.call.progress.sent += 1
+        scope.counted(2**62)
+        scope.succeed()
+    assert [row.prompt_tokens for row in ledger.rows(ledger.today())] == [60 * (4 + 128) + 4096]
+
+
 @pytest.mark.parametrize("sent", [0, 1])
 def test_a_prompt_that_no_instance_was_sent_is_not_charged(sent: int) -> None:
     ledger = Ledger()
