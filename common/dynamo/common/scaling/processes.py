@@ -7,6 +7,7 @@ or with an engine that has data-parallel ranks, and all of them end with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median_high
 
 from dynamo.common.discovery import Instance
 from dynamo.common.names import InstanceId
@@ -14,11 +15,13 @@ from dynamo.common.scaling.pool import Pool
 
 
 def instances_per_process(registrations: Iterable[Instance], pool: Pool) -> int:
-    """Return how many instances a process of the pool has: the most that one has, as processes may differ during a rollout.
+    """Return how many instances a process of the pool has: what most instances say, as processes may differ during a rollout.
 
-    1 if none is registered.
+    The median, the higher one of two: one instance that says too much must not have all other processes ended. 1 if none is
+    registered.
     """
-    return max((entry.process_instances for entry in registrations if Pool.of(entry.card) == pool), default=1)
+    said = [entry.process_instances for entry in registrations if Pool.of(entry.card) == pool]
+    return median_high(said) if said else 1
 
 
 def processes_for(instances: int, per_process: int) -> int:

@@ -55,6 +55,13 @@ def test_the_instances_of_a_process_are_those_that_it_says_in_this_pool() -> Non
     assert instances_per_process(entries, Pool("other")) == 1
 
 
+def test_one_instance_that_says_too_much_of_its_process_does_not_count() -> None:
+    """By the most that one says, a planner with eight instances in mind had all processes but one ended."""
+    lie = registration(9, "z", instances=MAX_PROCESS_INSTANCES)
+    honest = [registration(number, f"pod-{number}") for number in range(1, 4)]
+    assert instances_per_process([*honest, lie], Pool("m")) == 1
+
+
 def test_as_many_processes_as_have_at_least_so_many_instances() -> None:
     assert [processes_for(instances, 4) for instances in (0, 1, 4, 5, 9)] == [0, 1, 1, 2, 3]
 
