@@ -27,7 +27,7 @@ async def test_an_address_is_what_gateways_reach(url: str, given: str, pod_ip: s
     assert (endpoint.address, endpoint.model) == (address, "served")
 
 
-@pytest.mark.parametrize("given", ["10.0.0.8", "host:80", "10.0.0.8:0", "10.0.0.8:99999", ":80"])
+@pytest.mark.parametrize("given", ["10.0.0.8", "host:80", "10.0.0.8:0", "10.0.0.8:99999", ":80", "fd00::7:80"])
 def test_what_is_no_address_is_refused_at_once(given: str) -> None:
     with pytest.raises(InvalidRequest, match="--remote-endpoint must be IP:PORT"):
         GatewayAddress("http://10.0.0.7", given)

@@ -49,11 +49,11 @@ class GatewayAddress:
 
 
 def check_address(text: str) -> None:
-    """Raise InvalidRequest for what is not `IP:port`."""
+    """Raise InvalidRequest for what is not `IP:port`; an IPv6 address is in brackets."""
     host, _, port = text.rpartition(":")
     try:
         ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-        is_address = port.isdecimal() and 0 < int(port) < 65536
+        is_address = port.isdecimal() and 0 < int(port) < 65536 and (":" not in host or host.startswith("["))
     except ValueError:
         is_address = False
     if not is_address:
