@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -183,6 +184,21 @@ async def test_messages_of_a_key_that_arrive_leave_room_for_another_key(method: 
         async with connected(server.port) as another:
             another.send(headers(1, pairs=to(method, other)), data(1, message(bytes(60_000))))
             assert await another.status(1) == "0"
+    await until_free(capacity)
+
+
+async def test_messages_of_a_key_that_are_decompressed_leave_room_for_another_key(tmp_path: Path) -> None:
+    capacity, bomb = Capacity(CapacityOptions(max_buffered_bytes=12 * MIB)), gzip.compress(bytes(4 * MIB))
+    async with keyed(tmp_path, capacity) as (server, (key, _)):
+        call = headers(1, pairs=[*to("Read", key), ("grpc-encoding", "gzip")]) + data(1, message(bomb, flag=1))
+
+        async def status() -> str:
+            async with connected(server.port) as client:
+                client.send(call)
+                return await client.status(1)
+
+        statuses = await asyncio.gather(*(status() for _ in range(4)))
+        assert sorted(set(statuses)) == ["0", "8"]
     await until_free(capacity)
 
 

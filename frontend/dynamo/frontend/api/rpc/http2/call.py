@@ -14,13 +14,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator
 from time import monotonic
 from typing import Any, Final, NoReturn
 
 import grpc
 import grpc.aio
-import numpy as np
 
 from dynamo.common.errors import DynamoError, InvalidRequest, PayloadTooLarge, Unsupported, release
 from dynamo.common.process.background import awaited
@@ -38,7 +36,7 @@ from dynamo.frontend.api.rpc.http2.messages import (
     MessageMemory,
     MessageReader,
     deflate_steps,
-    inflate_steps,
+    inflated,
 )
 from dynamo.frontend.api.rpc.http2.method import CallCancelled, GrpcMethod
 from dynamo.frontend.api.rpc.http2.sender import Outgoing
@@ -59,8 +57,6 @@ _UNCOUNTED_METADATA_BYTES: Final = 8 * 1024
 _ARRIVAL_S: Final = 10.0
 _UNREAD_S: Final = 300.0
 """Periods over which the least pace applies to a message that is due, and to a response."""
-_LONG_STEP_S: Final = 0.0002
-"""A step of a decompression that takes longer ends the turn of the event loop."""
 
 
 class GrpcCall:
@@ -415,33 +411,20 @@ class GrpcCall:
             raise InvalidRequest("a message is marked as compressed, but the call has no grpc-encoding")
         if encoding not in (GZIP, DEFLATE):
             raise Unsupported(f"grpc-encoding {encoding[:40]!r} is not supported; it must be one of {ACCEPTED_ENCODINGS}")
-        limit, size = self._method.max_message_bytes, 0
-        pieces: list[bytes] = []
+        held = 0
+
+        def hold(size_bytes: int) -> None:
+            nonlocal held
+            capacity.hold_waiting(self._key, size_bytes, held)
+            held += size_bytes
+
         try:
-            steps = inflate_steps(message, encoding)
-            while (piece := await self._inflate_step(steps)) is not None:
-                capacity.hold(len(piece))
-                size += len(piece)
-                pieces.append(piece)
-                if size > limit:
-                    raise PayloadTooLarge(f"the decompressed message has over {limit} bytes, which is the limit")
-            if len(pieces) == 1:
-                return pieces[0]
-            async with self._host.inflating:  # for that long a message takes twice its size
-                return await _join(pieces, size)
+            return await self._host.inflating.run(inflated(message, encoding, self._method.max_message_bytes), hold)
         except CorruptMessage as error:
             raise InvalidRequest(f"a message cannot be decompressed: {error}") from None
         finally:
-            capacity.release(size)
-
-    async def _inflate_step(self, steps: Iterator[bytes]) -> bytes | None:
-        """Return the next piece, None after the last. Of all calls together, one large step is taken in a turn of the loop."""
-        async with self._host.inflating:
-            started_at = monotonic()
-            piece = next(steps, None)
-            if monotonic() - started_at > _LONG_STEP_S:
-                await asyncio.sleep(0)
-            return piece
+            capacity.waiting_over(self._key, held)
+            capacity.release(held)
 
     # Messages of the client
 
@@ -535,16 +518,3 @@ class GrpcCall:
         self._code, self._details = code, details
         self._trailing = tuple(trailing_metadata) or self._trailing
         raise grpc.aio.AbortError(details)
-
-
-async def _join(pieces: list[bytes], size: int) -> Buffer:
-    """Join the pieces of a large message without holding the event loop; they are dropped on the way."""
-    joined = np.empty(size, np.uint8).data
-    position = 0
-    pieces.reverse()
-    while pieces:
-        piece = pieces.pop()
-        joined[position : position + len(piece)] = piece
-        position += len(piece)
-        await asyncio.sleep(0)
-    return joined

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Protocol
 
+from dynamo.common.process.steps import Steps
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.http2.messages import MessageMemory
 from dynamo.frontend.api.rpc.http2.sender import Sender
@@ -18,8 +18,8 @@ class CallHost(Protocol):
     options: GrpcOptions
     capacity: Capacity
     overload: OverloadStatus
-    inflating: asyncio.Lock
-    """Held for one step of a decompression, by one call of all connections at a time."""
+    inflating: Steps
+    """Takes steps of decompressions, one of the calls of all connections in a turn of the event loop."""
     peer: str
 
     @property

@@ -13,6 +13,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from dynamo.common.errors import PayloadTooLarge
+from dynamo.common.process.work import Work
 from dynamo.common.tensors.tensors import Buffer
 
 PREFIX: Final = Struct(">BI")
@@ -242,6 +244,28 @@ def inflate_steps(message: Buffer, encoding: str) -> Iterator[bytes]:
         raise CorruptMessage("it is incomplete")
     if inflater.unused_data:
         raise CorruptMessage("there are bytes after its end")
+
+
+def inflated(message: Buffer, encoding: str, limit: int) -> Work[Buffer]:
+    """Decompress a message of at most `limit` bytes then. Raises CorruptMessage, PayloadTooLarge."""
+    pieces: list[bytes] = []
+    size = 0
+    for piece in inflate_steps(message, encoding):
+        size += len(piece)
+        pieces.append(piece)
+        yield len(piece)
+        if size > limit:
+            raise PayloadTooLarge(f"the decompressed message has over {limit} bytes, which is the limit")
+    if len(pieces) == 1:
+        return pieces[0]
+    joined, position = np.empty(size, np.uint8).data, 0
+    pieces.reverse()
+    while pieces:  # they are dropped on the way, as the system backs what they are copied to
+        piece = pieces.pop()
+        joined[position : position + len(piece)] = piece
+        position += len(piece)
+        yield 0
+    return joined
 
 
 def deflate_steps(message: Buffer, encoding: str) -> Iterator[bytes]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from dynamo.common.process.steps import Steps
 from dynamo.common.process.turns import LoopTurns
 from dynamo.frontend.api.capacity import Capacity
 from dynamo.frontend.api.rpc.http2.call import GrpcCall
@@ -21,7 +21,7 @@ class Http2ConnectionOwner(Protocol):
     options: GrpcOptions
     capacity: Capacity
     overload: OverloadStatus
-    inflating: asyncio.Lock
+    inflating: Steps
     deadlines: Deadlines
     read_memory: memoryview
     """Shared by all connections, for what they receive."""

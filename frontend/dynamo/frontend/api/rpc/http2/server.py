@@ -21,6 +21,7 @@ import grpc
 from dynamo.common.http.accepting import Descriptors, TlsListener, close_listener, raise_open_files
 from dynamo.common.http.server import ConnectionObserver
 from dynamo.common.process.background import start
+from dynamo.common.process.steps import Steps
 from dynamo.common.process.turns import LoopTurns
 from dynamo.common.shared_memory.sharing import SharedMemory
 from dynamo.frontend.api.capacity import Capacity
@@ -33,6 +34,7 @@ from dynamo.frontend.api.rpc.http2.method import GrpcMethod
 from dynamo.frontend.api.rpc.http2.windows import CONNECTION_WINDOW_BYTES, GUARDED_WINDOW_BYTES, RESETS_PER_S, STREAM_WINDOW_BYTES
 from dynamo.frontend.api.rpc.operation import GrpcOperation
 from dynamo.frontend.config import GrpcOptions, OverloadStatus
+from dynamo.frontend.security.keys import key_name
 
 _CHECK_S: Final = 1.0
 _BACKLOG: Final = 2048
@@ -68,7 +70,7 @@ class Http2Server:
         self.resets_per_s = resets_per_s
         self.capacity = capacity
         self.overload = overload
-        self.inflating = asyncio.Lock()
+        self.inflating = Steps(owner=key_name.get)
         self._memory = memory
         self._observer = observer
         self.methods = _methods(operations, options, guarded=guarded)

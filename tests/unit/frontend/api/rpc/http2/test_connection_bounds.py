@@ -290,10 +290,12 @@ async def test_one_large_step_of_all_decompressions_is_taken_in_a_turn(monkeypat
     def steps(message: Buffer, encoding: str) -> Iterator[bytes]:
         for _ in range(3):
             taken.append(turns)
+            ends_at = monotonic() + 0.005  # more than a step
+            while monotonic() < ends_at:
+                pass
             yield b""
 
-    monkeypatch.setattr("dynamo.frontend.api.rpc.http2.call.inflate_steps", steps)
-    monkeypatch.setattr("dynamo.frontend.api.rpc.http2.call._LONG_STEP_S", -1.0)
+    monkeypatch.setattr("dynamo.frontend.api.rpc.http2.messages.inflate_steps", steps)
     async with serving() as edge, connected(edge.server.port) as client:
         counting = asyncio.create_task(count_turns())
         pairs = to("Say", ("grpc-encoding", "gzip"))
