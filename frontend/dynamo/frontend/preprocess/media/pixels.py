@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from dynamo.common.errors import InvalidRequest
+from dynamo.common.errors import HarmfulRequest
 
 _MAX_STEPS = 65_536
 """Chunks, segments or blocks before the pixels of one image."""
@@ -27,11 +27,11 @@ class PixelBudget:
         self._left = pixels
 
     def take(self, image: bytes) -> None:
-        """Count an encoded image. Raises InvalidRequest if the request has too many pixels with it."""
+        """Count an encoded image. Raises HarmfulRequest if the request has too many pixels with it."""
         width, height = size_of(image)
         self._left -= width * height
         if self._left < 0:
-            raise InvalidRequest(
+            raise HarmfulRequest(
                 f"an image of {width} x {height} pixels makes the images of the request larger than {self._most} pixels",
                 param="messages",
             )
@@ -40,7 +40,7 @@ class PixelBudget:
 def size_of(image: bytes) -> tuple[int, int]:
     """Return width and height, the largest if a header says several; (0, 0) for a format that is not known, or a cut header.
 
-    Raises InvalidRequest for one whose header has no end.
+    Raises HarmfulRequest for one whose header has no end.
     """
     largest = (0, 0)
     try:
@@ -135,5 +135,5 @@ def _webp(image: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def _endless() -> InvalidRequest:
-    return InvalidRequest(f"an image has more than {_MAX_STEPS} parts before its pixels", param="messages")
+def _endless() -> HarmfulRequest:
+    return HarmfulRequest(f"an image has more than {_MAX_STEPS} parts before its pixels", param="messages")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from dynamo.frontend.security.surfaces import Scope
 from dynamo.protos import ext_proc_pb2 as pb
 from tests.support.memory import instances_of
 from tests.support.picker_edge import GatewayCall, PickerEdge, headers_of, open_picker_edge, pod_card
+from tests.support.pictures import huge_png
 from tests.support.waiting import WAIT_S, until, until_free
 
 DESTINATION = "x-gateway-destination-endpoint"
@@ -536,6 +538,16 @@ async def test_what_might_end_an_engine_is_not_passed_on(said: dict[str, Any]) -
     body = {name: value for name, value in {"model": "talker", "prompt": "a", **said}.items() if value is not None}
     async with open_picker_edge() as edge:
         assert (await outcome(edge, json.dumps(body).encode(), path))[0] == 400
+        await until_free(edge.capacity)
+
+
+async def test_a_picture_of_too_many_pixels_is_not_passed_on() -> None:
+    async with open_picker_edge(pod_card(1, modalities=("image",))) as edge:
+        for width, status in ((1, 200), (100_000, 400)):
+            url = "data:image/png;base64," + base64.b64encode(huge_png(width, width)).decode()
+            message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+            body = json.dumps({"model": "talker", "messages": [message]}).encode()
+            assert (await outcome(edge, body, "/v1/chat/completions"))[0] == status
         await until_free(edge.capacity)
 
 
