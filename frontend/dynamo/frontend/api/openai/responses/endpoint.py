@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dynamo.common.errors import Code, DynamoError, EngineError
+from dynamo.common.errors import Code, DynamoError, EngineError, RateLimited
 from dynamo.common.generation import FinishReason
 from dynamo.common.process.background import awaited
 from dynamo.common.process.steps import Steps
@@ -49,6 +50,9 @@ from dynamo.frontend.serving.model_catalog import NamedModel
 
 log = logging.getLogger(__name__)
 
+MAX_FOLLOWERS = 256
+"""Streams of stored events that an API key has in a process: each reads and writes what is stored every 0.1 s."""
+_RETRY_AFTER_S = 1.0
 _FIELDS = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -95,6 +99,8 @@ class Responses:
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
         self._reader = RequestReader(ResponsesRequest)
+        self._followers: Counter[str] = Counter()
+        """Streams of stored events, by API key."""
 
     async def __call__(self, exchange: Exchange) -> None:
         edge = self._edge
@@ -122,7 +128,7 @@ class Responses:
         if request.background:
             assert exchange.occupancy is not None, "requests to models are counted"
             response = await self._start(work, call, exchange.occupancy.handed_over())
-            return await (self.follow(exchange, id) if request.stream else exchange.respond(encode(response)))
+            return await (self.follow(exchange, id, is_new=True) if request.stream else exchange.respond(encode(response)))
         async with self._room_for_added(work) as work:
             serve = partial(self._serve, exchange, work)
             await edge.plane.names.serve(call, chat.model_name, serve, has_begun=exchange.has_begun, user=chat.user)
@@ -141,17 +147,29 @@ class Responses:
                 response = await self._complete(work, generation, feeder)
                 await exchange.respond_in_pieces(feeder.writer.encoded(response), (JSON,))
 
-    async def follow(self, exchange: Exchange, id: str, first: int = 0) -> None:
-        """Write the events of a stored response from the number `first` on, as they come."""
-        stored = self._edge.required_store()
-        async with (
-            exchange.attended(),
-            exchange.events() as stream,
-            aclosing(follow(stored, exchange.account.name, id, first)) as chunks,
-        ):
-            async for events in chunks:
-                await stream.write(events)
-            await stream.end(b"")
+    async def follow(self, exchange: Exchange, id: str, first: int = 0, *, is_new: bool = False) -> None:
+        """Write the events of a stored response from the number `first` on, as they come.
+
+        Raises RateLimited if an API key follows too many, unless the response `is_new`: its client has no other way to know it.
+        """
+        stored, owner = self._edge.required_store(), exchange.account.name
+        if owner and not is_new and self._followers[owner] >= MAX_FOLLOWERS:
+            message = f"the API key '{owner}' follows stored responses {self._followers[owner]} times; more are not allowed"
+            raise RateLimited(message, retry_after_s=_RETRY_AFTER_S)
+        self._followers[owner] += 1
+        try:
+            async with (
+                exchange.attended(),
+                exchange.events() as stream,
+                aclosing(follow(stored, owner, id, first)) as chunks,
+            ):
+                async for events in chunks:
+                    await stream.write(events)
+                await stream.end(b"")
+        finally:
+            self._followers[owner] -= 1
+            if not self._followers[owner]:
+                del self._followers[owner]
 
     async def count(self, exchange: Exchange) -> None:
         """Respond with the number of tokens that the input of a response would have."""
