@@ -32,6 +32,14 @@ _GUIDES = frozenset(
     }
 )
 """Fields by which engine servers, of any kind and any API, take schemas and grammars."""
+PLAIN_GUIDES: Mapping[str, str] = {
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""Guides of SGLang and others that are nothing but one schema, pattern or grammar, with the kind of it."""
 _TEXTS = frozenset({"response_format", "text"})
 """Fields that are something else if they are a string: the format of a picture, what is to be classified."""
 
@@ -88,6 +96,7 @@ _variables_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _tools_decoder = msgspec.json.Decoder(list[_AnyTool] | None)
 _choice_decoder = msgspec.json.Decoder(_ToolChoice | str | None)
 _switches_decoder = msgspec.json.Decoder(dict[str, bool])
+_any_decoder = msgspec.json.Decoder()
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -165,6 +174,16 @@ def check_tools(values: Values) -> None:
     ]
     if schemas:
         check_guided({"json_schema": {"anyOf": schemas}})
+
+
+def check_plain_guides(values: Values) -> None:
+    """Raise CostlyGuide for a schema, pattern or grammar in a field of its own that is beyond the bounds of structured output."""
+    for name, kind in PLAIN_GUIDES.items():
+        value = _decoded(_any_decoder, values.get(name, _NULL))
+        if isinstance(value, str):
+            check_guided({kind: value})
+        elif isinstance(value, dict):
+            check_guided({"json_schema": value})
 
 
 def other_guides(values: Values, known: Collection[str] = ()) -> set[str]:

@@ -36,15 +36,18 @@ from dynamo.frontend.api.calls import EXPLAIN
 from dynamo.frontend.api.declaration import Declaration, Reads
 from dynamo.frontend.api.guard import Guard
 from dynamo.frontend.api.http.body_fields import (
+    PLAIN_GUIDES,
     Values,
     asks_for_one,
     beyond_rights,
     cache_salt_in,
     changed_body,
     check_fields,
+    check_plain_guides,
     check_tools,
     is_harmless,
     model_in,
+    other_guides,
     values_in,
 )
 from dynamo.frontend.api.http.compression import BRIEF_BYTES, decompress, encoding_of
@@ -376,12 +379,16 @@ class Picking:
         if len(body) > _LONG_BYTES:
             await asyncio.sleep(0)
         check_fields(body)
-        values = values_in(body)
-        if values is not None and "tools" in values:
-            await self._parts.settings.offload.run_if(len(body) > _LONG_BYTES, check_tools, values)
+        values, offload, is_long = values_in(body) or {}, self._parts.settings.offload, len(body) > _LONG_BYTES
+        if "tools" in values:
+            await offload.run_if(is_long, check_tools, values)
+        if not PLAIN_GUIDES.keys().isdisjoint(values):
+            await offload.run_if(is_long, check_plain_guides, values)
         if not self._parts.guard.requires_keys:
             return
-        if values is not None and (name := self._beyond_rights(values)):
+        assert self._operation is not None
+        known = {*getattr(self._operation.request, "__struct_fields__", ()), *PLAIN_GUIDES}
+        if name := self._beyond_rights(values) or min(other_guides(values, known), default=""):
             raise InvalidRequest(f"'{name}' is not for the API key '{self._caller.name}' to say")
 
     def _beyond_rights(self, values: Values) -> str:

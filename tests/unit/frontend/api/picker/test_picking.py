@@ -541,6 +541,37 @@ async def test_what_might_end_an_engine_is_not_passed_on(said: dict[str, Any]) -
         await until_free(edge.capacity)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize(
+    ("costly", "cheap"),
+    [
+        ({"ebnf": 'root ::= "a"{1000000000}'}, {"ebnf": 'root ::= "a"{10}'}),
+        ({"regex": "a{1000}{1000}"}, {"regex": "a+"}),
+        ({"json_schema": '{"type": "array", "minItems": 1000000000}'}, {"json_schema": '{"type": "array", "minItems": 1}'}),
+        ({"structural_tag": {"format": {"minItems": 1_000_000_000}}}, {"structural_tag": {"format": {}}}),
+    ],
+)
+async def test_guides_that_only_engines_know_have_the_same_bounds(
+    path: str, costly: dict[str, Any], cheap: dict[str, Any]
+) -> None:
+    """SGLang has them in requests of which the operation understands the rest."""
+    prompts: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a", "store": False}}
+    prompt = prompts.get(path, {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2})
+    async with open_picker_edge() as edge:
+        for said, status in ((costly, 400), (cheap, 200)):
+            assert (await outcome(edge, json.dumps({"model": "talker", **prompt, **said}).encode(), path))[0] == status
+        await until_free(edge.capacity)
+
+
+async def test_no_key_says_guides_of_another_api(keys: dict[str, str]) -> None:
+    body = {"model": "talker", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    async with open_picker_edge(guard=guard_of(keys)) as edge:
+        for said, status in (({"output_format": {"a": 1}}, 400), ({"ebnf": 'root ::= "a"'}, 200), ({"text": "a"}, 200)):
+            got = await outcome(edge, json.dumps({**body, **said}).encode(), "/v1/chat/completions", x_api_key=keys["free"])
+            assert got[0] == status
+        await until_free(edge.capacity)
+
+
 async def test_a_picture_of_too_many_pixels_is_not_passed_on() -> None:
     async with open_picker_edge(pod_card(1, modalities=("image",))) as edge:
         for width, status in ((1, 200), (100_000, 400)):
