@@ -9,7 +9,14 @@ import msgspec
 from dynamo.common.errors import InvalidRequest
 from dynamo.common.guided_rules import CostlyGuide, check_guided
 from dynamo.common.repository import ALL_MODELS
-from dynamo.frontend.api.http.body_fields import Values, beyond_rights, brings_template, check_tools, other_guides
+from dynamo.frontend.api.http.body_fields import (
+    Values,
+    beyond_rights,
+    brings_template,
+    check_plain_guides,
+    check_tools,
+    other_guides,
+)
 from dynamo.frontend.api.openai.requests import Json, ResponseFormat, StructuredOutputs, TextGenerationRequest
 from dynamo.frontend.api.openai.to_text import guided_of
 from dynamo.frontend.security.accounts import ANONYMOUS, Account
@@ -68,6 +75,7 @@ def check_guides(body: bytes, values: Values, account: Account) -> None:
         return
     fields = {name: value for name, value in msgspec.structs.asdict(said).items() if not isinstance(value, str) or name in _TEXTS}
     check_guided(guided_of(TextGenerationRequest(**fields)))
+    check_plain_guides(values)
     try:
         check_tools(values)
     except CostlyGuide:

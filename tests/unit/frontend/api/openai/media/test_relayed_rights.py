@@ -88,6 +88,12 @@ def test_no_server_hears_of_structured_output_beyond_its_bounds(account: Account
         permit(account, **said)
 
 
+def test_nor_of_guides_that_only_servers_know() -> None:
+    with pytest.raises(CostlyGuide):
+        permit(ANONYMOUS, regex="a{1000}{1000}")
+    assert permit(ANONYMOUS, regex="a+")
+
+
 def test_with_a_key_structured_output_has_to_be_understood() -> None:
     small = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
