@@ -3,8 +3,7 @@
     async def handle(exchange: Exchange) -> None: ...      # the handler of an `Operation`
     await Exchange(request, settings).run(handle)
 
-`Exchange.attended` ends the work when the client leaves. Failures become an error response or, once a stream has begun, its last
-event.
+`Exchange.attended` ends the work when the client leaves. Failures become an error response, or the last event of a stream.
 """
 
 from __future__ import annotations

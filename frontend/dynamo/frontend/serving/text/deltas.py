@@ -33,6 +33,8 @@ def decoded(request: GenerateRequest, bodies: list[Buffer]) -> list[Delta]:
     """Return what the engine responded to a request. Raises EngineError for what is none, or is too long to be read."""
     decode = delta_decoder.decode
     try:
+        if len(bodies) == 1 and len(bodies[0]) <= _QUICK_BYTES:
+            return [decode(bodies[0])]
         return [decode(body) if len(body) <= _QUICK_BYTES else _decoded_long(request, body) for body in bodies]
     except ValueError as error:
         raise EngineError(f"the engine's response cannot be read: {error}") from None
