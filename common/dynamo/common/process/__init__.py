@@ -4,6 +4,7 @@
 |---|---|
 | `background` | tasks with an owner |
 | `decaying` | a counter that forgets |
+| `fair_line` | a line in which owners have turns |
 | `interpreter` | which Python runs this process, and how it was built |
 | `lazy_event` | an event for what is seldom waited for |
 | `memory` | freed memory: kept for the next large message, and given back after a while |

@@ -17,11 +17,11 @@ as compression, belongs in a thread (`offload`).
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import TypeVar
 
+from dynamo.common.process.fair_line import FairLine
 from dynamo.common.process.work import Work, hold_nothing
 
 T = TypeVar("T")
@@ -38,8 +38,8 @@ class Steps:
         self._clock = clock
         self._owner = owner
         self._is_taken = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Requests that wait for a turn, by owner; the owner whose turn it is comes first."""
+        self._waiting = FairLine[asyncio.Future[None]]()
+        """Requests that wait for a turn."""
 
     async def run(self, work: Work[T], hold: Callable[[int], None] = hold_nothing) -> T:
         """Return the result of `work`, and call `hold` with the bytes that it takes. To cancel it takes one step."""
@@ -67,7 +67,7 @@ class Steps:
             self._is_taken = True
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+        self._waiting.append(owner, turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -78,11 +78,7 @@ class Steps:
     def _pass_on(self) -> None:
         """Give the turn to the next owner, if its request still waits."""
         while self._waiting:
-            owner = next(iter(self._waiting))
-            turns = self._waiting.pop(owner)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[owner] = turns
+            turn = self._waiting.take()
             if not turn.done():
                 turn.set_result(None)
                 return

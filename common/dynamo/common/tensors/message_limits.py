@@ -96,11 +96,11 @@ class MessageScanner:
         _Scan(data, self._kind, self._limits).message(0, len(data), self._table)
 
 
-def parse_message(kind: type[M], data: Buffer) -> M:
-    """Parse a message of a client. Raises InvalidRequest if it is none, PayloadTooLarge if it has too many parts."""
+def parse_message(kind: type[M], data: Buffer, limits: MessageLimits | None = None) -> M:
+    """Parse a message of another process. Raises InvalidRequest if it is none, PayloadTooLarge if it has too many parts."""
     try:
         if len(data) > _SMALL_BYTES:
-            MessageScanner(kind).check(data)
+            MessageScanner(kind, limits).check(data)
         return kind.FromString(data)  # type: ignore[arg-type]  # takes any buffer
     except (DecodeError, ValueError, IndexError):
         raise InvalidRequest(f"the message is not a {kind.DESCRIPTOR.name}") from None

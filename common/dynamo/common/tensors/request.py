@@ -238,7 +238,7 @@ def join_response(head: bytes, raw_outputs: Sequence[Buffer] = ()) -> list[Buffe
 def parse_response(data: Buffer) -> tuple[ModelInferResponse, Sequence[Buffer]]:
     """Undo `build_response`: return the head, and the raw outputs, as views into `data` if that is large.
 
-    Raises EngineError if `data` is no ModelInferResponse, or has too many parts besides raw tensors.
+    Raises EngineError if `data` is no ModelInferResponse, or has too many fields or typed elements beside its raw tensors.
     """
     try:
         if len(data) > SMALL_BYTES:

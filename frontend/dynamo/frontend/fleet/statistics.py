@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from dynamo.common.errors import EngineError
+from dynamo.common.errors import EngineError, InvalidRequest, PayloadTooLarge
 from dynamo.common.messaging.buffers import Buffer
 from dynamo.common.repository import version_order
-from dynamo.common.tensors.message_limits import MessageLimits, MessageScanner
+from dynamo.common.tensors.message_limits import MessageLimits, parse_message
 from dynamo.protos.inference_pb2 import InferBatchStatistics, ModelStatistics, ModelStatisticsResponse, StatisticDuration
 
 _MOST = (1 << 64) - 1
 _MAX_FIELDS = 1 << 18
 """Fields of what one instance says: a version has some fifty, and ten more for each size of its batches."""
-_scanner = MessageScanner(ModelStatisticsResponse, MessageLimits(max_message_fields=_MAX_FIELDS))
+_LIMITS = MessageLimits(max_message_fields=_MAX_FIELDS)
 
 
 def read_statistics(response: Buffer) -> ModelStatisticsResponse:
     """Return what an instance said. Raises EngineError, and PayloadTooLarge if it has too many fields."""
     try:
-        _scanner.check(response)
-        return ModelStatisticsResponse.FromString(bytes(response))
-    except (DecodeError, ValueError, IndexError) as error:
+        return parse_message(ModelStatisticsResponse, response, _LIMITS)
+    except PayloadTooLarge:
+        raise
+    except InvalidRequest as error:
         raise EngineError("an instance returned statistics that cannot be read") from error
 
 

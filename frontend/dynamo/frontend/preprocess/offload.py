@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from dynamo.common.errors import Overloaded
+from dynamo.common.process.fair_line import FairLine
 from dynamo.frontend.security.keys import key_name
 
 P = ParamSpec("P")
@@ -42,8 +42,8 @@ class Offload:
         self._lock = threading.Lock()
         self._max_pending = max_pending
         self._pending = 0
-        self._jobs: dict[str, deque[_Job]] = {}
-        """What waits for a thread, by API key; the key whose turn it is comes first."""
+        self._jobs = FairLine[_Job]()
+        """What waits for a thread, by API key."""
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `function(*args, **kwargs)`, called in the thread. Raises Overloaded if too much is waiting for it."""
@@ -52,7 +52,7 @@ class Offload:
             key, displaced = key_name.get(), None
             if self._pending >= self._max_pending:
                 displaced = self._displaced_by(key)
-            self._jobs.setdefault(key, deque()).append(_Job(partial(function, *args, **kwargs), future))
+            self._jobs.append(key, _Job(partial(function, *args, **kwargs), future))
             self._pending += 1
         # Not when the caller is done: what it gave up waiting for still runs.
         future.add_done_callback(self._over)
@@ -64,11 +64,10 @@ class Offload:
 
     def _displaced_by(self, key: str) -> Future[Any]:
         """Take what is refused in the place of new work of `key`. Raises Overloaded if that is the new one."""
-        largest = max(self._jobs, key=lambda other: len(self._jobs[other]), default=key)
-        jobs = self._jobs.get(largest)
-        if jobs is None or len(jobs) <= len(self._jobs.get(key, ())) + 1 or jobs[-1].done.cancelled():
+        most = self._jobs.longest() if self._jobs else key
+        if self._jobs.count(most) <= self._jobs.count(key) + 1 or self._jobs.last(most).done.cancelled():
             raise _too_many()
-        displaced = jobs.pop().done
+        displaced = self._jobs.take_last(most).done
         displaced.set_running_or_notify_cancel()
         return displaced
 
@@ -79,11 +78,7 @@ class Offload:
     def _work(self) -> None:
         """Carry out the first work of the key whose turn it is."""
         with self._lock:
-            key = next(iter(self._jobs))
-            jobs = self._jobs.pop(key)
-            function, future = jobs.popleft()
-            if jobs:
-                self._jobs[key] = jobs
+            function, future = self._jobs.take()
         if not future.set_running_or_notify_cancel():
             return
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -45,14 +45,14 @@ _TEXTS = frozenset({"response_format", "text"})
 
 _TEMPLATES = frozenset({"chat_template", "chat_template_kwargs"})
 
-_PROCESSING = ("media_io_kwargs", "mm_processor_kwargs")
+_PROCESSING = frozenset({"media_io_kwargs", "mm_processor_kwargs"})
 """Fields of vLLM: how media are made arrays, whatever their size, such as `{"min_pixels": 1000000000000}`."""
 
 _ABSENT = msgspec.Raw()
 _NULL = msgspec.Raw(b"null")
 _FREE_CHOICES = frozenset({"auto", "none"})
 _OTHERS = ("tools", "tool_choice", "n", "best_of", "prompt", "prompt_embeds", "messages", "priority", "cache_salt")
-_READ = _FOREIGN | _ADAPTERS | _GUIDES | _TEMPLATES | {*_PROCESSING, *_OTHERS}
+_READ = _FOREIGN | _ADAPTERS | _GUIDES | _TEMPLATES | _PROCESSING | {*_OTHERS}
 _NESTED = (
     *("messages", "tools", "prompt", "input", "documents", "response_format", "text", "system", "instructions", "content"),
     *("inputs", "text_input", "query", "queries", "texts", "text_1", "text_2", "suffix", "chat_template", "metadata"),
@@ -130,19 +130,24 @@ def check_fields(body: bytes) -> None:
         raise PayloadTooLarge(f"the body has more than {_MAX_FIELDS} fields")
 
 
+def said_in(values: Values, names: Set[str]) -> set[str]:
+    """Return those of the fields that are there and not null."""
+    return {name for name in names & values.keys() if bytes(values[name]) != b"null"}
+
+
 def is_harmless(values: Values, *, with_tools: bool) -> bool:
     """Return whether by these fields, as every parser reads them, no engine fetches caches from elsewhere, runs code,
     compiles a grammar or renders another chat template.
 
     `with_tools`: whether what an engine does with these fields may have it compile the schemas of tools.
     """
-    has_tools = with_tools and bytes(values.get("tools", b"null")) != b"null"
+    has_tools = with_tools and bool(said_in(values, {"tools"}))
     return _FOREIGN.isdisjoint(values) and not (has_tools or other_guides(values) or brings_template(values))
 
 
 def brings_template(values: Values) -> bool:
     """Return whether a server may render another chat template than the model's, or in another way, by these fields."""
-    return bytes(values.get("chat_template", b"null")) != b"null" or _renders_otherwise(values)
+    return bool(said_in(values, {"chat_template"})) or _renders_otherwise(values)
 
 
 def _renders_otherwise(values: Values) -> bool:
@@ -188,8 +193,7 @@ def check_plain_guides(values: Values) -> None:
 
 def other_guides(values: Values, known: Collection[str] = ()) -> set[str]:
     """Return the fields beside those in `known` by which an engine server may take schemas and grammars."""
-    said = {name for name in _GUIDES.intersection(values) if bytes(values[name]) != b"null"}
-    return {name for name in said.difference(known) if name not in _TEXTS or bytes(values[name])[:1] != b'"'}
+    return {name for name in said_in(values, _GUIDES.difference(known)) if name not in _TEXTS or bytes(values[name])[:1] != b'"'}
 
 
 def asks_for_one(values: Values) -> bool:
@@ -209,14 +213,10 @@ def beyond_rights(values: Values, *, adapters: bool, priorities: bool) -> str:
     An empty string if there is none but null ones and a priority of 0.
     """
     names = _FOREIGN | (_ADAPTERS if adapters else set()) | ({"priority"} if priorities else set())
-    said = {name for name in names.intersection(values) if bytes(values[name]) != b"null"}
+    said = said_in(values, names)
     if _renders_otherwise(values):
         said.add("chat_template_kwargs")
-    said |= {
-        name
-        for name in _PROCESSING
-        if bytes(values.get(name, _NULL)) != b"null" and _decoded(_switches_decoder, values[name]) is None
-    }
+    said |= {name for name in said_in(values, _PROCESSING) if _decoded(_switches_decoder, values[name]) is None}
     return min(said - ({"priority"} if bytes(values.get("priority", b"")) == b"0" else set()), default="")
 
 

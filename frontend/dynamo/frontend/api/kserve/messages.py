@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, NoInstances, PayloadTooLarge
+from dynamo.common.errors import EngineError, InvalidRequest, ModelNotFound, NoInstances
 from dynamo.common.model_card import ModelCard, ModelKind, TensorSpec
 from dynamo.common.process.work import Work
 from dynamo.common.repository import IndexEntry, ModelState
-from dynamo.common.tensors.message_limits import MessageLimits, MessageScanner
+from dynamo.common.tensors.message_limits import MessageLimits, parse_message
 from dynamo.common.tensors.tensors import DATATYPES, datatype_of_config
 from dynamo.frontend.api.kserve.words import check_version
 from dynamo.frontend.security.accounts import Account
@@ -44,7 +44,7 @@ _NO_INSTANCE = "no instance is attached"
 _QUICK_BYTES = 2048
 """A longer description takes a thread: a tensor without any property has two bytes in it."""
 _QUICK_TENSORS = 64
-_scanner = MessageScanner(ModelConfig, MessageLimits(max_message_fields=32_768))
+_CONFIG_LIMITS = MessageLimits(max_message_fields=32_768)
 
 TEXT_INPUTS = (
     TensorSpec(name="text_input", datatype="BYTES", shape=(1,)),
@@ -120,6 +120,14 @@ async def statistics(plane: DataPlane, account: Account, model: str, version: st
         raise InvalidRequest(f"requested model '{model[:400]}' is not available") from error
 
 
+def index_of(
+    plane: DataPlane, is_ready: Callable[[str, str], bool], account: Account, *, only_ready: bool
+) -> Work[list[RepositoryIndexResponse.ModelIndex]]:
+    """Return the entries of all models that the caller may use, or of those that are ready."""
+    held = yield from plane.repository_index(account)
+    return (yield from repository_index(plane.cards(account), is_ready, held, only_ready=only_ready))
+
+
 def repository_index(
     cards: Iterable[ModelCard],
     is_ready: Callable[[str, str], bool],
@@ -160,9 +168,8 @@ def _own_config(card: ModelCard) -> ModelConfig | None:
     if not card.model_config:
         return None
     try:
-        _scanner.check(card.model_config)
-        return ModelConfig.FromString(card.model_config)
-    except (DecodeError, ValueError, IndexError, PayloadTooLarge) as error:
+        return parse_message(ModelConfig, card.model_config, _CONFIG_LIMITS)
+    except InvalidRequest as error:
         raise EngineError(f"model '{card.name}' registered a model configuration that cannot be read") from error
 
 

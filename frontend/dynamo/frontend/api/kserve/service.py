@@ -250,10 +250,7 @@ class KserveService:
         return await self._steps.run(self._index(self._account(), request.ready))
 
     def _index(self, account: Account, only_ready: bool) -> Work[bytes]:
-        held = yield from self._plane.repository_index(account)
-        index = yield from kserve_messages.repository_index(
-            self._plane.cards(account), self._readiness.is_model_ready, held, only_ready=only_ready
-        )
+        index = yield from kserve_messages.index_of(self._plane, self._readiness.is_model_ready, account, only_ready=only_ready)
         parts = []
         for entry in index:
             yield 0

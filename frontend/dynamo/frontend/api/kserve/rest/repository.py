@@ -47,10 +47,7 @@ async def handle_unload(plane: DataPlane, exchange: Exchange, target: ModelPath)
 
 def _index(plane: DataPlane, readiness: Readiness, account: Account, only_ready: bool) -> Work[bytes]:
     """Return the index as JSON; the members of an entry are those that it has."""
-    held = yield from plane.repository_index(account)
-    index = yield from kserve_messages.repository_index(
-        plane.cards(account), readiness.is_model_ready, held, only_ready=only_ready
-    )
+    index = yield from kserve_messages.index_of(plane, readiness.is_model_ready, account, only_ready=only_ready)
     entries = []
     for entry in index:
         yield 0

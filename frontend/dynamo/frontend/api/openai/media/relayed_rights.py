@@ -16,6 +16,7 @@ from dynamo.frontend.api.http.body_fields import (
     check_plain_guides,
     check_tools,
     other_guides,
+    said_in,
 )
 from dynamo.frontend.api.openai.requests import Json, ResponseFormat, StructuredOutputs, TextGenerationRequest
 from dynamo.frontend.api.openai.to_text import guided_of
@@ -87,7 +88,7 @@ def check_guides(body: bytes, values: Values, account: Account) -> None:
 
 def sequences_in(values: Values, most: int) -> int:
     """Return how many results a body asks for. Raises InvalidRequest for more than `most`, and for a number that is none."""
-    said = [bytes(values[name]) for name in ("n", "best_of") if name in values and bytes(values[name]) != b"null"]
+    said = [bytes(values[name]) for name in said_in(values, {"n", "best_of"})]
     counts = [int(each) for each in said if each.isdigit() and len(each) <= _MAX_DIGITS]
     if len(counts) < len(said) or max(counts, default=1) > most:
         raise InvalidRequest(f"'n' must be a whole number of at most {most}", param="n")
